@@ -178,6 +178,52 @@ def test_an_evaluation_that_fails_restores_modes():
     assert not frozen.training
 
 
+def count_as_tensor(batch):
+    return torch.tensor(3 if batch["input"].sum() > 0 else 7) * len(batch["input"])
+
+
+class LossOnOneRank(ReferencePipelinePlugin):
+    """Returns no loss on rank 0, as on a pipeline's first stage."""
+
+    def execute_pipeline(self, *args, **kwargs):
+        result = super().execute_pipeline(*args, **kwargs)
+        return {**result, "loss": None} if torch.distributed.get_rank() == 0 else result
+
+
+def double_losses(plugin, weight):
+    """Return a double model's losses in training and evaluation, and the update of its weight by the gradient."""
+    torch.manual_seed(2)
+    inner = nn.Linear(8, 1, dtype=torch.float64)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    before = inner.weight.detach().clone()
+    batches = [{"input": torch.full((2, 8), number, dtype=torch.float64)} for number in (1 / 3, -1 / 7)]
+
+    def criterion(outputs, batch):
+        return outputs.square().mean()
+
+    evaluations = [booster.evaluate_batch(iter([batch]), model, criterion, weight=weight).loss for batch in batches]
+    loss = booster.train_batch(iter(batches), model, criterion, optimizer, accumulation=2, weight=weight)
+    return batches, evaluations, loss, before - inner.weight.detach()
+
+
+@pytest.mark.parametrize("weight", [None, count_as_tensor])
+@pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin, LossOnOneRank])
+def test_a_double_loss_stays_double(plugin_class, weight):
+    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    shares = (0.5, 0.5) if weight is None else (0.3, 0.7)
+    for batches, evaluations, loss, update in run_on_ranks(double_losses, size, plugin, weight):
+        torch.manual_seed(2)
+        module = nn.Linear(8, 1, dtype=torch.float64)
+        expected = [module(batch["input"]).square().mean() for batch in batches]
+        total = sum(share * each for share, each in zip(shares, expected, strict=True))
+        total.backward()
+        for found, each in zip([*evaluations, loss], [*expected, total], strict=True):
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, each.detach(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(update, module.weight.grad, rtol=1e-12, atol=0)
+
+
 def train_on_pairs(plugin, criterion):
     torch.manual_seed(2)
     model = TinyMLP()

@@ -70,7 +70,8 @@ class Batches(Saving):
                 default, all batches weigh the same.
 
         Returns:
-            The mean loss over all ranks and batches, a scalar tensor, the same on every rank.
+            The mean loss over all ranks and batches, a scalar tensor, the same on every rank; in fp64 where the losses
+            are, else in fp32.
 
         Raises:
             StopIteration: If no batch is left.

@@ -191,7 +191,7 @@ class _Run:
             check_targets(module, batch)
         outputs = call_with(self._model, taken_by(module, batch))
         loss = self._criterion(outputs, batch)
-        loss = loss * (share if self._weight is None else share * self._weight(batch))
+        loss = loss * (share if self._weight is None else _product(share, self._weight(batch), loss))
         if optimizer is not None:
             self._booster.backward(loss, optimizer)
             outputs = None
@@ -199,14 +199,19 @@ class _Run:
         return outputs
 
     def mean_loss(self) -> Tensor:
-        """Return the weighted mean loss of all batches and ranks, the same on each.
+        """Return the weighted mean loss of all batches and ranks, the same on each: fp64 where losses are, else fp32.
 
         Collective: every rank of the world.
         """
-        own = torch.stack(self._losses).sum().float() if self._losses else torch.zeros((), device=self._device)
-        counted = torch.stack([own.to(self._device), own.new_tensor(float(bool(self._losses))).to(self._device)])
-        counted = self._summed(counted)
-        return counted[0] / counted[1]
+        losses = torch.stack(self._losses).to(self._device) if self._losses else torch.zeros(1, device=self._device)
+        own = losses.sum(dtype=_at_least_fp32(losses))
+        if self._booster.context.coordinator.world_size == 1:
+            return own
+        # Sent in fp64, because a stage without a loss doesn't know its dtype.
+        facts = torch.tensor([bool(self._losses), own.dtype == torch.float64], dtype=torch.float64, device=self._device)
+        total, num_ranks, num_double = self._summed(torch.cat([own.double().view(1), facts]))
+        is_double = own.dtype == torch.float64 or (not self._losses and bool(num_double))
+        return (total / num_ranks).to(torch.float64 if is_double else torch.float32)
 
     @property
     def _device(self) -> torch.device:
@@ -228,9 +233,20 @@ class _Run:
             loss = criterion(outputs, microbatch)
             if weight is None:
                 return loss * share
-            return loss * (share * weight(microbatch) * count / num_samples(microbatch))
+            return loss * _product(share * count / num_samples(microbatch), weight(microbatch), loss)
 
         return weighted
+
+
+def _product(share: float, weight: float | Tensor, loss: Tensor) -> float | Tensor:
+    """Return a share times a weight, as exact as a loss needs it: integers times a float would give fp32."""
+    if not isinstance(weight, torch.Tensor):
+        return share * weight
+    return share * weight.to(_at_least_fp32(loss))
+
+
+def _at_least_fp32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _own_loss(outputs: Any, batch: Any) -> Tensor:
