@@ -77,7 +77,8 @@ class Batches(Saving):
             StopIteration: If no batch is left.
             TypeError: If the optimizer is not a boosted one, or ``data_iter`` no iterator.
             ConfigError: If ``accumulation`` is no positive integer, weights sum up to 0, it can't be told which entries
-                of a tuple are for the model, or booster-runtime is not installed.
+                of a tuple are for the model, a block of `accumulate` with several micro-batches is active, or
+                booster-runtime is not installed.
 
         Collective: every rank of the world.
         """

@@ -18,6 +18,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
 from booster_core.ranks import naming_missing_ranks
 from booster_runtime import collectives
+from booster_runtime.accumulation import MicroBatch
 from booster_runtime.data.batches import call_with, check_targets, num_samples, taken_by, to_device
 from booster_runtime.data.uneven import UnevenBatches
 
@@ -53,6 +54,14 @@ def train_batch(
         msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
         raise ConfigError(msg)
     _check_iterator(data_iter, "train_batch")
+    block = booster._joined()  # noqa: SLF001 - the block of `accumulate`, which weighs losses too
+    if isinstance(block, MicroBatch) and block.size > 1:
+        msg = (
+            "`Booster.train_batch` takes a whole step, whose loss a block of `Booster.accumulate` divides by "
+            f"{block.size} once more. Call `booster.train_batch(..., accumulation={block.size})` outside of the block, "
+            "or `booster.backward` in it."
+        )
+        raise ConfigError(msg)
     batches = list(islice(data_iter, accumulation))
     if not batches:
         raise StopIteration
