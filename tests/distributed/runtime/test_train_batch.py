@@ -112,6 +112,118 @@ def test_gradients_and_losses_are_those_of_one_large_batch(plugin_class):
         assert outputs.shape == (SAMPLES, 5, 6)
 
 
+class FrozenNorm(nn.Module):
+    """A layer whose `eval` reaches one of its two norms, as models with a frozen backbone override `train`."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(8)
+        self.trained = nn.BatchNorm1d(8)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x):
+        return self.trained(self.frozen(x))
+
+
+def evaluate_with_frozen_norms(plugin, is_training):
+    """Return the modes of all modules before and after an evaluation, and the frozen statistics after a step."""
+    inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    model.train(is_training)
+    inner[0].eval()
+    inner[2][1].train(not is_training)
+    before = {name: module.training for name, module in model.named_modules()}
+    batch = {"input": torch.arange(32.0).reshape(4, 8)}
+
+    def criterion(outputs, batch):
+        return outputs.square().mean()
+
+    booster.evaluate_batch(iter([batch]), model, criterion)
+    after = {name: module.training for name, module in model.named_modules()}
+    booster.train_batch(iter([batch]), model, criterion, optimizer)
+    return before, after, inner[0].running_mean
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin])
+def test_an_evaluation_restores_the_mode_of_each_module(plugin_class, is_training):
+    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    for before, after, statistics in run_on_ranks(evaluate_with_frozen_norms, size, plugin, is_training):
+        assert len(set(before.values())) == 2, "some modules train and some do not"
+        assert after == before
+        assert not statistics.any(), "a norm in `eval()` keeps its statistics"
+
+
+class FailsToEvaluate(TinyMLP):
+    def forward(self, x):
+        if not self.training:
+            msg = "no evaluation"
+            raise RuntimeError(msg)
+        return super().forward(x)
+
+
+def test_an_evaluation_that_fails_restores_modes():
+    booster, inner = Booster(), FailsToEvaluate()
+    frozen = next(iter(inner.children()))
+    model, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    frozen.eval()
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        booster.evaluate_batch(iter([torch.ones(2, 8)]), model, lambda outputs, batch: outputs.mean())
+    assert inner.training
+    assert not frozen.training
+
+
+def count_as_tensor(batch):
+    return torch.tensor(3 if batch["input"].sum() > 0 else 7) * len(batch["input"])
+
+
+class LossOnOneRank(ReferencePipelinePlugin):
+    """Returns no loss on rank 0, as on a pipeline's first stage."""
+
+    def execute_pipeline(self, *args, **kwargs):
+        result = super().execute_pipeline(*args, **kwargs)
+        return {**result, "loss": None} if torch.distributed.get_rank() == 0 else result
+
+
+def double_losses(plugin, weight):
+    """Return a double model's losses in training and evaluation, and the update of its weight by the gradient."""
+    torch.manual_seed(2)
+    inner = nn.Linear(8, 1, dtype=torch.float64)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    before = inner.weight.detach().clone()
+    batches = [{"input": torch.full((2, 8), number, dtype=torch.float64)} for number in (1 / 3, -1 / 7)]
+
+    def criterion(outputs, batch):
+        return outputs.square().mean()
+
+    evaluations = [booster.evaluate_batch(iter([batch]), model, criterion, weight=weight).loss for batch in batches]
+    loss = booster.train_batch(iter(batches), model, criterion, optimizer, accumulation=2, weight=weight)
+    return batches, evaluations, loss, before - inner.weight.detach()
+
+
+@pytest.mark.parametrize("weight", [None, count_as_tensor])
+@pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin, LossOnOneRank])
+def test_a_double_loss_stays_double(plugin_class, weight):
+    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    shares = (0.5, 0.5) if weight is None else (0.3, 0.7)
+    for batches, evaluations, loss, update in run_on_ranks(double_losses, size, plugin, weight):
+        torch.manual_seed(2)
+        module = nn.Linear(8, 1, dtype=torch.float64)
+        expected = [module(batch["input"]).square().mean() for batch in batches]
+        total = sum(share * each for share, each in zip(shares, expected, strict=True))
+        total.backward()
+        for found, each in zip([*evaluations, loss], [*expected, total], strict=True):
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, each.detach(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(update, module.weight.grad, rtol=1e-12, atol=0)
+
+
 def train_on_pairs(plugin, criterion):
     torch.manual_seed(2)
     model = TinyMLP()

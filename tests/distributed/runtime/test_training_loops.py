@@ -114,6 +114,33 @@ def test_accumulation_that_cannot_be_right_raises(call, message):
     expect_on_ranks(ConfigError, message, call, 1)
 
 
+def _train_batch_in_block(plugin_class, position, steps):
+    booster, model = Booster(plugin=plugin_class()), make_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = iter([{"input": torch.ones(2, 8)}] * 2)
+
+    def train_batch():
+        return booster.train_batch(batches, model, lambda outputs, _: outputs.square().mean(), optimizer)
+
+    for block in range(steps):
+        with booster.accumulate(model, steps=steps):
+            if block == position:
+                train_batch()
+    assert steps == 1, "train_batch in a block of several micro-batches"
+    assert train_batch(), "the second and last batch"
+
+
+@pytest.mark.parametrize("plugin_class", [ReferencePlugin, ReferencePipelinePlugin])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_whole_step_among_micro_batches_raises(plugin_class, position):
+    message = r"takes a whole step.*divides by 2.*`booster\.train_batch\(\.\.\., accumulation=2\)`"
+    expect_on_ranks(ConfigError, message, _train_batch_in_block, 2, plugin_class, position, 2)
+
+
+def test_a_whole_step_in_a_block_of_one_micro_batch_is_taken():
+    run_on_ranks(_train_batch_in_block, 1, ReferencePlugin, 0, 1)
+
+
 def _steps_and_scheduler():
     booster, model, optimizer = _boosted()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -87,8 +87,13 @@ def train_by_whole_batches(name):
     with pytest.raises(StopIteration):
         booster.train_batch(batches, model, cross_entropy, optimizer)
     model.train()
+    frozen = [module for module in model.modules() if "Norm" in type(module).__name__]
+    assert frozen
+    for module in frozen:
+        module.eval()
+    modes = [module.training for module in model.modules()]
     evaluation = booster.evaluate_batch(iter(batches_of(index)), model, cross_entropy, weight=count_labels)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     logits = None if evaluation.outputs is None else evaluation.outputs.logits.shape[0]
     return losses, (evaluation.loss.item(), evaluation.weight), whole_model(booster, model), logits
 

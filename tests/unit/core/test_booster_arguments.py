@@ -1,5 +1,7 @@
 """What a user can get wrong at Booster's door, in one process; the conformance kit repeats the main ones on ranks."""
 
+from functools import cached_property
+
 import pytest
 import torch
 from torch import nn
@@ -138,6 +140,38 @@ def test_device_that_is_not_there(device, match):
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match=match):
         Booster(device)
+
+
+class WithoutEngine(Booster):
+    @property
+    def own(self):
+        return self.plugin.missing_in_own
+
+    @cached_property
+    def checkpoint_io(self):
+        return self.plugin.missing_in_engine
+
+
+def test_an_attribute_error_in_an_attribute_of_a_booster_is_told_as_it_is(monkeypatch):
+    booster = WithoutEngine()
+    for name, missing in (("own", "missing_in_own"), ("checkpoint_io", "missing_in_engine")):
+        with pytest.raises(AttributeError, match=f"'SingleDevicePlugin' object has no attribute '{missing}'"):
+            getattr(booster, name)
+
+    def break_hooks():
+        msg = "module 'torch' has no attribute 'xyz'"
+        raise AttributeError(msg)
+
+    monkeypatch.setattr("booster_core.booster.hook_relay", break_hooks)
+    with pytest.raises(AttributeError, match="module 'torch' has no attribute 'xyz'") as raised:
+        _ = booster.context
+    assert raised.traceback[-1].name == "break_hooks"
+
+
+def test_a_name_that_a_booster_does_not_have_is_told():
+    with pytest.raises(AttributeError, match=r"^`Booster` has no `preparee`\.$"):
+        _ = Booster().preparee
+    assert not hasattr(Booster(), "preparee")
 
 
 def test_default_plugin_moves_the_model():

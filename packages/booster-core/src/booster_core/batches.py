@@ -70,13 +70,15 @@ class Batches(Saving):
                 default, all batches weigh the same.
 
         Returns:
-            The mean loss over all ranks and batches, a scalar tensor, the same on every rank.
+            The mean loss over all ranks and batches, a scalar tensor, the same on every rank; in fp64 where the losses
+            are, else in fp32.
 
         Raises:
             StopIteration: If no batch is left.
             TypeError: If the optimizer is not a boosted one, or ``data_iter`` no iterator.
             ConfigError: If ``accumulation`` is no positive integer, weights sum up to 0, it can't be told which entries
-                of a tuple are for the model, or booster-runtime is not installed.
+                of a tuple are for the model, a block of `accumulate` with several micro-batches is active, or
+                booster-runtime is not installed.
 
         Collective: every rank of the world.
         """
@@ -104,7 +106,7 @@ class Batches(Saving):
 
         Args:
             data_iter: As for `train_batch`, as are the others.
-            model: The boosted model; its mode is restored.
+            model: The boosted model; the mode of each of its modules is restored.
             criterion: As for `train_batch`.
             weight: As for `train_batch`.
 

@@ -66,7 +66,7 @@ class MicroBatch(contextlib.AbstractContextManager[bool]):
         self, booster: Booster, model: nn.Module, optimizer: Optimizer | None, *, position: int, size: int
     ) -> None:
         self._booster, self._model, self._optimizer = booster, model, optimizer
-        self._size = size
+        self.size = size
         self._is_last = position + 1 == size
         self._joined: Any = None
         self._leaving = contextlib.ExitStack()
@@ -101,12 +101,12 @@ class MicroBatch(contextlib.AbstractContextManager[bool]):
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return this micro-batch's share of the step's loss."""
-        return (loss if self._joined is None else self._joined.weigh(loss)) / self._size
+        return (loss if self._joined is None else self._joined.weigh(loss)) / self.size
 
     def weighing(self, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """Return a criterion that gives this micro-batch's share, for pipelines."""
         inner = criterion if self._joined is None else self._joined.weighing(criterion)
-        return lambda outputs, batch: inner(outputs, batch) / self._size
+        return lambda outputs, batch: inner(outputs, batch) / self.size
 
 
 def _progress(loader: DataLoader[Any]) -> tuple[int, int]:

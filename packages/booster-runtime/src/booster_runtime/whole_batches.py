@@ -18,6 +18,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
 from booster_core.ranks import naming_missing_ranks
 from booster_runtime import collectives
+from booster_runtime.accumulation import MicroBatch
 from booster_runtime.data.batches import call_with, check_targets, num_samples, taken_by, to_device
 from booster_runtime.data.uneven import UnevenBatches
 
@@ -53,6 +54,14 @@ def train_batch(
         msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
         raise ConfigError(msg)
     _check_iterator(data_iter, "train_batch")
+    block = booster._joined()  # noqa: SLF001 - the block of `accumulate`, which weighs losses too
+    if isinstance(block, MicroBatch) and block.size > 1:
+        msg = (
+            "`Booster.train_batch` takes a whole step, whose loss a block of `Booster.accumulate` divides by "
+            f"{block.size} once more. Call `booster.train_batch(..., accumulation={block.size})` outside of the block, "
+            "or `booster.backward` in it."
+        )
+        raise ConfigError(msg)
     batches = list(islice(data_iter, accumulation))
     if not batches:
         raise StopIteration
@@ -98,15 +107,28 @@ def evaluate_batch(
     _check_iterator(data_iter, "evaluate_batch")
     batch = next(data_iter)
     run = _Run(booster, model, criterion, weight)
-    was_training = model.training
+    with _evaluating(model), torch.no_grad():
+        share = run.share_of([batch])
+        outputs = run.forward(batch, share, None)
+    return Evaluation(run.mean_loss(), outputs, run.total_weight)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
-            share = run.share_of([batch])
-            outputs = run.forward(batch, share, None)
+        yield
     finally:
-        model.train(was_training)
-    return Evaluation(run.mean_loss(), outputs, run.total_weight)
+        # Parents come first. Layers that merge weights in evaluation undo that in their own `train`.
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
+        # A `train` may have reached a module that several parents share, or leave some modules out.
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
 
 
 class _Run:
@@ -178,7 +200,7 @@ class _Run:
             check_targets(module, batch)
         outputs = call_with(self._model, taken_by(module, batch))
         loss = self._criterion(outputs, batch)
-        loss = loss * (share if self._weight is None else share * self._weight(batch))
+        loss = loss * (share if self._weight is None else _product(share, self._weight(batch), loss))
         if optimizer is not None:
             self._booster.backward(loss, optimizer)
             outputs = None
@@ -186,14 +208,19 @@ class _Run:
         return outputs
 
     def mean_loss(self) -> Tensor:
-        """Return the weighted mean loss of all batches and ranks, the same on each.
+        """Return the weighted mean loss of all batches and ranks, the same on each: fp64 where losses are, else fp32.
 
         Collective: every rank of the world.
         """
-        own = torch.stack(self._losses).sum().float() if self._losses else torch.zeros((), device=self._device)
-        counted = torch.stack([own.to(self._device), own.new_tensor(float(bool(self._losses))).to(self._device)])
-        counted = self._summed(counted)
-        return counted[0] / counted[1]
+        losses = torch.stack(self._losses).to(self._device) if self._losses else torch.zeros(1, device=self._device)
+        own = losses.sum(dtype=_at_least_fp32(losses))
+        if self._booster.context.coordinator.world_size == 1:
+            return own
+        # Sent in fp64, because a stage without a loss doesn't know its dtype.
+        facts = torch.tensor([bool(self._losses), own.dtype == torch.float64], dtype=torch.float64, device=self._device)
+        total, num_ranks, num_double = self._summed(torch.cat([own.double().view(1), facts]))
+        is_double = own.dtype == torch.float64 or (not self._losses and bool(num_double))
+        return (total / num_ranks).to(torch.float64 if is_double else torch.float32)
 
     @property
     def _device(self) -> torch.device:
@@ -215,9 +242,20 @@ class _Run:
             loss = criterion(outputs, microbatch)
             if weight is None:
                 return loss * share
-            return loss * (share * weight(microbatch) * count / num_samples(microbatch))
+            return loss * _product(share * count / num_samples(microbatch), weight(microbatch), loss)
 
         return weighted
+
+
+def _product(share: float, weight: float | Tensor, loss: Tensor) -> float | Tensor:
+    """Return a share times a weight, as exact as a loss needs it: integers times a float would give fp32."""
+    if not isinstance(weight, torch.Tensor):
+        return share * weight
+    return share * weight.to(_at_least_fp32(loss))
+
+
+def _at_least_fp32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _own_loss(outputs: Any, batch: Any) -> Tensor:

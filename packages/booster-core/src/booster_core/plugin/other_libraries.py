@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
 _BOOST = "call `model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, ...)`"
 _CLIP = "call `optimizer.clip_grad_by_norm(max_norm)` of the boosted optimizer, after `backward`"
@@ -30,8 +30,15 @@ OF_ENGINES = {"backward", "save_checkpoint", "step"}
 class Remedies:
     """Names the call to make in place of an attribute that another library's object has."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise no_attribute(self, name)
+    if not TYPE_CHECKING:  # type checkers find names that are not there by themselves
+        # `__getattr__` is also called for an AttributeError inside a property, and isn't told which one it was.
+        def __getattribute__(self, name: str) -> Any:
+            try:
+                return super().__getattribute__(name)
+            except AttributeError:
+                if any(name in vars(kind) for kind in type(self).__mro__):
+                    raise
+            raise no_attribute(self, name)
 
 
 def no_attribute(owner: object, name: str) -> AttributeError:
