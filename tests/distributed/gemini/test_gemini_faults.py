@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import BudgetError, ConfigError, OffloadError
 from booster_gemini import GeminiPlugin
-from booster_gemini.placement.auto import BudgetError
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 

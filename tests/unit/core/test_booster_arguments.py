@@ -1,6 +1,8 @@
 """What a user can get wrong at Booster's door, in one process; the conformance kit repeats the main ones on ranks."""
 
+import re
 from functools import cached_property
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,12 +136,48 @@ def test_device_that_the_plugin_does_not_support():
         Booster("meta", plugin=Halves())
 
 
-@pytest.mark.parametrize(("device", "match"), [("cpuu", "not a device that torch knows"), ("cuda:0", "sees none here")])
-def test_device_that_is_not_there(device, match):
-    if device == "cuda:0" and torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    with pytest.raises(ConfigError, match=match):
-        Booster(device)
+def test_device_that_torch_does_not_know():
+    with pytest.raises(ConfigError, match="not a device that torch knows"):
+        Booster("cpuu")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu", "mtia", "hpu", "xla", "ipu", "privateuseone"])
+@pytest.mark.parametrize("make", [str, lambda kind: f"{kind}:0", torch.device])
+def test_device_that_is_not_there(make, kind):
+    """Also types without a module of torch (xla), and the one of which a device of another library takes the name."""
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == kind:
+        pytest.skip(f"this machine has a device of type {kind}")
+    asked = make(kind)
+    expected = re.escape(f"`device={asked!r}` needs a device of type '{kind}'") + ".*sees none here. It sees the CPU"
+    with pytest.raises(ConfigError, match=expected):
+        Booster(asked)
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+def test_device_of_another_library(monkeypatch, is_available):
+    backend = SimpleNamespace(is_available=lambda: is_available, device_count=lambda: 1)
+    monkeypatch.setattr(torch, "privateuseone", backend, raising=False)
+    if is_available:
+        assert Booster("privateuseone").device == torch.device("privateuseone")
+        with pytest.raises(ConfigError, match="`device='privateuseone:1'` is not here"):
+            Booster("privateuseone:1")
+    else:
+        with pytest.raises(ConfigError, match=r"'privateuseone', and torch .* sees none here"):
+            Booster("privateuseone")
+
+
+def test_missing_device_beside_another_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    with pytest.raises(ConfigError, match=r"It sees the CPU and devices of type 'xpu'\. Use `device='xpu'`"):
+        Booster("mps")
+
+
+def test_device_of_an_index_that_is_not_there(monkeypatch):
+    _Cuda(monkeypatch)
+    assert Booster("cuda:3").device == torch.device("cuda", 3)
+    with pytest.raises(ConfigError, match=r"torch sees 4 device\(s\) of type 'cuda', 'cuda:0' to 'cuda:3'"):
+        Booster("cuda:4")
 
 
 class WithoutEngine(Booster):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
     from booster_core.ranks import DistCoordinator
-    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch, shutdown
 
     __version__: str
 
@@ -37,6 +37,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "shutdown",
 ]
 
 _import, _names = public_names(
@@ -48,7 +49,7 @@ _import, _names = public_names(
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],
         ".precision": ["LossScaleConfig", "PrecisionPolicy"],
         ".ranks": ["DistCoordinator"],
-        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"],
+        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "shutdown"],
     },
 )
 

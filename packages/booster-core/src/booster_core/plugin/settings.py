@@ -67,15 +67,41 @@ def check_device(asked: object, plugin: Plugin) -> torch.device | None:
         else:
             msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
         raise ConfigError(msg) from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        msg = (
-            f"`device={asked!r}` needs a CUDA device, and torch {torch.__version__} sees none here. Use `device='cpu'`."
-        )
-        raise ConfigError(msg)
+    _check_present(asked, device)
     if not plugin.supports_device(device.type):
         msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
         raise ConfigError(msg)
     return device
+
+
+def _check_present(asked: object, device: torch.device) -> None:
+    """Raise where this machine lacks a device that torch knows by name."""
+    if device.type in ("cpu", "meta"):
+        return
+    backend = getattr(torch, device.type, None)
+    is_there = backend.is_available() if hasattr(backend, "is_available") else _can_allocate(device)
+    if not is_there:
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        other = "the CPU" if here is None else f"the CPU and devices of type '{here.type}'"
+        msg = (
+            f"`device={asked!r}` needs a device of type '{device.type}', and torch {torch.__version__} sees none here. "
+            f"It sees {other}. Use `device='{'cpu' if here is None else here.type}'`."
+        )
+        raise ConfigError(msg)
+    if device.index is not None and hasattr(backend, "device_count") and device.index >= backend.device_count():
+        msg = (
+            f"`device={asked!r}` is not here: torch sees {backend.device_count()} device(s) of type '{device.type}', "
+            f"'{device.type}:0' to '{device.type}:{backend.device_count() - 1}'."
+        )
+        raise ConfigError(msg)
+
+
+def _can_allocate(device: torch.device) -> bool:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError):  # a build without the backend, or a backend without its library
+        return False
+    return True
 
 
 def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:

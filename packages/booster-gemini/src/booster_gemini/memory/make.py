@@ -180,7 +180,7 @@ def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
         told = "nobody answers the hook `placement_policy` for it" if found is None else f"the hook returned {found!r}"
         msg = (
             f"`placement_policy={config.placement_policy!r}` is neither 'static' nor 'auto', and {told}. Install or "
-            "register what brings it; it is a `booster_gemini.placement.policy.PlacementPolicy`."
+            "register what brings it; it is a `booster_gemini.placement.PlacementPolicy`."
         )
         raise PluginError(msg)
     return found

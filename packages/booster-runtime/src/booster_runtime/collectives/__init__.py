@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from booster_runtime.collectives.errors import MismatchError
+from booster_core.errors import MismatchError
 from booster_runtime.collectives.groups import new_group
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from booster_core.errors import BoosterError
+from booster_core.errors import MismatchError
 
-
-class MismatchError(BoosterError, RuntimeError):
-    """Ranks call different collectives, or the same one with different reductions, dtypes or lengths."""
+__all__ = ["MismatchError", "PeerEndedError"]
 
 
 class PeerEndedError(RuntimeError):
