@@ -230,9 +230,7 @@ def docs(session: nox.Session) -> None:
     # The theme prints a notice about another project in each build.
     _run(session, python, "-m", "mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
     sources = [f"packages/{name}/src" for name in PACKAGES]
-    # Its modules are classes of Lightning Fabric, which the environment has not.
-    fabric = "--ignore=packages/booster-runtime/src/booster_runtime/integrations/fabric"
-    _pytest(session, python, "--doctest-modules", fabric, *sources, *session.posargs, success_codes=[0, 5])
+    _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
     pages = ("page_examples", "site", "cluster_page", "start_page")
     _pytest(session, python, *(f"tests/packaging/test_{name}.py" for name in pages), *_workers(), *session.posargs)
 

@@ -48,7 +48,7 @@ def command(
     from booster_core.errors import BoosterError
     from booster_runtime.pictures import write_png
     from booster_tools.planning import Devices, default_processes, draw_plan, plan
-    from booster_tools.verification import function_of, module_of
+    from booster_tools.verification.script import function_of, module_of
 
     if picture is not None and picture.suffix not in (".svg", ".png"):
         msg = f"`--picture {picture}` must end in .svg or .png."
