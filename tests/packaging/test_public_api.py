@@ -1,9 +1,9 @@
 """Distributions import only each other's public packages, those that state `__all__`."""
 
 import ast
-from pathlib import Path
 import builtins
 import re
+from pathlib import Path
 
 import griffe
 import pytest
@@ -70,6 +70,8 @@ def _public_modules(package):
     for module in package.modules.values():
         if not module.is_alias:
             yield from _public_modules(module)
+
+
 def _literals(path):
     """Yield the line and text of each string literal that is not a docstring."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

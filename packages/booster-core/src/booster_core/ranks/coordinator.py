@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
 from booster_core.errors import ConfigError, RankFailedError
-from booster_core.ranks.rendezvous import PROGRESS, name_ranks
+from booster_core.ranks.calls import PROGRESS, name_ranks
 from booster_core.ranks.world import close_world, current_world
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from booster_core.ranks.environments import local_rank_of_launcher
-from booster_core.ranks.rendezvous import Rendezvous
+from booster_core.ranks.meeting import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
