@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from booster_core import Booster, launch_from_torch
+from booster_runtime import gather_for_metrics
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,7 +48,7 @@ def perplexity(model, loader: DataLoader, booster: Booster) -> float:
         labels = batch["labels"]
         logits = model(input_ids=batch["input_ids"]).logits
         loss = cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none").mean(dim=1)
-        losses.append(booster.gather_for_metrics(loss, loader))  # each sample once, on every rank
+        losses.append(gather_for_metrics(booster, loss, loader))  # each sample once, on every rank
     model.train()
     return torch.cat(losses).mean().exp().item()
 

@@ -11,6 +11,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama_tied"
@@ -159,7 +160,7 @@ def sent_in_backward(ddp):
         optimizer.step()
     finally:
         collectives.all_reduce = original
-    gradient = booster.full_gradient(model, "layers.0.weight")
+    gradient = full_gradient(booster, model, "layers.0.weight")
     return sent, gradient
 
 

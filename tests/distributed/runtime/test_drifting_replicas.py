@@ -8,6 +8,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import DistCoordinator
+from booster_runtime import check_replicas
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.mutants import ReferencePlugin
@@ -29,7 +30,7 @@ def step(booster, model, optimizer):
 
 def train_checked():
     booster, model, optimizer = boost()
-    with booster.check_replicas(model, every=1) as check:
+    with check_replicas(booster, model, every=1) as check:
         for _ in range(3):
             step(booster, model, optimizer)
     step(booster, model, optimizer)
@@ -42,7 +43,7 @@ def test_equal_replicas_pass_and_a_closed_check_counts_no_more():
 
 def drift(what):
     booster, model, optimizer = boost()
-    booster.check_replicas(model, every=2)
+    check_replicas(booster, model, every=2)
     first = DistCoordinator().rank == 0
     step(booster, model, optimizer)
     step(booster, model, optimizer)
@@ -93,7 +94,7 @@ def train_batch_norm():
     model = WithBatchNorm()
     booster = Booster(plugin=ReferencePlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with booster.check_replicas(model, every=1):
+    with check_replicas(booster, model, every=1):
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(DistCoordinator().rank))
         booster.backward(model(inputs).square().mean(), optimizer)
         optimizer.step()
@@ -108,4 +109,4 @@ def test_a_number_of_steps_below_one_raises():
     booster = Booster()
     model = booster.boost(nn.Linear(2, 2)).model
     with pytest.raises(ConfigError, match="`every=0` is not a number of steps"):
-        booster.check_replicas(model, every=0)
+        check_replicas(booster, model, every=0)

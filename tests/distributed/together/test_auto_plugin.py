@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
+from booster_runtime import train_batch
 from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
@@ -145,7 +146,7 @@ def lazy_llama():
     booster, (model, optimizer, _, loader, _) = boosted(
         "auto", model=model, loader=loader, criterion=None, memory_budget_bytes=512 * MIB, mixed_precision="bf16"
     )
-    loss = booster.train_batch(iter(loader), model, None, optimizer)
+    loss = train_batch(booster, iter(loader), model, None, optimizer)
     return booster.plugin.name, booster.context.precision.name, bool(loss.isfinite())
 
 
@@ -172,7 +173,7 @@ for inputs, targets in loader:
     optimizer.step()
     optimizer.zero_grad()
 booster.save_model(model, sys.argv[1])
-booster.print("trained under", booster.plugin.name)
+booster.context.coordinator.print_on_master("trained under", booster.plugin.name)
 """
 
 

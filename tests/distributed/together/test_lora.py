@@ -14,6 +14,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -107,7 +108,7 @@ def gradients_on_ranks(plugin_class, options, changes, config):
     booster.backward(loss_of(model, tokens), optimizer)
     held = coordinator.all_gather_object([shard.name for shard in booster.state_adapter(model).model_shards()])
     names = dict.fromkeys(name for of_rank in held for name in of_rank)
-    gradients = {name: booster.full_gradient(model, name) for name in names}
+    gradients = {name: full_gradient(booster, model, name) for name in names}
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 

@@ -11,6 +11,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import check_replicas
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
@@ -43,7 +44,7 @@ def step(booster, model, optimizer):
 
 def train_checked(name):
     booster, model, optimizer = boost(name)
-    with booster.check_replicas(model, every=1) as check:
+    with check_replicas(booster, model, every=1) as check:
         for _ in range(3):
             step(booster, model, optimizer)
     step(booster, model, optimizer)
@@ -57,7 +58,7 @@ def test_equal_replicas_pass_and_a_closed_check_counts_no_more(name):
 
 def drift(name, what):
     booster, model, optimizer = boost(name)
-    booster.check_replicas(model, every=2)
+    check_replicas(booster, model, every=2)
     first = DistCoordinator().rank == 0
     step(booster, model, optimizer)
     step(booster, model, optimizer)

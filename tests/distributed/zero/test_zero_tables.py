@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
+from booster_runtime import full_gradient
 from booster_runtime.collectives.transports import override
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
@@ -59,7 +60,7 @@ def train(transport, options, uses_all, accumulates):
                     booster.backward(model(tokens_of(step + micro, dist.get_rank())), optimizer)
             num_bytes = sum(sent)
             names = [name for name, _ in model.unwrap().named_parameters()]
-            gradients.append({name: booster.full_gradient(model, name) for name in names})
+            gradients.append({name: full_gradient(booster, model, name) for name in names})
             optimizer.step()
             optimizer.zero_grad()
     return gradients, num_bytes

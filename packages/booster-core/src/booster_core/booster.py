@@ -6,26 +6,26 @@ file code.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import difflib
+import math
 import weakref
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 
-from booster_core.batches import Batches
+from booster_core.attribute_hints import no_attribute
 from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.other_libraries import Remedies
 from booster_core.plugin.settings import check_device, own_device, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import unwrap_model
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
@@ -50,8 +50,26 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Batches, Remedies):
+class LossWeight:
+    """What `Booster.weighing_losses` multiplies losses by.
+
+    Attributes:
+        weight: The factor.
+        is_used: Whether a loss, or a criterion for a pipeline, was multiplied.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.is_used = False
+
+
+class Booster(Saving):
     """Makes a training script distributed by the strategy of a plugin.
+
+    Functions of other packages take a Booster first. Of booster_runtime: ``train_batch``, ``evaluate_batch``,
+    ``accumulate``, ``join`` (loops); ``gather_for_metrics``, ``reduce``, ``to_device`` (data); ``full_gradient``,
+    ``set_full_gradient``, ``gathered``, ``full_state``, ``set_full_state`` (whole tensors); ``ema``,
+    ``check_replicas``. Of booster_tools: ``profile`` and others.
 
     Args:
         device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
@@ -115,6 +133,12 @@ class Booster(Batches, Remedies):
         self._device = own_device(None, plugin) if is_known else None
         self._timeout_seconds = timeout_seconds
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what users passed to `boost`
+        self._loss_weights: list[LossWeight] = []
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(type(self), name):
+            object.__getattribute__(self, name)  # raises what the property did
+        raise no_attribute(self, name)
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +166,7 @@ class Booster(Batches, Remedies):
 
         coordinator = DistCoordinator()
         return BoostContext(
+            booster=self,
             device=self.device,
             coordinator=coordinator,
             precision=self.precision,
@@ -231,7 +256,9 @@ class Booster(Batches, Remedies):
             both = [boosted.dataloader, *dealt[1:]]
             boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
         self._models.add(model)
-        self._optimizers[boosted.model] = boosted.optimizer
+        wrapper: Any = boosted.model
+        wrapper.attach(() if boosted.optimizer is None else (boosted.optimizer,), context)
+        self._optimizers[wrapper] = boosted.optimizer
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
@@ -294,8 +321,65 @@ class Booster(Batches, Remedies):
             got = type(optimizer).__name__
             msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
-        joined = self._joined()
-        optimizer.backward(loss if joined is None else joined.weigh(loss))
+        optimizer.backward(self._weighed(loss))
+
+    @contextlib.contextmanager
+    def weighing_losses(self, weight: float) -> Iterator[LossWeight]:
+        """Multiply the losses of `backward`, and of criteria in `execute_pipeline`, inside of a ``with`` block.
+
+        Blocks may be nested; their weights are multiplied.
+
+        Args:
+            weight: The factor.
+
+        Yields:
+            The weight, which knows whether it was used.
+        """
+        entered = LossWeight(weight)
+        self._loss_weights.append(entered)
+        try:
+            yield entered
+        finally:
+            self._loss_weights.remove(entered)
+
+    @property
+    def loss_weight(self) -> float:
+        """What losses are multiplied by now: the product of the weights of the blocks around."""
+        return math.prod(each.weight for each in self._loss_weights)
+
+    def _weighed(self, loss: Any) -> Any:
+        for each in self._loss_weights:
+            each.is_used = True
+        weight = self.loss_weight
+        return loss * weight if weight != 1 and isinstance(loss, torch.Tensor) else loss
+
+    @property
+    def boosted_models(self) -> tuple[ModelWrapper, ...]:
+        """The models that this Booster has boosted and somebody still holds."""
+        return tuple(self._optimizers)
+
+    def boosted_model(self, model: nn.Module | None, call: str) -> ModelWrapper:
+        """Return the boosted model that was passed to a call, or the only one there is.
+
+        Args:
+            model: What the user passed; ``None`` where it was left out.
+            call: What the user called, for messages.
+
+        Raises:
+            TypeError: If the model is not one that this Booster has boosted.
+            ConfigError: If it is left out and not exactly one is boosted.
+        """
+        if model is None:
+            if len(self._optimizers) != 1:
+                msg = f"`{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
+                raise ConfigError(msg)
+            return next(iter(self._optimizers))
+        model = boosted_inside(model)
+        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
+            got = f"{type(model).__module__}.{type(model).__qualname__}"
+            msg = f"`{call}` needs the model returned by `Booster.boost`; got `{got}`."
+            raise TypeError(msg)
+        return model
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -314,7 +398,7 @@ class Booster(Batches, Remedies):
 
         Collective: none, but every rank must do the same.
         """
-        boosted = self._the_model(model, "no_sync")
+        boosted = self.boosted_model(model, "Booster.no_sync")
         return self.plugin.no_sync(boosted, optimizer or self._optimizers.get(boosted))
 
     def execute_pipeline(
@@ -339,64 +423,17 @@ class Booster(Batches, Remedies):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
-        joined = self._joined()
-        if joined is not None:
-            criterion = joined.weighing(criterion)
-        return self.plugin.execute_pipeline(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+
+        def weighed(outputs: Any, batch: Any) -> Tensor:
+            loss: Tensor = self._weighed(criterion(outputs, batch))
+            return loss
+
+        result = self.plugin.execute_pipeline(
+            data_iter, model, weighed, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
-
-    def full_gradient(self, model: nn.Module, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, in the parameter's shape, from the ranks that hold its parts.
-
-        Args:
-            model: The boosted model.
-            name: The parameter's name in the user's own model.
-
-        Returns:
-            A copy without loss scaling; ``None`` where the parameter has no gradient.
-
-        Raises:
-            TypeError: If the model is not a boosted one.
-            ConfigError: If the model has no parameter of this name.
-
-        Collective: every rank of the plugin's mesh, in step.
-        """
-        boosted = self._the_model(model, "full_gradient")
-        paths: dict[str, str] = boosted.__dict__.setdefault("_parameter_paths", {})
-        if name not in paths:  # adapters that were added since have names of their own
-            paths.update(self.plugin.parameter_paths(boosted))
-        if name not in paths:
-            close = difflib.get_close_matches(name, paths, n=1)
-            msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
-            raise ConfigError(msg)
-        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths[name])
-
-    def check_replicas(self, model: nn.Module | None = None, every: int = 100) -> AbstractContextManager[Any]:
-        """Compare replicas after every so many steps, and raise on every rank where they differ.
-
-        Compared are parameters, buffers, optimizer state and random state, by hashes; each check reads all state once.
-
-        Args:
-            model: The boosted model; may be left out when one model is boosted.
-            every: Number of steps between two checks.
-
-        Returns:
-            The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``,
-            ends it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
-
-        Raises:
-            TypeError: If the model is not a boosted one.
-            ConfigError: If ``every`` is not positive, the model is left out and not exactly one is boosted, or
-                booster-runtime is not installed.
-
-        Collective: none; the checks are, on every rank of the world.
-        """
-        boosted = self._the_model(model, "check_replicas")
-        check: AbstractContextManager[Any] = self._run(
-            "check_replicas", model=boosted, optimizer=self._optimizers.get(boosted), every=every
-        )
-        return check
+        for each in self._loss_weights:  # also those that ``data_iter`` has entered, on stages without a criterion
+            each.is_used = True
+        return result
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
@@ -412,23 +449,7 @@ class Booster(Batches, Remedies):
 
         Collective: none.
         """
-        return unwrap_model(self._the_model(model, "unwrap"))
-
-    def print(self, *values: object) -> None:
-        """Print on the master rank only.
-
-        Collective: none.
-        """
-        self.context.coordinator.print_on_master(*values)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose body the master rank runs first, and the others once it is through there.
-
-        For work that one rank does for all, such as preparing data. What the body raises there is raised everywhere.
-
-        Collective: every rank of the world.
-        """
-        return self.context.coordinator.priority_execution()
+        return unwrap_model(self.boosted_model(model, "Booster.unwrap"))
 
     def profile(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3) -> Any:
         """Return a context in which torch's profiler records optimizer steps, with the parts of each as named ranges.
@@ -469,6 +490,13 @@ class Booster(Batches, Remedies):
         text = "\n".join([*lines, *notes])
         context.coordinator.print_on_master(text)
         return text
+
+    def _run(self, method: str, **arguments: Any) -> Any:
+        """Do the work of a method, which another distribution has."""
+        function = hook_relay().booster_method(name=method)
+        if function is None:
+            raise ConfigError(needs_runtime(f"`Booster.{method}` is done"))
+        return function(booster=self, **arguments)
 
     def _choose_plugin(self, objects: Boosted) -> BoostContext:
         """Take the plugin that booster-runtime chooses now that the model is known, and return the new context."""

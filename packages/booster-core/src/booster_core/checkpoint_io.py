@@ -149,7 +149,7 @@ class GlobalPosition(ABC):
 
 
 class MovingAverage(ABC):
-    """What `Booster.ema` returns: a moving average of a model's weights that an engine can save."""
+    """What `ema` returns: a moving average of a model's weights that an engine can save."""
 
     @abstractmethod
     def update(self, decay: float | None = None) -> None:

@@ -35,10 +35,9 @@ class Saving:
     plugin: Plugin
     context: BoostContext
     """Device, ranks, precision and hooks of this run, fixed at the first use."""
-    _run: Callable[..., Any]
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[ModelWrapper, Optimizer | None] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
     @cached_property
@@ -394,23 +393,6 @@ class Saving:
                 raise ConfigError(msg)
             self._registered[key] = item, per_rank
 
-    def ema(self, model: nn.Module, decay: float = 0.999) -> MovingAverage:
-        """Return a moving average of a model's weights: ``update()`` it after each step.
-
-        Args:
-            model: As for `save_model`.
-            decay: Weight of the old average in each update.
-
-        Raises:
-            TypeError: If ``model`` is not a module.
-            ConfigError: If ``decay`` is out of range.
-
-        Collective: none; made on every rank.
-        """
-        self._check_module(model, "ema")
-        average: MovingAverage = self._run("ema", model=model, decay=decay)
-        return average
-
     def wait(self) -> None:
         """Wait until a save in the background has ended.
 
@@ -425,11 +407,11 @@ class Saving:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
         model = boosted_inside(model)
         for boosted in self._optimizers:
-            if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
+            if boosted is model or boosted.unwrap() is model:
                 return boosted
         return None
 
-    def _prepare_save(self, boosted: nn.Module | None) -> None:
+    def _prepare_save(self, boosted: ModelWrapper | None) -> None:
         """Let the plugin synchronize a boosted model that is about to be saved."""
         if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
             with NamedCall("save"):
@@ -439,7 +421,7 @@ class Saving:
         """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""
         return None if self._boosted_model(model) is None else self.context.precision.save_dtype
 
-    def _model_of(self, optimizer: Optimizer, call: str) -> nn.Module:
+    def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
         for boosted, own in self._optimizers.items():
             if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
                 return boosted
@@ -462,7 +444,7 @@ class Saving:
         """Return the parts of a training state, from the arguments that a user passes."""
         self._check_module(model, call)
         if ema is not None and not isinstance(ema, MovingAverage):
-            msg = f"`ema` of `Booster.{call}` must be what `Booster.ema` returned; got `{type(ema).__name__}`."
+            msg = f"`ema` of `Booster.{call}` must be what `booster_runtime.ema` returned; got `{type(ema).__name__}`."
             raise TypeError(msg)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
         return TrainingState(

@@ -56,7 +56,7 @@ class FSDPModel(ModelWrapper):
         )
         raise ConfigError(msg)
 
-    def attach(self, optimizer: FSDPOptimizer | None) -> None:
+    def attach_optimizer(self, optimizer: FSDPOptimizer | None) -> None:
         """Set the optimizer that holds the gradients of the model's shards."""
         self.__dict__["optimizer"] = optimizer
 

@@ -102,17 +102,23 @@ def prepare_dataloader(
 @hookimpl
 def booster_method(name: str) -> Callable[..., Any] | None:
     """Do the work of methods of `Booster`."""
-    from booster_runtime.methods import METHODS, method
+    if name == "enable_lora":
+        from booster_runtime.lora import enable_lora
 
-    return method(name) if name in METHODS else None
+        return enable_lora
+    if name == "place_batches":
+        from booster_runtime.data.loader import place_batches
+
+        return place_batches
+    return None
 
 
 @hookimpl
 def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
     """Place and compare batches, watch frozen parameters, and let ``save_pretrained`` save by Booster."""
     from booster_runtime.data.first_batch import watch_first_batch
+    from booster_runtime.data.loader import place_batches
     from booster_runtime.frozen import watch_frozen
-    from booster_runtime.methods import place_batches
     from booster_runtime.save_pretrained import take_over
 
     assert isinstance(boosted.model, ModelWrapper), "checked by `boost`"

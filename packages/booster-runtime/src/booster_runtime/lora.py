@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import BitsAndBytesConfig
 
+    from booster_core import Booster
     from booster_core.plugin import Plugin
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
@@ -41,6 +42,36 @@ _TESTED_UNDER = {
     "VERA": _SHARDING,
 }
 """Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
+
+
+def enable_lora(
+    booster: Booster,
+    pretrained_dir: str | Path | None,
+    bnb_quantization_config: Any,
+    *,
+    quantize: bool,
+    **arguments: Any,
+) -> PeftModel:
+    """Put low-rank adapters into a model; see `Booster.enable_lora`."""
+    error: Exception | None = None
+    adapted: PeftModel | None = None
+    try:
+        quantization = None
+        if quantize or bnb_quantization_config is not None:
+            from booster_runtime.quantization import check_quantization
+
+            quantization = check_quantization(bnb_quantization_config, booster.device)
+        adapted = add_adapters(
+            plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
+        )
+    except Exception as caught:
+        if pretrained_dir is None:
+            raise
+        error = caught  # a folder may be there for some ranks only
+    if pretrained_dir is not None:
+        booster.context.coordinator.raise_together(error, name="enable_lora")
+    assert adapted is not None, "made, or an error raised"
+    return adapted
 
 
 def add_adapters(

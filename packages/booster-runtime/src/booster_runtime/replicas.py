@@ -17,19 +17,42 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
+from booster_core.plugin import unwrap_model
 from booster_core.state import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
-    from torch.optim import Optimizer
     from typing_extensions import Self
 
     from booster_core import Booster
+    from booster_core.plugin import ModelWrapper, OptimizerWrapper
 
 _Key = tuple[str, ...]
 _MOST_LISTED = 10
+
+
+def check_replicas(booster: Booster, model: nn.Module | None = None, every: int = 100) -> ReplicaCheck:
+    """Compare replicas after every so many steps, and raise on every rank where they differ.
+
+    Compared are parameters, buffers, optimizer state and random state, by hashes; each check reads all state once.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model; may be left out when one model is boosted.
+        every: Number of steps between two checks.
+
+    Returns:
+        The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``, ends
+        it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
+
+    Raises:
+        TypeError: If the model is not a boosted one.
+        ConfigError: If ``every`` is not positive, or the model is left out and not exactly one is boosted.
+
+    Collective: the checks, on every rank of the world.
+    """
+    return ReplicaCheck(booster, booster.boosted_model(model, "check_replicas"), every)
 
 
 class ReplicaCheck:
@@ -43,19 +66,18 @@ class ReplicaCheck:
 
     Running statistics of ``BatchNorm`` are left out: each data parallel rank updates its own from its own samples.
 
+    Made by `check_replicas`; of several optimizers of a model, the steps of the last one are counted.
+
     Args:
         booster: Has boosted the model.
         model: The boosted model.
-        optimizer: Its boosted optimizer; ``None`` to call `check` by hand only.
         every: Number of steps between two checks, at least 1. A check reads all state once.
 
     Raises:
         ConfigError: If ``every`` is not positive.
-
-    Collective: none; the checks are, on every rank of the world.
     """
 
-    def __init__(self, booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int = 100) -> None:
+    def __init__(self, booster: Booster, model: ModelWrapper, every: int = 100) -> None:
         if every < 1:
             msg = f"`every={every}` is not a number of steps; use 1 or more."
             raise ConfigError(msg)
@@ -63,11 +85,11 @@ class ReplicaCheck:
         self.steps = 0
         self._booster = booster
         self._model = model
-        self._optimizer = optimizer
         self._coordinator = booster.context.coordinator
         self._last_equal: int | None = None
         self._known: dict[int, list[_Key]] = {}
-        register_hooks(self)
+        for optimizer in model.boosted_optimizers[-1:]:
+            optimizer.on_step.append(self._count)
 
     def __enter__(self) -> Self:
         """Return the check, which ends with the context."""
@@ -78,20 +100,17 @@ class ReplicaCheck:
         self.close()
 
     def close(self) -> None:
-        """Check no more.
+        """Check no more; may be called repeatedly."""
+        for optimizer in self._model.boosted_optimizers[-1:]:
+            if self._count in optimizer.on_step:
+                optimizer.on_step.remove(self._count)
 
-        Collective: none.
-        """
-        unregister_hooks(self)
-
-    @hookimpl
-    def after_step(self, optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
-        """Count a step of the model's optimizer, and check when its turn has come."""
-        del metrics
-        if optimizer is self._optimizer:
-            self.steps += 1
-            if self.steps % self.every == 0:
-                self.check()
+    def _count(self, optimizer: OptimizerWrapper, metrics: dict[str, Any]) -> None:
+        """Count a step, and check when its turn has come."""
+        del optimizer, metrics
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.check()
 
     def check(self) -> None:
         """Compare the replicas now.

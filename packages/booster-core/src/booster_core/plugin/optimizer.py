@@ -52,6 +52,11 @@ class OptimizerWrapper(Optimizer):
             computed, and ``loss_scale`` under fp16), where a hook asks for them.
     """
 
+    refuses_step: str | None = None
+    """Why a step now would be wrong, such as before the last micro-batch of an accumulation window."""
+    num_steps: int = 0
+    """Number of steps so far, those that an overflow skipped included."""
+
     frozen: Any = None
     """Its ``check(optimizer)``, before each step, raises where a parameter was unfrozen that it would leave out."""
 
@@ -68,7 +73,9 @@ class OptimizerWrapper(Optimizer):
         share_zero_grad(optim, self)
         scaled = precision is not None and precision.loss_scale is not None
         self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
-        self._after_step = after_step
+        self._call_hooks = after_step
+        self.on_step: list[Callable[[OptimizerWrapper, dict[str, Any]], None]] = []
+        """Called with this optimizer and the metrics after each step, in their order; copies have none."""
         # Whether the gradients that are there have been divided by the loss scale.
         self.is_unscaled = False
         # Whether they overflowed; after a step, whether it was skipped.
@@ -96,7 +103,7 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return {**self.__dict__, "on_step": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -250,6 +257,8 @@ class OptimizerWrapper(Optimizer):
 
         Collective: every rank of the strategy's mesh, in step.
         """
+        if self.refuses_step is not None:
+            raise GradientError(self.refuses_step)
         if self.frozen is not None:
             self.frozen.check(self)
         if closure is not None and self.loss_scaler is not None:
@@ -260,8 +269,12 @@ class OptimizerWrapper(Optimizer):
             result = None if self.found_overflow else self._update(closure)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=self.found_overflow)
-        if self._after_step is not None:
-            self._after_step(self, self._metrics())
+        self.num_steps += 1
+        metrics = self._metrics()
+        for observe in tuple(self.on_step):
+            observe(self, metrics)
+        if self._call_hooks is not None:
+            self._call_hooks(self, metrics)
         self._grad_norm = None
         return result
 

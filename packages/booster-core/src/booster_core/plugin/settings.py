@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from booster_core.errors import ConfigError
@@ -78,7 +80,7 @@ def _check_present(asked: object, device: torch.device) -> None:
     """Raise where this machine lacks a device that torch knows by name."""
     if device.type in ("cpu", "meta"):
         return
-    backend = getattr(torch, device.type, None)
+    backend: Any = getattr(torch, device.type, None)
     is_there = backend.is_available() if hasattr(backend, "is_available") else _can_allocate(device)
     if not is_there:
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from booster_core.attribute_hints import OF_ENGINES, no_attribute
 from booster_core.plugin.originals import guard_forward, through_door
-from booster_core.plugin.other_libraries import OF_ENGINES, no_attribute
 from booster_core.precision.casting import cast_floating
 from booster_core.ranks.calls import NamedCall
 from booster_core.state.names import compiled_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from booster_core.plugin.interface import BoostContext
+    from booster_core.plugin.optimizer import OptimizerWrapper
     from booster_core.precision.policy import PrecisionPolicy
 
 
@@ -39,6 +41,11 @@ class ModelWrapper(nn.Module):
     than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
     (`booster_core.plugin.originals`), because that forward would bypass the strategy.
     """
+
+    boosted_optimizers: tuple[OptimizerWrapper, ...] = ()
+    """The optimizers that were boosted with the model."""
+    boost_context: BoostContext
+    """Of the ``boost`` that returned the model."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a strategy's own forward run the user's model."""
@@ -58,6 +65,16 @@ class ModelWrapper(nn.Module):
         first = next(chain(module.parameters(), module.buffers()), None)
         self._device_type = "cpu" if first is None else first.device.type
         self.precision = precision
+
+    def attach(self, optimizers: Sequence[OptimizerWrapper], context: BoostContext) -> None:
+        """Note what the model was boosted with; `Booster.boost` calls it.
+
+        Args:
+            optimizers: The boosted optimizers of the model, in the order of ``boost``.
+            context: Of that ``boost``.
+        """
+        self.__dict__["boosted_optimizers"] = tuple(optimizers)
+        self.__dict__["boost_context"] = context
 
     def unwrap(self) -> nn.Module:
         """Return the user's own model.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from booster_core.state import slices_of
+from booster_runtime import full_gradient
 from booster_tools.verification.losses import has_stages
 from booster_tools.verification.reference import Reference, floating_leaves, train_reference, without_dropout
 from booster_tools.verification.report import Difference
@@ -219,7 +220,7 @@ class _Run:
         expected, exact = self.reference.gradients[step - 1], self.reference.exact
         sizes = self._sizes(expected)
         for name in self.trained:
-            gradient = self.booster.full_gradient(self.model, name)
+            gradient = full_gradient(self.booster, self.model, name)
             wanted = expected.get(name)
             if gradient is None and wanted is None:
                 continue

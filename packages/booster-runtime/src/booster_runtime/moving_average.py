@@ -24,16 +24,32 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_core import Booster
     from booster_core.checkpoint_io import CheckpointIO, LoadReport
     from booster_core.state import StateAdapter
 
 _Key = tuple[str, Any, "tuple[int, int] | None"]
 
 
+def ema(booster: Booster, model: nn.Module, decay: float = 0.999) -> ExponentialAverage:
+    """Return a moving average of a model's weights: ``update()`` it after each step.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model, or a plain one that every rank holds whole.
+        decay: Weight of the old average in each update.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        ConfigError: If ``decay`` is out of range.
+    """
+    return ExponentialAverage(model, decay, lambda: booster.state_adapter(model), booster.checkpoint_io)
+
+
 class ExponentialAverage(MovingAverage):
     """The moving average of a boosted model's parameters; starts at their present values.
 
-    Made by `Booster.ema`.
+    Made by `ema`.
 
     Args:
         model: The boosted model.

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core import Booster
+    from booster_core.plugin import ModelWrapper, OptimizerWrapper
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter, TensorShard
 
-__all__ = ["SetsGradients", "full_state", "gathered", "set_full_gradient", "set_full_state"]
+__all__ = ["SetsGradients", "full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
 
 
 @runtime_checkable
@@ -145,8 +146,50 @@ def set_full_state(booster: Booster, model: nn.Module, name: str, state: str, va
     adapter.finish_load(model=False, optimizer=True)
 
 
+def full_gradient(booster: Booster, model: nn.Module, name: str) -> Tensor | None:
+    """Return the whole gradient of a parameter, in the parameter's shape, from the ranks that hold its parts.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model.
+        name: The parameter's name in the user's own model.
+
+    Returns:
+        A copy without loss scaling; ``None`` where the parameter has no gradient.
+
+    Raises:
+        TypeError: If the model is not a boosted one.
+        ConfigError: If the model has no parameter of this name.
+
+    Collective: every rank of the plugin's mesh, in step.
+    """
+    boosted = booster.boosted_model(model, "full_gradient")
+    path = _path_of(booster, boosted, name)
+    return booster.plugin.full_gradient(boosted, _optimizer_of(boosted), path)
+
+
+def _path_of(booster: Booster, model: ModelWrapper, name: str) -> str:
+    """Return the path of a parameter by its name.
+
+    Raises:
+        ConfigError: If the model has none of this name.
+    """
+    paths: dict[str, str] = model.__dict__.setdefault("_parameter_paths", {})
+    if name not in paths:  # adapters that were added since have names of their own
+        paths.update(booster.plugin.parameter_paths(model))
+    if name not in paths:
+        close = difflib.get_close_matches(name, paths, n=1)
+        msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
+        raise ConfigError(msg)
+    return paths[name]
+
+
+def _optimizer_of(model: ModelWrapper) -> OptimizerWrapper | None:
+    return model.boosted_optimizers[0] if model.boosted_optimizers else None
+
+
 def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Tensor) -> None:
-    """Replace a parameter's gradient by rank 0's values; read it by ``booster.full_gradient(model, name)``.
+    """Replace a parameter's gradient by rank 0's values; read it by `full_gradient`.
 
     Call it between backward and the optimizer's step.
 
@@ -166,7 +209,8 @@ def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Ten
     """
     coordinator = booster.context.coordinator
     _same_names([name], coordinator, "set_full_gradient")
-    whole = booster.full_gradient(model, name)
+    boosted = booster.boosted_model(model, "set_full_gradient")
+    whole = full_gradient(booster, boosted, name)
     error: Exception | None = None
     if not isinstance(values, torch.Tensor):
         error = TypeError(f"`values` is a tensor in the shape of '{name}'; got `{type(values).__name__}`.")
@@ -183,12 +227,12 @@ def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Ten
     assert whole is not None, "raised above"
     whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(values)
     _send_values_of_first_rank([whole], coordinator)
-    plugin, optimizer = booster.plugin, booster._optimizers.get(model)  # noqa: SLF001 - core has no public name for it
-    path = plugin.parameter_paths(model)[name]
+    plugin, optimizer = booster.plugin, _optimizer_of(boosted)
+    path = _path_of(booster, boosted, name)
     if isinstance(plugin, SetsGradients):
-        plugin.set_full_gradient(model, optimizer, path, whole)
+        plugin.set_full_gradient(boosted, optimizer, path, whole)
     elif type(plugin).full_gradient is Plugin.full_gradient:
-        gradient = unwrap_model(model).get_parameter(path).grad
+        gradient = unwrap_model(boosted).get_parameter(path).grad
         assert gradient is not None, "it was read above"
         write_gradient(gradient, whole, optimizer)
     else:

@@ -8,19 +8,18 @@ mean of means).
 from __future__ import annotations
 
 import contextlib
+import inspect
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from booster_core import Evaluation
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
 from booster_core.ranks import NamedCall
 from booster_runtime import collectives
-from booster_runtime.accumulation import MicroBatch
-from booster_runtime.data.batches import call_with, check_targets, num_samples, taken_by, to_device
-from booster_runtime.data.uneven import UnevenBatches
+from booster_runtime.data.batches import call_with, check_targets, move_batch, num_samples, taken_by
+from booster_runtime.loops.uneven import join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,21 @@ if TYPE_CHECKING:
     Weight = Callable[[Any], "float | Tensor"]
 
 
+class Evaluation(NamedTuple):
+    """What `evaluate_batch` computes.
+
+    Attributes:
+        loss: The mean loss of all ranks' batches, a scalar tensor, the same on every rank.
+        outputs: What the model returned for this rank's batch; ``None`` on ranks without a pipeline's last stage.
+        weight: Total weight of the loss over all ranks, the same on every rank: the mean over a data set is the sum of
+            ``loss * weight`` divided by the sum of ``weight``.
+    """
+
+    loss: Tensor
+    outputs: Any
+    weight: float
+
+
 def train_batch(
     booster: Booster,
     data_iter: Iterator[Any],
@@ -41,25 +55,54 @@ def train_batch(
     criterion: Criterion | None,
     optimizer: Optimizer,
     *,
-    accumulation: int,
-    max_norm: float | None,
-    weight: Weight | None,
+    accumulation: int = 1,
+    max_norm: float | None = None,
+    weight: Weight | None = None,
 ) -> Tensor:
-    """Take one optimizer step on the next batches; see `Booster.train_batch`."""
+    """Take one optimizer step on the next batches: forward, backward, clip, step, ``zero_grad``.
+
+    Works under every plugin, with a pipeline or without. Batches are moved to the device. A mapping becomes keyword
+    arguments of the model, a list or tuple positional ones; entries that its forward does not take are left to the
+    criterion.
+
+    Args:
+        booster: Of the run.
+        data_iter: Yields batches, such as ``iter(dataloader)``.
+        model: The boosted model.
+        criterion: Called as ``criterion(outputs, batch)``, returns a mean; ``None`` takes the loss that the model's
+            outputs have, as those of transformers do.
+        optimizer: The boosted optimizer.
+        accumulation: Number of batches to take for the step; fewer where no more are left.
+        max_norm: Clip gradients to this global norm.
+        weight: Counts what the criterion is a mean of in a batch or a part of one, such as labels that are not
+            -100: ``weight(batch)``. Then all batches and ranks together give the gradients of one large batch. By
+            default, all batches weigh the same.
+
+    Returns:
+        The mean loss over all ranks and batches, a scalar tensor, the same on every rank.
+
+    Raises:
+        StopIteration: If no batch is left.
+        TypeError: If the model or optimizer is not a boosted one, or ``data_iter`` no iterator.
+        ConfigError: If ``accumulation`` is no positive integer, weights sum up to 0, losses are weighed by a block
+            around, or it can't be told which entries of a tuple are for the model.
+
+    Collective: every rank of the world.
+    """
+    model = booster.boosted_model(model, "train_batch")
     if not isinstance(optimizer, OptimizerWrapper):
         got = type(optimizer).__name__
-        msg = f"`Booster.train_batch` needs the optimizer returned by `Booster.boost`; got `{got}`."
+        msg = f"`train_batch` needs the optimizer returned by `Booster.boost`; got `{got}`."
         raise TypeError(msg)
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
         raise ConfigError(msg)
     _check_iterator(data_iter, "train_batch")
-    block = booster._joined()  # noqa: SLF001 - the block of `accumulate`, which weighs losses too
-    if isinstance(block, MicroBatch) and block.size > 1:
+    if booster.loss_weight != 1:
         msg = (
-            "`Booster.train_batch` takes a whole step, whose loss a block of `Booster.accumulate` divides by "
-            f"{block.size} once more. Call `booster.train_batch(..., accumulation={block.size})` outside of the block, "
-            "or `booster.backward` in it."
+            "`train_batch` takes a whole step, whose loss the block around, as of `accumulate`, multiplies by "
+            f"{booster.loss_weight:g} once more. Call `train_batch(booster, ..., accumulation=N)` outside of the "
+            "block, or `booster.backward` in it."
         )
         raise ConfigError(msg)
     batches = list(islice(data_iter, accumulation))
@@ -79,31 +122,33 @@ def train_batch(
     return loss
 
 
-def _check_iterator(data_iter: Iterator[Any], call: str) -> None:
-    """Check that the next call goes on where this one ends, and that batches have no weights of their own.
+def evaluate_batch(
+    booster: Booster,
+    data_iter: Iterator[Any],
+    model: nn.Module,
+    criterion: Criterion | None,
+    *,
+    weight: Weight | None = None,
+) -> Evaluation:
+    """Compute loss and outputs of the next batch, in evaluation mode and without gradients.
+
+    Args:
+        booster: Of the run.
+        data_iter: As for `train_batch`, as are the others.
+        model: The boosted model; the mode of each of its modules is restored.
+        criterion: As for `train_batch`.
+        weight: As for `train_batch`.
+
+    Returns:
+        The loss over all ranks, this rank's outputs, and the weight of the loss.
 
     Raises:
-        TypeError: If it is a data loader or a list, of which each call would take the first batches.
-        ConfigError: If it is what `Booster.join` returned.
+        StopIteration: If no batch is left.
+        ConfigError: As for `train_batch`.
+
+    Collective: every rank of the world.
     """
-    if not hasattr(data_iter, "__next__"):
-        msg = (
-            f"`Booster.{call}` takes an iterator over batches, such as `iter(dataloader)`, made once for each epoch; "
-            f"got `{type(data_iter).__name__}`."
-        )
-        raise TypeError(msg)
-    if isinstance(data_iter, UnevenBatches):
-        msg = (
-            f"`Booster.{call}` does not know which batches of `Booster.join` are repeated. Call the model and "
-            "`booster.backward`, or give all ranks equally many batches."
-        )
-        raise ConfigError(msg)
-
-
-def evaluate_batch(
-    booster: Booster, data_iter: Iterator[Any], model: nn.Module, criterion: Criterion | None, *, weight: Weight | None
-) -> Evaluation:
-    """Compute loss and outputs of the next batch; see `Booster.evaluate_batch`."""
+    model = booster.boosted_model(model, "evaluate_batch")
     _check_iterator(data_iter, "evaluate_batch")
     batch = next(data_iter)
     run = _Run(booster, model, criterion, weight)
@@ -111,6 +156,27 @@ def evaluate_batch(
         share = run.share_of([batch])
         outputs = run.forward(batch, share, None)
     return Evaluation(run.mean_loss(), outputs, run.total_weight)
+
+
+def _check_iterator(data_iter: Iterator[Any], call: str) -> None:
+    """Check that the next call goes on where this one ends, and that batches have no weights of their own.
+
+    Raises:
+        TypeError: If it is a data loader or a list, of which each call would take the first batches.
+        ConfigError: If it is what `join` returned.
+    """
+    if not hasattr(data_iter, "__next__"):
+        msg = (
+            f"`{call}` takes an iterator over batches, such as `iter(dataloader)`, made once for each epoch; "
+            f"got `{type(data_iter).__name__}`."
+        )
+        raise TypeError(msg)
+    if inspect.isgenerator(data_iter) and data_iter.gi_code is join.__code__:
+        msg = (
+            f"`{call}` does not know which batches of `join` are repeated. Call the model and `booster.backward`, or "
+            "give all ranks equally many batches."
+        )
+        raise ConfigError(msg)
 
 
 @contextlib.contextmanager
@@ -194,7 +260,7 @@ class _Run:
             if result["loss"] is not None:
                 self._losses.append(result["loss"].detach())
             return result.get("outputs")
-        batch = to_device(batch, self._device)
+        batch = move_batch(batch, self._device)
         module = unwrap_model(self._model)
         if self._has_targets:
             check_targets(module, batch)
@@ -220,7 +286,8 @@ class _Run:
         facts = torch.tensor([bool(self._losses), own.dtype == torch.float64], dtype=torch.float64, device=self._device)
         total, num_ranks, num_double = self._summed(torch.cat([own.double().view(1), facts]))
         is_double = own.dtype == torch.float64 or (not self._losses and bool(num_double))
-        return (total / num_ranks).to(torch.float64 if is_double else torch.float32)
+        mean: Tensor = total / num_ranks
+        return mean.to(torch.float64 if is_double else torch.float32)
 
     @property
     def _device(self) -> torch.device:
