@@ -29,6 +29,7 @@ from booster_core.plugin.wrappers import unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,6 +222,7 @@ class Booster(Batches, Remedies):
             context = self._choose_plugin(objects)
         if self._verify is not False:
             self._verify_training(objects)
+        dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
@@ -232,6 +234,7 @@ class Booster(Batches, Remedies):
             boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
         self._models.add(model)
         self._optimizers[boosted.model] = boosted.optimizer
+        self._dtypes[boosted.model] = dtypes
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 

@@ -87,7 +87,7 @@ class CheckpointFiles:
         use_async: bool = False,  # noqa: FBT001, FBT002
         *,
         module: nn.Module | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """Write a model.
 
@@ -101,7 +101,7 @@ class CheckpointFiles:
             use_safetensors: As there.
             use_async: As there.
             module: The user's own model; its configuration is written where ``shard=True``.
-            dtype: Convert floating tensors to this dtype.
+            dtype: Convert floating tensors to this dtype, or to that of their name, where it has one.
 
         Collective: every rank.
         """

@@ -17,7 +17,7 @@ from booster_runtime.checkpoint.save.adapters import adapted_model, save_adapter
 from booster_runtime.ema import ExponentialAverage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -49,7 +49,7 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
         module: nn.Module,
         selected: Sequence[str] | None,
         use_safetensors: bool,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     ) -> None:
         adapted = adapted_model(module)
         path = self.path_at(checkpoint, "save_lora_as_pretrained")

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.state.jsonable import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from booster_core.state import StateAdapter
     from booster_runtime.checkpoint.files.layout import FileNames
@@ -106,7 +107,8 @@ class ModelPart(Part):
         names: How the files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
-        dtype: Element type that floating tensors are written in; ``None`` leaves each as it is.
+        dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
+            one are written as they are.
         texts: Further files and their content.
         module: The user's own model. State that only its ``state_dict`` shows is refused. Next to an index goes its
             ``config.json``, and a model of transformers gets the names and shapes of its published files.
@@ -119,7 +121,7 @@ class ModelPart(Part):
         *,
         max_bytes: int | None = None,
         file_name: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         texts: Mapping[str, str] | None = None,
         module: nn.Module | None = None,
     ) -> None:
@@ -127,6 +129,7 @@ class ModelPart(Part):
         self._adapter = adapter
         self._module = module
         self._dtype = dtype
+        self._dtype_of: dict[str, torch.dtype] = {}  # by the names in files
         self._texts = dict(texts or {})
         self._extra: dict[str, Any] = {}
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -141,11 +144,12 @@ class ModelPart(Part):
 
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
-        for shard in self._adapter.model_shards():
-            if shard.is_owner and self._names_in_files is None:
-                yield shard
-            elif shard.is_owner and self._names_in_files is not None:
-                yield from self._names_in_files.shards(shard)
+        by_name = self._dtype if isinstance(self._dtype, Mapping) else None
+        for shard in self._adapter.model_shards() if by_name is None else self._adapter.export_shards(by_name):
+            if shard.is_owner:
+                for part in [shard] if self._names_in_files is None else self._names_in_files.shards(shard):
+                    self._dtype_of[part.name] = self._dtype_in_file(shard)
+                    yield part
 
     @override
     def extra_shards(self) -> Iterator[TensorShard]:
@@ -160,16 +164,19 @@ class ModelPart(Part):
     @override
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         is_state = any(shard.name in tensors for tensors in self._extra_tensors.values())
-        if self._dtype is None or not shard.dtype.is_floating_point or is_state:
+        return shard.dtype if is_state else self._dtype_of.get(shard.name) or self._dtype_in_file(shard)
+
+    def _dtype_in_file(self, shard: TensorShard) -> torch.dtype:
+        if self._dtype is None or not shard.dtype.is_floating_point:
             return shard.dtype
-        return self._dtype
+        return self._dtype.get(shard.name, shard.dtype) if isinstance(self._dtype, Mapping) else self._dtype
 
     @override
     def local_facts(self) -> list[Any]:
         if self._module is not None:
             _check_model_is_saved_whole(self._module)
             if self.is_divided:
-                self._texts |= pretrained_files(self._module, self._dtype)
+                self._texts |= pretrained_files(self._module, self._first_dtype())
                 if _is_of_transformers(self._module):
                     from booster_runtime.checkpoint.save.transformers_files import PretrainedNames
 
@@ -185,6 +192,13 @@ class ModelPart(Part):
             for name, tensors in self._extra_tensors.items()
         }
         return [encoded, shapes]
+
+    def _first_dtype(self) -> torch.dtype | None:
+        """Return the format of the model's first floating parameter in the file, where that is not its own."""
+        if not isinstance(self._dtype, Mapping):
+            return self._dtype
+        buffers = NamedTensors.of(self._module).buffers if self._module is not None else set[str]()
+        return next((at for name, at in self._dtype.items() if name not in buffers and at.is_floating_point), None)
 
     @override
     def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
