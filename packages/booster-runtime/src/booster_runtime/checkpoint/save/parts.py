@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state import NamedTensors, TensorShard, full_box, own_class, without_adapters
+from booster_runtime.adapted import has_adapters
 from booster_runtime.checkpoint.files.optimizer_info import OptimizerInfo
 from booster_runtime.state.jsonable import encode_json
 
@@ -41,17 +42,26 @@ class Part(ABC):
         names: How its files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
+
+    Attributes:
+        is_alone: Whether the folder is this part's, though it is one file: other forms there are removed.
     """
 
     def __init__(self, names: FileNames, *, max_bytes: int | None = None, file_name: str | None = None) -> None:
         self.names = names
         self.max_bytes = max_bytes
         self.file_name = file_name
+        self.is_alone = False
 
     @property
     def is_divided(self) -> bool:
         """Whether the part is a set of numbered files with an index."""
         return self.max_bytes is not None
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether the part is what its folder is read as, in one file or several."""
+        return self.is_divided or self.is_alone
 
     @property
     def keeps_values(self) -> bool:
@@ -110,7 +120,7 @@ class ModelPart(Part):
         dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
             one are written as they are.
         texts: Further files and their content.
-        module: The user's own model. State that only its ``state_dict`` shows is refused. Next to an index goes its
+        module: The user's own model. State that only its ``state_dict`` shows is refused. Into a folder goes its
             ``config.json``, and a model of transformers gets the names and shapes of its published files.
     """
 
@@ -141,6 +151,12 @@ class ModelPart(Part):
     @override
     def keeps_values(self) -> bool:
         return self._adapter.keeps_values
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the model is of a library whose ``from_pretrained`` reads a folder; not one with adapters."""
+        has_method = callable(getattr(self._module, "save_pretrained", None))
+        return self._module is not None and has_method and not has_adapters(self._module) and _has_config(self._module)
 
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
@@ -175,7 +191,7 @@ class ModelPart(Part):
     def local_facts(self) -> list[Any]:
         if self._module is not None:
             _check_model_is_saved_whole(self._module)
-            if self.is_divided:
+            if self.has_folder:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
                 if _is_of_transformers(self._module):
                     from booster_runtime.checkpoint.save.transformers_files import PretrainedNames
@@ -330,6 +346,11 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def _adds_entries(module: nn.Module) -> bool:
     own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
     return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
+
+
+def _has_config(model: nn.Module) -> bool:
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "to_json_string") or (isinstance(config, dict) and hasattr(model, "save_config"))
 
 
 def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:
