@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_runtime import accumulate, join, reduce, to_device
+from booster_runtime import accumulate, join, reduce, to_device, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin

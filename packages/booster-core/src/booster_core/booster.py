@@ -29,6 +29,7 @@ from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_mo
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -246,6 +247,7 @@ class Booster(Saving):
             context = self._choose_plugin(objects)
         if self._verify is not False:
             self._verify_training(objects)
+        dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
@@ -259,6 +261,7 @@ class Booster(Saving):
         wrapper: Any = boosted.model
         wrapper.attach(() if boosted.optimizer is None else (boosted.optimizer,), context)
         self._optimizers[wrapper] = boosted.optimizer
+        self._dtypes[wrapper] = dtypes
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 

@@ -194,9 +194,12 @@ class CheckpointIO(ABC):
         use_async: bool = False,  # noqa: FBT001, FBT002
         *,
         module: nn.Module | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Write a model; ``module`` is the user's own, ``dtype`` what its floating tensors are written in."""
+        """Write a model; ``module`` is the user's own, ``dtype`` what floating tensors are written in, all or by name.
+
+        Where ``dtype`` is by name, values are those of `StateAdapter.export_shards`.
+        """
 
     @abstractmethod
     def load_model(
@@ -253,9 +256,12 @@ class CheckpointIO(ABC):
         module: nn.Module,
         selected: Sequence[str] | None,
         use_safetensors: bool,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     ) -> None:
-        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`."""
+        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`.
+
+        ``dtype`` is as for `save_model`, by the names of the model's tensors.
+        """
 
     @abstractmethod
     def save_training_state(

@@ -38,6 +38,7 @@ class Saving:
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakKeyDictionary[ModelWrapper, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._dtypes: weakref.WeakKeyDictionary[ModelWrapper, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
     @cached_property
@@ -72,10 +73,15 @@ class Saving:
     ) -> None:
         """Write a model in the layout of Hugging Face libraries, without gathering it anywhere.
 
+        A boosted model is written in the formats that it came in, the same under every plugin: see
+        `PrecisionPolicy.export_dtype`. A plain one is written as it is.
+
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
-            checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
-                A URL (``s3://bucket/model``) is uploaded to while it is written.
+            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers or diffusers is written into a
+                folder also without ``shard``, as one file with its ``config.json``, unless the path ends in
+                ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders are made
+                as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -104,7 +110,7 @@ class Saving:
                 use_safetensors,
                 use_async,
                 module=unwrap_model(model),
-                dtype=self._save_dtype(model),
+                dtype=self._export_dtypes(model),
             )
 
     def load_model(
@@ -179,7 +185,7 @@ class Saving:
                 module=unwrap_model(model),
                 selected=selected_adapters,
                 use_safetensors=use_safetensors,
-                dtype=self._save_dtype(model),
+                dtype=self._export_dtypes(model),
             )
 
     def save_optimizer(
@@ -417,9 +423,12 @@ class Saving:
             with NamedCall("save"):
                 self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
 
-    def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
-        """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""
-        return None if self._boosted_model(model) is None else self.context.precision.save_dtype
+    def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
+        """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
+        boosted = self._boosted_model(model)
+        if boosted is None:
+            return None
+        return {name: self.context.precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
 
     def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
         for boosted, own in self._optimizers.items():
@@ -458,7 +467,7 @@ class Saving:
                 registered=dict(self._registered),
             ),
             module=unwrap_model(model),
-            dtype=self._save_dtype(model),
+            dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
             ema=None if ema is None else ema.state_adapter(),
         )
 

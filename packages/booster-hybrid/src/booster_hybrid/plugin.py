@@ -235,6 +235,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         Collective: every rank of the world.
         """
         check_same_settings(self._settings(context), context.coordinator)
+        self._warn_of_plain_data_parallelism()
         if context.coordinator.world_size > 1:
             refuse_renormalized(objects.model)  # before groups are made: ranks that wait there would get another error
         axes = self._axes_of_world()
@@ -471,6 +472,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             "max_norm": self._zero.config.max_norm,
             "parallel_output": self.parallel_output,
             "unchecked_layers": self._unchecked_layers,
+            **({"splits": "nothing, as under plugin 'ddp'"} if self._splits_nothing else {}),
         }
 
     def _settings(self, context: BoostContext) -> Mapping[str, object]:

@@ -37,7 +37,8 @@ class ModelWrapper(nn.Module):
         precision: Precision of the run, applied by autocast where compute is narrower than the parameters; ``None``
             where the strategy applies it itself.
 
-    ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names. Methods other
+    ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names, and so are
+    items, length and iteration of a container, such as ``nn.Sequential``. Methods other
     than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
     (`booster_core.plugin.originals`), because that forward would bypass the strategy.
     """
@@ -135,6 +136,29 @@ class ModelWrapper(nn.Module):
             raise no_attribute(self, name)
         make = self.__dict__["_methods"].get(name)
         return getattr(self.unwrap(), name) if make is None else make(self)
+
+    # Python looks these up on the type, not by `__getattr__`.
+
+    def __bool__(self) -> bool:
+        return bool(self._container())
+
+    def __len__(self) -> int:
+        return len(self._container())  # type: ignore[arg-type] # raises what the user's model would
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container())  # type: ignore[call-overload, no-any-return]
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(self._container())  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._container()  # type: ignore[operator]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._container()[key]  # type: ignore[index]
+
+    def _container(self) -> nn.Module:
+        return unwrap_model(self)
 
     def replace_method(self, name: str, make: Callable[[ModelWrapper], Any]) -> None:
         """Let an attribute of the user's model be what ``make`` returns for this wrapper; copies are not affected.

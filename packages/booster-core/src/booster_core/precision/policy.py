@@ -29,7 +29,7 @@ class PrecisionPolicy:
             a run that asked for no precision, leaves each parameter as it is.
         reduce_dtype: Format in which gradients are summed over ranks.
         master_dtype: Format of the parameters that the optimizer updates.
-        save_dtype: Format in which ``save_model`` writes floating parameters; ``None`` writes each as it is kept.
+        save_dtype: Format in which ``save_model`` writes floating tensors; ``None`` as `export_dtype` says.
         output_dtype: Format to which floating outputs of the model's forward are cast; ``None`` leaves them.
         loss_scale: Dynamic loss scaling; by default on exactly where compute is in fp16, and ``None`` elsewhere.
 
@@ -73,6 +73,25 @@ class PrecisionPolicy:
     def uses_autocast(self) -> bool:
         """Whether forward computes in a narrower format than the parameters are kept in."""
         return self.compute_dtype != (self.param_dtype or self.compute_dtype)
+
+    def export_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the format in which ``save_model`` writes a tensor, the same under every plugin.
+
+        It is ``save_dtype``, where that is given. A run whose compute and updates have one format (``"fp32"``) writes
+        that, to which `Booster.boost` has brought the model. Any other run, as under ``"bf16"``, writes what the model
+        came in, from masters where there are any, but nothing wider than what the optimizer updates.
+
+        Args:
+            dtype: Format in which the tensor was passed to `Booster.boost`.
+        """
+        if not dtype.is_floating_point:
+            return dtype
+        if self.save_dtype is not None:
+            return self.save_dtype
+        if self.param_dtype is None:
+            return dtype
+        is_mixed = self.compute_dtype != self.master_dtype
+        return dtype if is_mixed and dtype.itemsize <= self.master_dtype.itemsize else self.master_dtype
 
     @classmethod
     def parse(cls, value: PrecisionPolicy | str, *, loss_scale: LossScaleConfig | None = None) -> PrecisionPolicy:
