@@ -382,8 +382,8 @@ class Booster(Batches, Remedies):
             every: Number of steps between two checks.
 
         Returns:
-            The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``,
-            ends it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
+            The check, which begins now; its ``check()`` compares at once. ``close()``, the end of a ``with`` or that of
+            the model ends it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
 
         Raises:
             TypeError: If the model is not a boosted one.

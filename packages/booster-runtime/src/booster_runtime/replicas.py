@@ -7,6 +7,7 @@ would not show there.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwr
 from booster_runtime.state.regions import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.optim import Optimizer
     from typing_extensions import Self
@@ -45,8 +46,8 @@ class ReplicaCheck:
 
     Args:
         booster: Has boosted the model.
-        model: The boosted model.
-        optimizer: Its boosted optimizer; ``None`` to call `check` by hand only.
+        model: The boosted model. A check that is never closed does not keep it, and ends with it.
+        optimizer: Its boosted optimizer; ``None`` where it has none, to call `check` by hand.
         every: Number of steps between two checks, at least 1. A check reads all state once.
 
     Raises:
@@ -61,13 +62,17 @@ class ReplicaCheck:
             raise ConfigError(msg)
         self.every = every
         self.steps = 0
-        self._booster = booster
-        self._model = model
-        self._optimizer = optimizer
+        # Not the Booster, which keeps what it has boosted.
+        self._plugin, self._context = booster.plugin, booster.context
         self._coordinator = booster.context.coordinator
+        self._model = weakref.ref(model)
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+        if optimizer is not None:
+            self._optimizer = weakref.ref(optimizer)
         self._last_equal: int | None = None
         self._known: dict[int, list[_Key]] = {}
         register_hooks(self)
+        self._is_open = True
 
     def __enter__(self) -> Self:
         """Return the check, which ends with the context."""
@@ -82,13 +87,17 @@ class ReplicaCheck:
 
         Collective: none.
         """
-        unregister_hooks(self)
+        if self._is_open:
+            unregister_hooks(self)
+        self._is_open = False
 
     @hookimpl
     def after_step(self, optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
         """Count a step of the model's optimizer, and check when its turn has come."""
         del metrics
-        if optimizer is self._optimizer:
+        if self._model() is None:
+            self.close()
+        elif optimizer is self._optimizer():
             self.steps += 1
             if self.steps % self.every == 0:
                 self.check()
@@ -98,11 +107,16 @@ class ReplicaCheck:
 
         Raises:
             GradientError: If values that several ranks hold differ; names tensors, ranks and steps.
+            ConfigError: If the model is no more.
 
         Collective: every rank of the world.
         """
+        model = self._model()
+        if model is None:
+            msg = "There is nothing to compare: the model of this check is no more. Keep it, or close the check."
+            raise ConfigError(msg)
         seen: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, digests in enumerate(self._gather(dict(self._digests()))):
+        for rank, digests in enumerate(self._gather(dict(self._digests(model)))):
             for key, digest in digests:
                 seen[key][digest].append(rank)
         drifted = {key: list(ranks.values()) for key, ranks in seen.items() if len(ranks) > 1}
@@ -133,10 +147,10 @@ class ReplicaCheck:
             self._known.update(self._coordinator.all_gather_object((names, list(own))))
         return [zip(self._known[each], array("Q", digests), strict=True) for each, digests in gathered]
 
-    def _digests(self) -> Iterator[tuple[_Key, int]]:
+    def _digests(self, model: nn.Module) -> Iterator[tuple[_Key, int]]:
         """Yield a name and a hash of each value that another rank may hold too."""
-        adapter = self._booster.state_adapter(self._model)
-        module = unwrap_model(self._model)
+        adapter = self._plugin.state_adapter(model, self._optimizer(), self._context)
+        module = unwrap_model(model)
         statistics = set(_running_statistics(module))
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in adapter.model_shards():
@@ -151,7 +165,7 @@ class ReplicaCheck:
         for shard in adapter.optimizer_shards():
             place = (str(shard.box), str(shard.flat_range))
             yield ("optimizer", shard.name, str(shard.state), *place), _digest(shard.data)
-        index, _ = self._booster.plugin.data_parallel_coordinates(self._coordinator)
+        index, _ = self._plugin.data_parallel_coordinates(self._coordinator)
         yield ("random", str(index)), _digest(torch.get_rng_state())
 
 
