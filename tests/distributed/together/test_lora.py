@@ -98,6 +98,42 @@ def mean_losses(per_rank):
     return [sum(losses) / len(losses) for losses in zip(*per_rank, strict=True)]
 
 
+# ---- errors of other ranks
+
+
+class Breaks(torch.utils.data.SequentialSampler):
+    """Raises on rank 1 when its order is drawn."""
+
+    def __iter__(self):
+        if DistCoordinator().rank == 1:
+            msg = "no such file"
+            raise OSError(msg)
+        return super().__iter__()
+
+
+def boost_beside_an_error(where):
+    rank = DistCoordinator().rank
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    model = booster.enable_lora(make_model(), lora_config=make_config())
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    optimizer.state[frozen]["exp_avg"] = torch.zeros_like(frozen)
+    (group,) = optimizer.param_groups
+    before = list(group["params"]), list(group["param_names"])
+    loader = torch.utils.data.DataLoader(range(4), sampler=Breaks(range(4)) if where == "loader" else None)
+    criterion = "none" if where == "checks" and rank == 1 else None
+    with pytest.raises((OSError, TypeError), match=None if rank == 1 else "rank 1: "):
+        booster.boost(model, optimizer, criterion, loader)
+    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in before[0]]
+    assert group["param_names"] == before[1]
+    assert frozen in optimizer.state
+
+
+@pytest.mark.parametrize("where", ["checks", "loader"])
+def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
+    run_on_ranks(boost_beside_an_error, 2, where)
+
+
 # ---- gradients
 
 

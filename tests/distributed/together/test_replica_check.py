@@ -1,5 +1,8 @@
 """Replicas that drift are found, with the tensor, the ranks and the step."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -54,6 +57,21 @@ def train_checked(name):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_equal_replicas_pass_and_a_closed_check_counts_no_more(name):
     assert run_on_ranks(train_checked, 2, name) == [3, 3]
+
+
+def check_and_drop(name):
+    booster, model, optimizer = boost(name)
+    check_replicas(booster, model, every=1)
+    step(booster, model, optimizer)
+    seen = weakref.ref(model), weakref.ref(model.unwrap())
+    del booster, model, optimizer
+    gc.collect()
+    return [each() is None for each in seen]
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_check_that_is_open_keeps_no_model(name):
+    assert run_on_ranks(check_and_drop, 2, name) == [[True, True]] * 2
 
 
 def drift(name, what):

@@ -242,7 +242,7 @@ class Booster(Saving):
             context.hooks.check_objects(plugin=self.plugin, objects=objects)
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
-        coordinator.raise_together(error)
+        coordinator.raise_together(error, name="boost")
         if self.plugin.name == "auto":
             context = self._choose_plugin(objects)
         if self._verify is not False:

@@ -61,7 +61,7 @@ def fill_chunks(
             recording.fill(shards, context.device, before_write=lambda shard: present.come(chunk_of[shard.name]))
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
         error = caught
-    context.coordinator.raise_together(error)
+    context.coordinator.raise_together(error, name="boost")
 
 
 class _Present(contextlib.ExitStack):

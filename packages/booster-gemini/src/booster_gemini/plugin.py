@@ -207,7 +207,7 @@ class GeminiPlugin(Plugin):
             note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
-        context.coordinator.raise_together(manager.home.problem())
+        context.coordinator.raise_together(manager.home.problem(), name="boost")
         gathered = {
             module: [parameter for leaf in inside for parameter in leaf.parameters()]
             for module, inside in leaves.items()

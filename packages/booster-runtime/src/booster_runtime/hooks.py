@@ -59,26 +59,22 @@ def watch_ranks(
 def check_objects(plugin: Plugin, objects: Boosted) -> None:
     """Refuse a lazy model that was boosted before, and adapters that the plugin or optimizer does not train."""
     from booster_runtime.lazy.boosting import check_not_boosted
-    from booster_runtime.lora import prepare_adapters
+    from booster_runtime.lora import check_adapters
 
     check_not_boosted(objects.model)
-    prepare_adapters(objects.model, objects.optimizer, plugin)
-
-
-@hookimpl
-def before_configure(objects: Boosted) -> None:
-    """Note which parameters are frozen."""
-    from booster_runtime.frozen import note_frozen
-
-    note_frozen(objects)
+    check_adapters(objects.model, objects.optimizer, plugin)
 
 
 @hookimpl
 def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
-    """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
+    """Give a lazy model its values, or let the plugin do so, and take an adapter's frozen base out of the optimizer."""
+    from booster_runtime.frozen import note_frozen
     from booster_runtime.lazy.boosting import prepare_lazy
+    from booster_runtime.lora import drop_frozen
 
     prepare_lazy(plugin, objects, context)
+    drop_frozen(objects.model, objects.optimizer)
+    note_frozen(objects)  # without what the line above has taken out of the optimizer
 
 
 @hookimpl

@@ -122,11 +122,8 @@ def add_adapters(
         raise ConfigError(msg) from error
 
 
-def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
-    """Check a model that has adapters before it is boosted, and take frozen parameters out of its optimizer.
-
-    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
-    master weights of it, which never change.
+def check_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
+    """Check a model that has adapters before it is boosted.
 
     Raises:
         ConfigError: If the plugin does not train adapters, or the optimizer was made before they were.
@@ -152,7 +149,28 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
             else "No adapter of the model is trained. Pass `is_trainable=True` where adapters are loaded by peft."
         )
         raise ConfigError(msg)
-    _drop_frozen(optimizer)
+
+
+def drop_frozen(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Take the frozen parameters of a model that has adapters out of its optimizer.
+
+    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
+    master weights of it, which never change.
+
+    Collective: none.
+    """
+    if optimizer is None or not has_adapters(model):
+        return
+    for group in optimizer.param_groups:
+        names: list[str] | None = group.get("param_names")
+        if names is not None:
+            group["param_names"] = [
+                name for name, parameter in zip(names, group["params"], strict=True) if parameter.requires_grad
+            ]
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
 
 def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
@@ -252,16 +270,3 @@ def _strip(model: nn.Module) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _drop_frozen(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        names: list[str] | None = group.get("param_names")
-        if names is not None:
-            group["param_names"] = [
-                name for name, parameter in zip(names, group["params"], strict=True) if parameter.requires_grad
-            ]
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]

@@ -7,6 +7,7 @@ would not show there.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ class ReplicaCheck:
 
     Args:
         booster: Has boosted the model.
-        model: The boosted model.
+        model: The boosted model. A check that is never closed does not keep it, and ends with it.
         every: Number of steps between two checks, at least 1. A check reads all state once.
 
     Raises:
@@ -83,9 +84,8 @@ class ReplicaCheck:
             raise ConfigError(msg)
         self.every = every
         self.steps = 0
-        self._booster = booster
-        self._model = model
         self._coordinator = booster.context.coordinator
+        self._model = weakref.ref(model)
         self._last_equal: int | None = None
         self._known: dict[int, list[_Key]] = {}
         for optimizer in model.boosted_optimizers[-1:]:
@@ -101,7 +101,8 @@ class ReplicaCheck:
 
     def close(self) -> None:
         """Check no more; may be called repeatedly."""
-        for optimizer in self._model.boosted_optimizers[-1:]:
+        model = self._model()
+        for optimizer in () if model is None else model.boosted_optimizers[-1:]:
             if self._count in optimizer.on_step:
                 optimizer.on_step.remove(self._count)
 
@@ -117,11 +118,16 @@ class ReplicaCheck:
 
         Raises:
             GradientError: If values that several ranks hold differ; names tensors, ranks and steps.
+            ConfigError: If the model is no more.
 
         Collective: every rank of the world.
         """
+        model = self._model()
+        if model is None:
+            msg = "There is nothing to compare: the model of this check is no more. Keep it, or close the check."
+            raise ConfigError(msg)
         seen: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, digests in enumerate(self._gather(dict(self._digests()))):
+        for rank, digests in enumerate(self._gather(dict(self._digests(model)))):
             for key, digest in digests:
                 seen[key][digest].append(rank)
         drifted = {key: list(ranks.values()) for key, ranks in seen.items() if len(ranks) > 1}
@@ -152,10 +158,11 @@ class ReplicaCheck:
             self._known.update(self._coordinator.all_gather_object((names, list(own))))
         return [zip(self._known[each], array("Q", digests), strict=True) for each, digests in gathered]
 
-    def _digests(self) -> Iterator[tuple[_Key, int]]:
+    def _digests(self, model: ModelWrapper) -> Iterator[tuple[_Key, int]]:
         """Yield a name and a hash of each value that another rank may hold too."""
-        adapter = self._booster.state_adapter(self._model)
-        module = unwrap_model(self._model)
+        booster = model.boost_context.booster
+        adapter = booster.state_adapter(model)
+        module = unwrap_model(model)
         statistics = set(_running_statistics(module))
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in adapter.model_shards():
@@ -170,7 +177,7 @@ class ReplicaCheck:
         for shard in adapter.optimizer_shards():
             place = (str(shard.box), str(shard.flat_range))
             yield ("optimizer", shard.name, str(shard.state), *place), _digest(shard.data)
-        index, _ = self._booster.plugin.data_parallel_coordinates(self._coordinator)
+        index, _ = booster.plugin.data_parallel_coordinates(self._coordinator)
         yield ("random", str(index)), _digest(torch.get_rng_state())
 
 

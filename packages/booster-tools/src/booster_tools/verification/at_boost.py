@@ -65,7 +65,7 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
         )
         raise ConfigError(msg)
     machine = this_host().machine
-    num_local = coordinator.all_gather_object(machine).count(machine)
+    num_local = coordinator.all_gather_object(machine, name="boost").count(machine)
     with random_state_kept():
         error: Exception | None = None
         try:
