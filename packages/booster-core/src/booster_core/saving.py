@@ -38,6 +38,7 @@ class Saving:
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._contexts: weakref.WeakKeyDictionary[nn.Module, BoostContext] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
     @cached_property
@@ -57,7 +58,7 @@ class Saving:
         boosted = self._boosted_model(model)
         if boosted is None:
             return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
-        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self._contexts[boosted])
 
     def save_model(
         self,
@@ -431,11 +432,12 @@ class Saving:
         """Let the plugin synchronize a boosted model that is about to be saved."""
         if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
             with naming_missing_ranks("save"):
-                self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
+                self.plugin.prepare_save(boosted, self._optimizers[boosted], self._contexts[boosted])
 
     def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
         """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""
-        return None if self._boosted_model(model) is None else self.context.precision.save_dtype
+        boosted = self._boosted_model(model)
+        return None if boosted is None else self._contexts[boosted].precision.save_dtype
 
     def _model_of(self, optimizer: Optimizer, call: str) -> nn.Module:
         for boosted, own in self._optimizers.items():
@@ -446,7 +448,7 @@ class Saving:
 
     def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
         boosted = self._model_of(optimizer, call)
-        return self.plugin.state_adapter(boosted, self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, self._optimizers[boosted], self._contexts[boosted])
 
     def _training_state(
         self,
@@ -462,6 +464,7 @@ class Saving:
         if ema is not None and not isinstance(ema, MovingAverage):
             msg = f"`ema` of `Booster.{call}` must be what `Booster.ema` returned; got `{type(ema).__name__}`."
             raise TypeError(msg)
+        boosted = self._boosted_model(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
         return TrainingState(
             model=self.state_adapter(model),
@@ -476,6 +479,7 @@ class Saving:
             module=unwrap_model(model),
             dtype=self._save_dtype(model),
             ema=None if ema is None else ema.state_adapter(),
+            precision=None if boosted is None else self._contexts[boosted].precision,
         )
 
     def _check_module(self, model: Any, call: str) -> None:
