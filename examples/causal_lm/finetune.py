@@ -30,7 +30,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, default=Path("run"), help="training state, from which a later run resumes")
     parser.add_argument("--out", type=Path, default=Path("out"), help="the fine-tuned model")
     parser.add_argument("--plugin", help="name of an installed plugin; none on one device")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="number format of forward and backward")
+    formats = ["fp32", "bf16", "fp16", "pure-bf16"]
+    parser.add_argument("--precision", choices=formats, help="number format; that of the model, with updates in fp32")
     return parser.parse_args()
 
 

@@ -30,9 +30,9 @@ for batch in loader:
 CALLS = {
     "booster.save_model(model, 'out')": "CheckpointError",
     "booster.load_checkpoint('out', model=model)": "CheckpointError",
-    "booster_runtime.ema(booster, model)": "CheckpointError",
+    "booster.ema(model)": "CheckpointError",
     "booster.prepare_dataloader([1, 2])": "ConfigError",
-    "gather_for_metrics(booster, torch.ones(4), loader)": "ConfigError",
+    "booster.gather_for_metrics(torch.ones(4), loader)": "ConfigError",
     "Booster(plugin='auto', memory_budget_bytes=1)": "ConfigError",
     "booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)": "ConfigError",
     "from booster_core import LazyInitContext": "ImportError",

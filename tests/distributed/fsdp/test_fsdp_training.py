@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from booster_core import Booster
+from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
@@ -222,7 +222,7 @@ class MixedFormats(nn.Module):
 
 
 def mixed_formats():
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    booster = Booster("cpu", PrecisionPolicy(param_dtype=None), TorchFSDPPlugin())
     torch.manual_seed(0)
     model = MixedFormats()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import DistCoordinator
+from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePlugin
 

@@ -23,9 +23,10 @@ from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.settings import check_device, own_device, resolve_precision
+from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.precision.policy import NARROW
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
@@ -75,8 +76,9 @@ class Booster(Saving):
     Args:
         device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
             and the plugin supports it, else the CPU. It is looked up at the first use.
-        mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
-            the plugin, means fp32: the model runs as it is, without autocast.
+        mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"pure-bf16"``, or a `PrecisionPolicy`. Where nothing is
+            asked, here or through the plugin, each `boost` follows its model: one whose trained parameters are in bf16
+            or fp16 is trained as under that name, with updates in fp32; any other runs as it is.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
             ``"auto"`` lets the first `boost` plan the installed ones and take the fastest that fits into the budget.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
@@ -245,6 +247,7 @@ class Booster(Saving):
         coordinator.raise_together(error, name="boost")
         if self.plugin.name == "auto":
             context = self._choose_plugin(objects)
+        context = replace(context, precision=self._agreed_precision(objects))
         if self._verify is not False:
             self._verify_training(objects)
         dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
@@ -478,18 +481,17 @@ class Booster(Saving):
 
         Collective: none.
         """
-        context, formats = self.context, self.precision.describe()
+        context = self.context
         notes = [line for found in context.hooks.describe_run(models=list(self._models)) for line in found]
-        if any(line.startswith("reduction") for line in notes):
-            del formats["reduce"]  # which only says what was asked for
+        is_said = any(line.startswith("reduction") for line in notes)  # what is asked for is not all there is to say
+        found = dict.fromkeys(line for model in self._contexts for line in self._formats_of(model, is_said=is_said))
         lines = [
             f"plugin     {self.plugin.name} ({type(self.plugin).__name__})",
             *(f"           {name}={value!r}" for name, value in self.plugin.describe().items()),
             f"world      {context.coordinator.world_size} rank(s), {context.timeout_seconds:g} s time limit",
             f"device     {self.device}",
-            "precision  " + ", ".join(f"{name} {kept}" for name, kept in formats.items()),
+            *(found or describe_precision(self.precision)),
         ]
-        lines += [] if self.precision.loss_scale is None else [f"           {self.precision.loss_scale}"]
         text = "\n".join([*lines, *notes])
         context.coordinator.print_on_master(text)
         return text
@@ -500,6 +502,40 @@ class Booster(Saving):
         if function is None:
             raise ConfigError(needs_runtime(f"`Booster.{method}` is done"))
         return function(booster=self, **arguments)
+
+    def _formats_of(self, model: ModelWrapper, *, is_said: bool) -> list[str]:
+        """Return lines on the formats of a boosted model, read from its tensors; without that of sums if it is said."""
+        masters = None
+        is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
+        if is_narrow and model.boosted_optimizers:  # wider ones have no masters, and state may be on a disk
+            shards = self.state_adapter(model).optimizer_shards()
+            masters = next((shard.dtype for shard in shards if shard.state == "master"), None)
+        return describe_precision(model.boost_context.precision, model, masters=masters, says_reduce=not is_said)
+
+    def _agreed_precision(self, objects: Boosted) -> PrecisionPolicy:
+        """Return the precision in which objects are boosted, the same on every rank.
+
+        Collective: every rank of the world, where the precision follows the model.
+        """
+        policy = self.precision
+        if not policy.follows_model:
+            return policy
+        coordinator = self.context.coordinator
+        error: ConfigError | None = None
+        try:
+            policy = precision_for(policy, objects, self.plugin)
+        except ConfigError as caught:
+            error = caught
+        coordinator.raise_together(error, name="boost")
+        names = coordinator.all_gather_object(policy.name)
+        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if other is not None:  # on every rank alike
+            msg = (
+                f"The trained parameters of the model are in {names[0]} on rank 0 and in {names[other]} on rank "
+                f"{other}. Build it in one format on every rank, or pass `mixed_precision`."
+            )
+            raise ConfigError(msg)
+        return policy
 
     def _choose_plugin(self, objects: Boosted) -> BoostContext:
         """Take the plugin that booster-runtime chooses now that the model is known, and return the new context."""

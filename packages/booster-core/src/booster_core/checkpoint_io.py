@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.plugin.interface import BoostContext, Plugin
-    from booster_core.precision.loss_scaler import DynamicLossScaler
+    from booster_core.precision import DynamicLossScaler, PrecisionPolicy
     from booster_core.state.adapter import StateAdapter
 
 __all__ = [
@@ -123,6 +123,7 @@ class TrainingState:
         module: The user's own model, for small files such as ``config.json``.
         dtype: Element type in which the model's floating tensors are written; their own where ``None``.
         ema: Averages of the model, if any.
+        precision: In which the model is boosted; ``None`` for a plain one.
     """
 
     model: StateAdapter
@@ -131,6 +132,7 @@ class TrainingState:
     module: nn.Module
     dtype: torch.dtype | None = None
     ema: StateAdapter | None = None
+    precision: PrecisionPolicy | None = None
 
 
 class GlobalPosition(ABC):

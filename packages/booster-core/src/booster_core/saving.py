@@ -58,7 +58,7 @@ class Saving:
         boosted = self._boosted_model(model)
         if boosted is None:
             return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
-        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], boosted.boost_context)
 
     def save_model(
         self,
@@ -421,14 +421,15 @@ class Saving:
         """Let the plugin synchronize a boosted model that is about to be saved."""
         if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
             with NamedCall("save"):
-                self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
+                self.plugin.prepare_save(boosted, self._optimizers[boosted], boosted.boost_context)
 
     def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
         """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
         boosted = self._boosted_model(model)
         if boosted is None:
             return None
-        return {name: self.context.precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
+        precision = boosted.boost_context.precision
+        return {name: precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
 
     def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
         for boosted, own in self._optimizers.items():
@@ -439,7 +440,7 @@ class Saving:
 
     def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
         boosted = self._model_of(optimizer, call)
-        return self.plugin.state_adapter(boosted, self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, self._optimizers[boosted], boosted.boost_context)
 
     def _training_state(
         self,
@@ -455,6 +456,7 @@ class Saving:
         if ema is not None and not isinstance(ema, MovingAverage):
             msg = f"`ema` of `Booster.{call}` must be what `booster_runtime.ema` returned; got `{type(ema).__name__}`."
             raise TypeError(msg)
+        boosted = self._boosted_model(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
         return TrainingState(
             model=self.state_adapter(model),
@@ -467,8 +469,9 @@ class Saving:
                 registered=dict(self._registered),
             ),
             module=unwrap_model(model),
-            dtype=None if self._boosted_model(model) is None else self.context.precision.save_dtype,
+            dtype=None if boosted is None else boosted.boost_context.precision.save_dtype,
             ema=None if ema is None else ema.state_adapter(),
+            precision=None if boosted is None else boosted.boost_context.precision,
         )
 
     def _check_module(self, model: Any, call: str) -> None:

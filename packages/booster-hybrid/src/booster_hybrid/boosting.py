@@ -336,7 +336,7 @@ class HybridSetup:
         split_backward = SplitBackward(self._model) if self._config.pipeline.style in V_STYLES else None
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
-        dtypes = working_dtypes(self._model, self._context.precision.param_dtype)
+        dtypes = working_dtypes(self._model, self._context.precision)
         communicates = self._config.tensor.size > 1 or bool(self._experts)
         staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
         leave_out(self._model, self._objects.optimizer)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster_core.plugin import ModelWrapper
-from booster_core.precision import NARROW, cast_floating
+from booster_core.precision import cast_floating
 from booster_core.ranks import ObservedCall
 from booster_runtime.sharding import refuse_all_gradients
 
@@ -65,7 +65,7 @@ class ZeroModel(ModelWrapper):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         precision, module = self.precision, self._inside()
-        if precision is None or precision.compute_dtype not in NARROW:
+        if precision is None or not precision.uses_autocast:
             return module(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=precision.compute_dtype):
             outputs = module(*args, **kwargs)

@@ -110,6 +110,8 @@ def save_training_state(
     if state.ema is not None:
         parts.append(ModelPart(state.ema, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
+    if state.precision is not None:
+        stated["precision"] = state.precision.describe()
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:

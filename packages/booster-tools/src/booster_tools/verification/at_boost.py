@@ -69,8 +69,11 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
     with random_state_kept():
         error: Exception | None = None
         try:
-            is_narrow = booster.precision.compute_dtype in NARROW
-            _check_size(model, _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if is_narrow else 0), num_local)
+            policy = booster.precision.for_model(model)
+            num_sizes = _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if policy.compute_dtype in NARROW else 0)
+            if policy is not booster.precision:  # copies of a model in bf16 are trained in fp32
+                num_sizes *= 2
+            _check_size(model, num_sizes, num_local)
         except ConfigError as caught:
             error = caught
         coordinator.raise_together(error, name="boost")

@@ -108,7 +108,7 @@ def _built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, 
 
 def _check_same(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
-        if name not in values or not torch.equal(parameter.detach().cpu(), values[name]):
+        if name not in values or not torch.equal(parameter.detach().cpu().to(values[name].dtype), values[name]):
             msg = (
                 f"`build` makes other weights each time: '{name}' differs between two calls under the same seed. Draw "
                 "them from torch's generator, or load them from a file."
