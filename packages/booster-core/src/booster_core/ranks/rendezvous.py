@@ -40,7 +40,7 @@ _REMEDY = "It is a collective call: call it on every rank, not under `if rank ==
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
-    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote|its memory can't be read any more",
+    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote",
     re.IGNORECASE,
 )
 """What is raised where another rank's process has gone."""

@@ -7,7 +7,3 @@ from booster_core.errors import BoosterError
 
 class MismatchError(BoosterError, RuntimeError):
     """Ranks call different collectives, or the same one with different reductions, dtypes or lengths."""
-
-
-class PeerEndedError(RuntimeError):
-    """Another rank's memory can't be read: its process has ended."""
