@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
+__all__ = ["Booster", "LossWeight"]
+
+
 class LossWeight:
     """What `Booster.weighing_losses` multiplies losses by.
 
@@ -484,7 +487,8 @@ class Booster(Saving):
         context = self.context
         notes = [line for found in context.hooks.describe_run(models=list(self._models)) for line in found]
         is_said = any(line.startswith("reduction") for line in notes)  # what is asked for is not all there is to say
-        found = dict.fromkeys(line for model in self._contexts for line in self._formats_of(model, is_said=is_said))
+        models = self.boosted_models
+        found = dict.fromkeys(line for model in models for line in self._formats_of(model, is_said=is_said))
         lines = [
             f"plugin     {self.plugin.name} ({type(self.plugin).__name__})",
             *(f"           {name}={value!r}" for name, value in self.plugin.describe().items()),

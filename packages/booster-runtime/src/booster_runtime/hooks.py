@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 def before_launch(backend: str) -> None:
     """Refuse environment variables with a wrong value, set up the log, and let NCCL record its collectives."""
     from booster_core.log import configure_log
-    from booster_runtime.collectives.settings import checks_collectives, requested_transport
+    from booster_runtime.collectives.settings import checks_collectives
     from booster_runtime.liveness.flight_recorder import keep_flight_record
 
     configure_log()
-    requested_transport()
     checks_collectives()
     if "nccl" in backend:
         keep_flight_record(os.environ)

@@ -25,7 +25,7 @@ _MAX_NAMED = 10
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
-    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote|its memory can't be read any more",
+    r"store that they share has gone away|failed to recv, got 0 bytes|nccl.*remote",
     re.IGNORECASE,
 )
 """What is raised where another rank's process has gone."""

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.ranks import close_world, current_world, open_world, set_world
-from booster_runtime.collectives.transports import choice
-from booster_runtime.collectives.transports.alone import AloneTransport
+from booster_runtime.collectives.transports import AloneTransport, choose, made_by
 from booster_runtime.memory import host_stands_for_device
 from booster_tools.planning.aside import groups_set_aside
 from booster_tools.planning.hollow import Watching
@@ -52,7 +51,7 @@ def counted() -> Iterator[None]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
             return AloneTransport()
-        inner = choice.choose(group) if run.mailbox is None else SilentTransport(rank, size)
+        inner = choose(group) if run.mailbox is None else SilentTransport(rank, size)
         return CountingTransport(inner, run.ledger, run.mode, rank, size)
 
     resize = torch.UntypedStorage.resize_
@@ -66,7 +65,7 @@ def counted() -> Iterator[None]:
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment] # not dispatched
     try:
-        with choice.made_by(make):
+        with made_by(make):
             yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
