@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, name_ranks
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.rendezvous import name_ranks
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks import rendezvous
-from booster_core.ranks.rendezvous import LongWait, Rendezvous
+from booster_core.ranks import meeting
+from booster_core.ranks.meeting import LongWait, Rendezvous
 
 
 def test_a_long_meeting_names_who_is_missing_once_per_interval(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_NOTE_SECONDS", 0.2)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
 

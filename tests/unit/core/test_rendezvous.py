@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.rendezvous import Rendezvous
+from booster_core.ranks.meeting import Rendezvous
 
 
 class CountingStore:

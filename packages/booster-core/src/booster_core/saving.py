@@ -14,7 +14,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -430,7 +430,7 @@ class Saving:
     def _prepare_save(self, boosted: nn.Module | None) -> None:
         """Let the plugin synchronize a boosted model that is about to be saved."""
         if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
-            with naming_missing_ranks("save"):
+            with NamedCall("save"):
                 self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
 
     def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
@@ -492,7 +492,8 @@ class Saving:
         path = self.checkpoint_io.location(checkpoint)
         before, after = (getattr(self.context.hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=path)
-        yield
+        with ObservedCall(verb) if OBSERVERS else contextlib.nullcontext():
+            yield
         if use_async:
             self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=path))
         else:

@@ -9,7 +9,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper, through_door
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -119,5 +119,5 @@ class FSDPModel(ModelWrapper):
         precision = self.precision
         enabled = precision is not None and precision.uses_autocast
         dtype = precision.compute_dtype if precision is not None and enabled else None
-        with naming_missing_ranks("forward"), torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+        with NamedCall("forward"), torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
             return method(*args, **kwargs)

@@ -8,7 +8,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import through_door
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_zero import ZeroModel
@@ -65,11 +65,11 @@ class HybridModel(ZeroModel):
         if self.callers.size == 1 or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         # Replicas may evaluate on more or fewer batches than others: only these ranks wait for each other.
-        with naming_missing_ranks("forward", self.callers.ranks):
+        with NamedCall("forward", self.callers.ranks):
             if self.replica.size > 1 and not self._has_compared:
                 check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
                 self._has_compared = True
-            return super().forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     @through_door
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from booster_core import Evaluation
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_runtime import collectives
 from booster_runtime.data.batches import call_with, check_targets, num_samples, taken_by, to_device
 from booster_runtime.data.uneven import UnevenBatches
@@ -202,7 +202,7 @@ class _Run:
     def _summed(self, values: Tensor) -> Tensor:
         values = values.to(self._device)
         if self._booster.context.coordinator.world_size > 1:
-            with naming_missing_ranks("mean loss"):
+            with NamedCall("mean loss"):
                 collectives.all_reduce(values).wait()
         return values
 

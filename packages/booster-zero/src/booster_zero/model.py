@@ -10,6 +10,7 @@ from torch import nn
 
 from booster_core.plugin import ModelWrapper
 from booster_core.precision import NARROW, cast_floating
+from booster_core.ranks import ObservedCall
 from booster_runtime.sharding import refuse_all_gradients
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class ZeroModel(ModelWrapper):
 
         Collective: none.
         """
+        if torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        with ObservedCall("forward"):  # not counted: replicas may evaluate on more or fewer batches than others
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._optimizer is None:
             return self._run(*args, **kwargs)
         self._optimizer.reducer.watch()

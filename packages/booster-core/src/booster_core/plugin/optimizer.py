@@ -16,7 +16,7 @@ from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +150,7 @@ class OptimizerWrapper(Optimizer):
         if self.loss_scaler is not None:
             self._rescale_gradients()
             loss = loss.float() * self.loss_scaler.scale
-        with naming_missing_ranks("backward"):
+        with NamedCall("backward"):
             loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def gradients(self) -> list[Tensor]:
@@ -185,7 +185,7 @@ class OptimizerWrapper(Optimizer):
         Collective: every rank of the strategy's mesh, in step; none for replicated strategies.
         """
         check_norm_arguments(max_norm, norm_type)
-        with naming_missing_ranks("clip_grad_by_norm"):
+        with NamedCall("clip_grad_by_norm"):
             self.unscale_gradients()
             forbids = error_if_nonfinite and not self.found_overflow
             self._grad_norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
@@ -255,7 +255,7 @@ class OptimizerWrapper(Optimizer):
         if closure is not None and self.loss_scaler is not None:
             msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
             raise GradientError(msg)
-        with naming_missing_ranks("step"):
+        with NamedCall("step"):
             self.unscale_gradients()
             result = None if self.found_overflow else self._update(closure)
         if self.loss_scaler is not None:

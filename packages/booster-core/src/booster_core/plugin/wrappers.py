@@ -15,7 +15,7 @@ from torch import nn
 from booster_core.plugin.originals import guard_forward, through_door
 from booster_core.plugin.other_libraries import OF_ENGINES, no_attribute
 from booster_core.precision.casting import cast_floating
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import NamedCall
 from booster_core.state.names import compiled_module
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ModelWrapper(nn.Module):
         """
         if torch.compiler.is_compiling():  # Dynamo would graph-break on the timer
             return self._forward(*args, **kwargs)
-        with naming_missing_ranks("forward"):
+        with NamedCall("forward"):
             return self._forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

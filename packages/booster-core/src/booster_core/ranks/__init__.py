@@ -7,24 +7,38 @@ from typing import TYPE_CHECKING
 from booster_core._lazy import public_names
 
 if TYPE_CHECKING:
+    from booster_core.errors import name_ranks
+    from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
-    from booster_core.ranks.rendezvous import LOST_PEER, PROGRESS, name_ranks, naming_missing_ranks
-    from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world, set_world
+    from booster_core.ranks.world import (
+        PROGRESS,
+        Monitor,
+        World,
+        close_world,
+        current_world,
+        open_world,
+        opened_world,
+        set_world,
+    )
 
 __all__ = [
     "LOST_PEER",
+    "OBSERVERS",
     "PROGRESS",
     "DistCoordinator",
     "Environment",
     "Host",
     "Monitor",
+    "NamedCall",
+    "ObservedCall",
+    "Observer",
     "World",
     "close_world",
     "current_world",
     "name_ranks",
-    "naming_missing_ranks",
+    "observed_by",
     "open_world",
     "opened_world",
     "set_world",
@@ -34,10 +48,20 @@ __all__ = [
 __getattr__, __dir__ = public_names(
     __name__,
     {
+        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by"],
+        "booster_core.errors": ["name_ranks"],
         ".coordinator": ["DistCoordinator"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
-        ".rendezvous": ["LOST_PEER", "PROGRESS", "name_ranks", "naming_missing_ranks"],
-        ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world", "set_world"],
+        ".world": [
+            "PROGRESS",
+            "Monitor",
+            "World",
+            "close_world",
+            "current_world",
+            "open_world",
+            "opened_world",
+            "set_world",
+        ],
     },
 )

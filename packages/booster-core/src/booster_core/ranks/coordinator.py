@@ -15,9 +15,8 @@ import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
-from booster_core.errors import ConfigError, RankFailedError
-from booster_core.ranks.rendezvous import PROGRESS, name_ranks
-from booster_core.ranks.world import close_world, current_world
+from booster_core.errors import ConfigError, RankFailedError, name_ranks
+from booster_core.ranks.world import PROGRESS, close_world, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import LaunchError, MissingRanksError
 from booster_core.ranks.environments import has_agent_store
 from booster_core.ranks.host import Host, this_host
-from booster_core.ranks.rendezvous import LongWait, Rendezvous
+from booster_core.ranks.meeting import LongWait, Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from booster_core.ranks.environments import local_rank_of_launcher
-from booster_core.ranks.rendezvous import Rendezvous
+from booster_core.ranks.meeting import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,6 +103,64 @@ class World:
             digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]  # keys stay short with many ranks
             self._rendezvous.setdefault(ranks, Rendezvous(_below(self.store, digest), self.rank, ranks))
         return self._rendezvous[ranks]
+
+
+class Progress:
+    """The calls that this process has entered and finished."""
+
+    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last", "ranks")
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.call: tuple[str, int] | None = None
+        self.ranks: Sequence[int] | None = None
+        self.is_waiting = False
+        self.last: tuple[str, int] | None = None
+        self.is_finished = True
+
+    def enter(self, name: str, ranks: Sequence[int] | None = None) -> int:
+        """Note that the call ``name`` begins, and return its number.
+
+        Args:
+            name: The call.
+            ranks: The ranks that it may wait for; by default, all.
+        """
+        count = self.counts.get(name, 0) + 1
+        self.counts[name] = count
+        self.last = (name, count)
+        self.is_finished = False
+        if self.call is None:
+            self.call, self.ranks = self.last, ranks
+        return count
+
+    def finish(self, name: str) -> None:
+        """Note that the last call ``name`` has ended."""
+        self.last = (name, self.counts[name])
+        self.is_finished = True
+        self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """Note that the last call ``name`` is not waited in any more, however it went."""
+        if self.call is not None and self.call[0] == name:
+            self.call = self.ranks = None
+
+    def clear(self) -> None:
+        """Forget everything: a new process group begins."""
+        self.__init__()  # type: ignore[misc] # the constructor says what nothing is
+
+    def record(self) -> dict[str, Any]:
+        """Return the record in a form that travels."""
+        return {
+            "counts": dict(self.counts),
+            "last": self.last,
+            "finished": self.is_finished,
+            "call": self.call,
+            "ranks": None if self.ranks is None else list(self.ranks),
+        }
+
+
+PROGRESS = Progress()
+"""The record of this process; each process group starts counting from zero."""
 
 
 _generations = itertools.count(1)

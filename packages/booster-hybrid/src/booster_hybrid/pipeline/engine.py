@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.microbatches import (
     count_samples,
@@ -149,7 +149,7 @@ class PipelineEngine:
 
         Collective: every rank of the world.
         """
-        with naming_missing_ranks("execute_pipeline"):
+        with NamedCall("execute_pipeline"):
             parts, sizes, most = self._split_together(batches)
             schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from booster_core.ranks import OBSERVERS
 from booster_runtime.collectives.errors import MismatchError
 from booster_runtime.collectives.groups import new_group
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into
 from booster_runtime.collectives.transports import transport_of
+from booster_runtime.collectives.transports.observed import ObservedTransport
 from booster_runtime.collectives.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from booster_runtime.collectives.transports import Transport
 
 __all__ = [
     "MismatchError",
@@ -74,7 +78,7 @@ def reduce_scatter(
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate)
+    return _transport(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate)
 
 
 def reduce_scatter_parts(
@@ -105,7 +109,7 @@ def reduce_scatter_parts(
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).reduce_scatter_parts(
+    return _transport(group).reduce_scatter_parts(
         parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
     )
 
@@ -141,9 +145,18 @@ def reduce_scatter_rows(
     """
     transport = transport_of(group)
     if isinstance(transport, TorchTransport):
-        return transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate)
+        if not OBSERVERS:
+            return transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate)
+        return ObservedTransport(transport, group).start(
+            "reduce_scatter_rows",
+            matrix.nbytes,
+            0,  # as much as its rows say, which only the operation looks at
+            lambda: transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate),
+        )
     parts = [(0, matrix.view(-1))]
-    return transport.reduce_scatter_parts(parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch)
+    return _transport(group).reduce_scatter_parts(
+        parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
+    )
 
 
 def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:
@@ -156,7 +169,7 @@ def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).all_gather(buffer, bounds)
+    return _transport(group).all_gather(buffer, bounds)
 
 
 def all_to_all(
@@ -183,7 +196,7 @@ def all_to_all(
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).all_to_all(source, sent, out, received)
+    return _transport(group).all_to_all(source, sent, out, received)
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup | None = None) -> Pending:
@@ -202,7 +215,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup 
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).all_reduce(tensor, op)
+    return _transport(group).all_reduce(tensor, op)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:
@@ -214,7 +227,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).broadcast(tensor)
+    return _transport(group).broadcast(tensor)
 
 
 def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -222,4 +235,10 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any
 
     Collective: every rank of ``group``.
     """
-    return transport_of(group).all_gather_object(value)
+    return _transport(group).all_gather_object(value)
+
+
+def _transport(group: ProcessGroup | None) -> Transport:
+    """Return the transport of a group, which shows what it does to those who observe this process."""
+    transport = transport_of(group)
+    return ObservedTransport(transport, group) if OBSERVERS else transport

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper
-from booster_core.ranks import DistCoordinator, naming_missing_ranks
+from booster_core.ranks import DistCoordinator, NamedCall
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import (
@@ -243,7 +243,7 @@ class ZeroOptimizer(OptimizerWrapper):
         """
         self.gathers.begin_backward()
         try:
-            with naming_missing_ranks("reduction of gradients"), self.reducer.guarded():
+            with NamedCall("reduction of gradients"), self.reducer.guarded():
                 super().backward(loss, inputs, retain_graph=retain_graph)
         finally:
             self.gathers.end_backward()

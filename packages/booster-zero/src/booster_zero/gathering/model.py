@@ -9,7 +9,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_runtime.sharding import generate_together
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class GatheringModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
-        with naming_missing_ranks("state_dict"), self.whole_parameters():
+        with NamedCall("state_dict"), self.whole_parameters():
             state = super().state_dict(*args, **kwargs)
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -99,7 +99,7 @@ class GatheringModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
-        with naming_missing_ranks("load_state_dict"), self.whole_parameters(writes=True):
+        with NamedCall("load_state_dict"), self.whole_parameters(writes=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
