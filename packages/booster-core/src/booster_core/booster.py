@@ -208,15 +208,9 @@ class Booster(Batches, Remedies):
         loaders = dataloader if isinstance(dataloader, (list, tuple)) else (dataloader,)
         objects = Boosted(model, optimizer, criterion, loaders[0] if loaders else None, lr_scheduler)
         context = self.context
-        coordinator = context.coordinator
-        coordinator.rendezvous("boost", timeout_seconds=context.timeout_seconds)
-        error: Exception | None = None
-        try:
+        with context.coordinator.together("boost", timeout_seconds=context.timeout_seconds):
             check_boost_arguments(objects, further=loaders[1:])
             context.hooks.check_objects(plugin=self.plugin, objects=objects)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error)
         if self.plugin.name == "auto":
             context = self._choose_plugin(objects)
         if self._verify is not False:

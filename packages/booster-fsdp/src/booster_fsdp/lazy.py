@@ -94,12 +94,8 @@ def fill_model(
         if isinstance(parameter, DTensor)
         for shard in dtensor_shards(path, None, parameter)
     ]
-    error: Exception | None = None
-    try:
+    with coordinator.together("boost"):
         recording.fill(shards, device)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="boost")
     # Replicated tensors were filled in the dtype of their construction.
     whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     for parameter in whole:

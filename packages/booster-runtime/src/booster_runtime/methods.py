@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,25 +95,17 @@ def enable_lora(
     """Put low-rank adapters into a model; see `Booster.enable_lora`."""
     from booster_runtime import lora
 
-    error: Exception | None = None
-    adapted: PeftModel | None = None
-    try:
+    # A folder may be there for some ranks only.
+    together = booster.context.coordinator.together("enable_lora") if pretrained_dir is not None else nullcontext()
+    with together:
         quantization = None
         if quantize or bnb_quantization_config is not None:
             from booster_runtime.quantization import check_quantization
 
             quantization = check_quantization(bnb_quantization_config, booster.device)
-        adapted = lora.add_adapters(
+        return lora.add_adapters(
             plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
         )
-    except Exception as caught:
-        if pretrained_dir is None:
-            raise
-        error = caught  # a folder may be there for some ranks only
-    if pretrained_dir is not None:
-        booster.context.coordinator.raise_together(error, name="enable_lora")
-    assert adapted is not None, "made, or an error raised"
-    return adapted
 
 
 def to_device(booster: Booster, batch: Any) -> Any:

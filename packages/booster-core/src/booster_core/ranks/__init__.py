@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from booster_core.errors import name_ranks
     from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
     from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.world import (
@@ -37,6 +38,7 @@ __all__ = [
     "World",
     "close_world",
     "current_world",
+    "digest",
     "name_ranks",
     "observed_by",
     "open_world",
@@ -51,6 +53,7 @@ __getattr__, __dir__ = public_names(
         ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by"],
         "booster_core.errors": ["name_ranks"],
         ".coordinator": ["DistCoordinator"],
+        ".digests": ["digest"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
         ".world": [

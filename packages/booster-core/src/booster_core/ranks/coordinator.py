@@ -1,8 +1,8 @@
 """Rank facts and small collective calls for whoever needs to know where it runs.
 
 `DistCoordinator` is a plain object, made wherever it is needed, and works the same without a process group, as a world
-of one where nobody waits. Its collective calls meet first (`rendezvous`), so that an error names a rank that
-never comes.
+of one where nobody waits. Its collective calls meet first (`block_all`), so that an error names a rank that never
+comes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
 from booster_core.errors import ConfigError, RankFailedError, name_ranks
+from booster_core.ranks.digests import describe_differences, digest, plain_form
 from booster_core.ranks.world import PROGRESS, close_world, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from torch.distributed import ProcessGroup
     from typing_extensions import ParamSpec
@@ -128,27 +131,72 @@ class DistCoordinator:
         if executor_rank not in ranks:
             msg = f"`executor_rank={executor_rank}` takes no part. Use one of {name_ranks(ranks)}."
             raise ConfigError(msg)
-        name = "priority_execution"
-        if self.rank != executor_rank:
-            self.raise_together(None, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
-            yield
-            return
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - every kind of failure is carried to the ranks that wait
-            self.raise_together(error, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+        together = self.together("priority_execution", process_group=process_group, timeout_seconds=timeout_seconds)
+        if self.rank == executor_rank:
+            with together:
+                yield
         else:
-            self.raise_together(None, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+            with together:
+                pass
+            yield
 
-    def rendezvous(
-        self, name: str, timeout_seconds: float | None = None, *, process_group: ProcessGroup | None = None
-    ) -> None:
-        """Wait until all ranks have called this with the same ``name``.
+    def together(
+        self, name: str, *, process_group: ProcessGroup | None = None, timeout_seconds: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context that raises on every rank what its body raises on any.
+
+        Ranks wait for each other at its end; see `block_all`. The body contains no collectives. A rank whose own body
+        raised raises that. The others raise the first rank's error: the same class where it is Booster's or Python's
+        own and takes one message, else `RankFailedError`; the message starts with the rank.
 
         Args:
             name: What the user called; appears in messages.
+            process_group: The ranks that take part.
             timeout_seconds: How long to wait for the others; the launch's time limit by default.
-            process_group: The ranks that meet.
+
+        Raises:
+            MissingRanksError: If some ranks did not call in time, on ranks whose body did not raise.
+            Exception: What the bodies raised.
+
+        Collective: every rank of the group.
+        """
+        return _Together(functools.partial(self._meet, name, timeout_seconds, process_group))
+
+    def agree(self, name: str, value: Any, *, process_group: ProcessGroup | None = None) -> None:
+        """Raise on every rank unless all have the same ``value``.
+
+        Values are compared by `digest`. The error names the ranks that differ and, of mappings, the keys.
+
+        Args:
+            name: What the user called; appears in messages.
+            value: The same on every rank, as `digest` takes it.
+            process_group: The ranks that take part.
+
+        Raises:
+            ConfigError: If values differ.
+
+        Collective: every rank of the group.
+        """
+        with self.together(name, process_group=process_group):
+            plain = plain_form(value)
+        found = self.all_gather_object(digest(plain), process_group=process_group, name=name)
+        if len(set(found)) > 1:
+            values = self.all_gather_object(plain, process_group=process_group, name=name)
+            raise ConfigError(describe_differences(name, values, self._ranks(process_group)))
+
+    def block_all(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        name: str = "block_all",
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Wait until all ranks have come here.
+
+        Args:
+            process_group: The ranks that wait for each other.
+            name: What the user called; appears in messages.
+            timeout_seconds: How long to wait for the others; the launch's time limit by default.
 
         Raises:
             MissingRanksError: If some did not call in time, on every rank that did; later comers get it at once.
@@ -158,47 +206,6 @@ class DistCoordinator:
         Collective: every rank of the group.
         """
         self._meet(name, timeout_seconds, process_group, None)
-
-    def block_all(self, process_group: ProcessGroup | None = None) -> None:
-        """Wait until all ranks have come here; see `rendezvous`.
-
-        Collective: every rank of the group.
-        """
-        self.rendezvous("block_all", process_group=process_group)
-
-    def raise_together(
-        self,
-        error: Exception | None,
-        *,
-        name: str = "raise_together",
-        timeout_seconds: float | None = None,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
-        """Return on every rank if no rank brought an error, else raise on every rank.
-
-        A rank that brings an error raises that. The others raise the first rank's: the same class where it is
-        Booster's or Python's own and takes one message, else `RankFailedError`; the message starts with the rank.
-
-        Args:
-            error: What went wrong here, if anything.
-            name: What the user called; appears in messages.
-            timeout_seconds: How long to wait for the others; the launch's time limit by default.
-            process_group: The ranks that take part.
-
-        Raises:
-            MissingRanksError: If some ranks did not call in time, on ranks that brought no error.
-            Exception: What ranks brought.
-
-        Collective: every rank of the group.
-        """
-        problem = None if error is None else _describe(error)
-        try:
-            problems = self._meet(name, timeout_seconds, process_group, problem)
-        finally:
-            if error is not None:
-                raise error  # nearer to the cause than who is missing, which stays visible as its context
-        if problems:
-            raise _rebuild(problems)
 
     def broadcast_object(
         self, obj: Any, src: int = 0, *, process_group: ProcessGroup | None = None, name: str = "broadcast_object"
@@ -262,8 +269,9 @@ class DistCoordinator:
         name: str,
         timeout_seconds: float | None,
         process_group: ProcessGroup | None,
-        problem: dict[str, Any] | None,
-    ) -> list[dict[str, Any]]:
+        error: Exception | None,
+    ) -> None:
+        """Wait for the other ranks, and raise what any of them brings; the own error is the caller's to raise."""
         if not self._world.is_current:
             msg = (
                 f"`{name}` was called on a coordinator of a process group that is not the present one: it was "
@@ -272,7 +280,8 @@ class DistCoordinator:
             raise ConfigError(msg)
         ranks = self._ranks(process_group)
         if len(ranks) == 1:
-            return [] if problem is None else [{**problem, "rank": self.rank}]
+            return
+        problem = None if error is None else _describe(error)
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         meetings = self._world.rendezvous_of(tuple(ranks))
         # What other threads do, or some ranks only, says nothing of the order of the calls that all make.
@@ -291,7 +300,31 @@ class DistCoordinator:
                 PROGRESS.is_waiting = False
         if is_noted:
             PROGRESS.finish(name)
-        return problems
+        if problems and error is None:
+            raise _rebuild(problems)
+
+
+class _Together:
+    """Meets the other ranks at the end of a block; see `DistCoordinator.together`."""
+
+    def __init__(self, meet: Callable[[Exception | None], None]) -> None:
+        self._meet = meet
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # such as an interrupt: this process ends
+        try:
+            self._meet(error)
+        except Exception as missing:
+            if error is None:
+                raise
+            # The own error is nearer to the cause than who is missing, which stays visible as its context.
+            error.__context__ = error.__context__ or missing
 
 
 def _describe(error: Exception) -> dict[str, Any]:

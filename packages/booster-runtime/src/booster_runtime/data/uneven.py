@@ -86,7 +86,9 @@ class UnevenBatches:
             )
         if num_failed or (num_own and num_empty):
             self._end()
-            self._coordinator.raise_together(error, name="join")
+            with self._coordinator.together("join"):
+                if error is not None:
+                    raise error
         if not num_own:
             self._end()
             raise StopIteration
