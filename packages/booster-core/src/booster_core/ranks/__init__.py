@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
+    from booster_core.ranks.meeting import Meetings, Outcome
     from booster_core.ranks.world import (
         PROGRESS,
         Monitor,
@@ -31,10 +32,12 @@ __all__ = [
     "DistCoordinator",
     "Environment",
     "Host",
+    "Meetings",
     "Monitor",
     "NamedCall",
     "ObservedCall",
     "Observer",
+    "Outcome",
     "World",
     "close_world",
     "current_world",
@@ -56,6 +59,7 @@ __getattr__, __dir__ = public_names(
         ".digests": ["digest"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
+        ".meeting": ["Meetings", "Outcome"],
         ".world": [
             "PROGRESS",
             "Monitor",

@@ -11,7 +11,6 @@ import builtins
 import contextlib
 import functools
 import threading
-import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
@@ -160,7 +159,7 @@ class DistCoordinator:
 
         Collective: every rank of the group.
         """
-        return _Together(functools.partial(self._meet, name, timeout_seconds, process_group))
+        return _Together(self, name, process_group, timeout_seconds)
 
     def agree(self, name: str, value: Any, *, process_group: ProcessGroup | None = None) -> None:
         """Raise on every rank unless all have the same ``value``.
@@ -177,10 +176,11 @@ class DistCoordinator:
 
         Collective: every rank of the group.
         """
-        with self.together(name, process_group=process_group):
+        comparing = _Together(self, name, process_group, None)
+        with comparing:
             plain = plain_form(value)
-        found = self.all_gather_object(digest(plain), process_group=process_group, name=name)
-        if len(set(found)) > 1:
+            comparing.digest = digest(plain)
+        if comparing.differs:
             values = self.all_gather_object(plain, process_group=process_group, name=name)
             raise ConfigError(describe_differences(name, values, self._ranks(process_group)))
 
@@ -205,7 +205,7 @@ class DistCoordinator:
 
         Collective: every rank of the group.
         """
-        self._meet(name, timeout_seconds, process_group, None)
+        self._meet(name, process_group, timeout_seconds)
 
     def broadcast_object(
         self, obj: Any, src: int = 0, *, process_group: ProcessGroup | None = None, name: str = "broadcast_object"
@@ -218,7 +218,7 @@ class DistCoordinator:
         if src not in ranks:
             msg = f"`src={src}` takes no part. Use one of {name_ranks(ranks)}."
             raise ConfigError(msg)
-        self._meet(name, None, process_group, None)
+        self._meet(name, process_group)
         if len(ranks) == 1:
             return obj
         import torch.distributed as dist
@@ -235,7 +235,7 @@ class DistCoordinator:
         Collective: every rank of the group.
         """
         ranks = self._ranks(process_group)
-        self._meet(name, None, process_group, None)
+        self._meet(name, process_group)
         if len(ranks) == 1:
             return [obj]
         import torch.distributed as dist
@@ -267,11 +267,13 @@ class DistCoordinator:
     def _meet(
         self,
         name: str,
-        timeout_seconds: float | None,
         process_group: ProcessGroup | None,
-        error: Exception | None,
-    ) -> None:
-        """Wait for the other ranks, and raise what any of them brings; the own error is the caller's to raise."""
+        timeout_seconds: float | None = None,
+        *,
+        digest: bytes = b"",
+        error: Exception | None = None,
+    ) -> bool:
+        """Wait for the other ranks, raise their errors unless this one has its own, and return if digests differ."""
         if not self._world.is_current:
             msg = (
                 f"`{name}` was called on a coordinator of a process group that is not the present one: it was "
@@ -280,17 +282,16 @@ class DistCoordinator:
             raise ConfigError(msg)
         ranks = self._ranks(process_group)
         if len(ranks) == 1:
-            return
-        problem = None if error is None else _describe(error)
+            return False
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        meetings = self._world.rendezvous_of(tuple(ranks))
+        meeting = self._world.meeting_of(tuple(ranks))
         # What other threads do, or some ranks only, says nothing of the order of the calls that all make.
         is_noted = len(ranks) == self.world_size and threading.current_thread() is threading.main_thread()
         if is_noted:
             PROGRESS.enter(name)
             PROGRESS.is_waiting = True
         try:
-            problems = meetings.meet(name, timeout_seconds, problem, self._world.gone_ranks)
+            outcome = meeting.meet(name, digest=digest, error=error, timeout_seconds=timeout_seconds)
         except BaseException:
             if is_noted:
                 PROGRESS.leave(name)
@@ -300,15 +301,30 @@ class DistCoordinator:
                 PROGRESS.is_waiting = False
         if is_noted:
             PROGRESS.finish(name)
-        if problems and error is None:
-            raise _rebuild(problems)
+        if outcome.errors and error is None:
+            raise _rebuild(outcome.errors)
+        return outcome.differs
 
 
 class _Together:
-    """Meets the other ranks at the end of a block; see `DistCoordinator.together`."""
+    """Meets the other ranks at the end of a block; see `DistCoordinator.together`.
 
-    def __init__(self, meet: Callable[[Exception | None], None]) -> None:
-        self._meet = meet
+    Attributes:
+        digest: What the ranks compare; set in the block.
+        differs: Whether it was not the same on all of them.
+    """
+
+    def __init__(
+        self,
+        coordinator: DistCoordinator,
+        name: str,
+        process_group: ProcessGroup | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._coordinator = coordinator
+        self._call = name, process_group, timeout_seconds
+        self.digest = b""
+        self.differs = False
 
     def __enter__(self) -> None:
         pass
@@ -319,23 +335,12 @@ class _Together:
         if error is not None and not isinstance(error, Exception):
             return  # such as an interrupt: this process ends
         try:
-            self._meet(error)
+            self.differs = self._coordinator._meet(*self._call, digest=self.digest, error=error)  # noqa: SLF001
         except Exception as missing:
             if error is None:
                 raise
             # The own error is nearer to the cause than who is missing, which stays visible as its context.
             error.__context__ = error.__context__ or missing
-
-
-def _describe(error: Exception) -> dict[str, Any]:
-    """Return an error in a form that travels."""
-    return {
-        "module": type(error).__module__,
-        "type": type(error).__qualname__,
-        # A KeyError's own text is a repr of what it was given.
-        "text": str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    }
 
 
 def _rebuild(problems: list[dict[str, Any]]) -> Exception:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from booster_core.ranks.environments import local_rank_of_launcher
-from booster_core.ranks.meeting import Rendezvous
+from booster_core.ranks.meeting import Meeting, Meetings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class World:
     monitor: Monitor | None = None
     unwatched_because: str | None = None
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict, repr=False)
+    _meetings: Meetings = field(default_factory=Meetings, repr=False)
 
     @property
     def is_current(self) -> bool:
@@ -93,16 +93,18 @@ class World:
         """
         return {} if self.monitor is None else self.monitor.gone
 
-    def rendezvous_of(self, ranks: tuple[int, ...]) -> Rendezvous:
-        """Return the meetings of ``ranks``; the same object each time, because it counts them.
+    def meeting_of(self, ranks: tuple[int, ...]) -> Meeting:
+        """Return the meetings of ``ranks`` that this thread makes; the same object each time, because it counts them.
 
         Collective: none.
         """
-        if ranks not in self._rendezvous:
+        meetings = Meetings.of_thread() or self._meetings
+        if ranks not in meetings.of_ranks:
             assert self.store is not None, "a world of one has no meetings"
             digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]  # keys stay short with many ranks
-            self._rendezvous.setdefault(ranks, Rendezvous(_below(self.store, digest), self.rank, ranks))
-        return self._rendezvous[ranks]
+            store = _below(self.store, f"{digest}/{meetings.name}")
+            meetings.of_ranks.setdefault(ranks, Meeting(store, self.rank, ranks, self.gone_ranks))
+        return meetings.of_ranks[ranks]
 
 
 class Progress:
@@ -212,7 +214,7 @@ def open_world(
         world_size: Number of processes.
         local_rank: This process's index on its host.
         backend: As for ``init_process_group``.
-        timeout_seconds: Time limit of the group's collectives and of rendezvous.
+        timeout_seconds: Time limit of the group's collectives and of meetings.
         generation: Tells openings over one store apart; by default, the number of groups this process has had.
         device: The CUDA device to which NCCL binds the group.
         watch: Starts the monitor before the group is opened, while ranks can meet only in the store. If the group
