@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.calls import OBSERVERS, PROGRESS, NamedCall, ObservedCall, Progress, observed_by
-from booster_core.ranks.world import current_world
+from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall, observed_by
+from booster_core.ranks.world import PROGRESS, Progress, current_world
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +96,14 @@ def test_a_timeout_is_explained_by_the_monitor(monkeypatch, ranks):
     assert str(caught.value).endswith(f" s: missing in ('step', 1, {ranks})")
 
 
-def test_a_peer_that_has_ended_normally_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "text",
+    ["[gloo] Connection closed by peer [127.0.0.1]:1", "Rank 0 has ended, or its memory can't be read any more: x"],
+)
+def test_a_peer_that_has_ended_normally_is_named(monkeypatch, text):
     monkeypatch.setattr(current_world(), "monitor", _Monitor())
     with pytest.raises(MissingRanksError) as caught:
-        fail_in_step(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), [0, 1])
+        fail_in_step(RuntimeError(text), [0, 1])
     assert str(caught.value) == "ended before ('step', 1, [0, 1])"
 
 

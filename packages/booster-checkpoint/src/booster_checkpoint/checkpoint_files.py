@@ -45,7 +45,7 @@ class CheckpointFiles:
     Arguments, errors and who must call are documented at `Booster`'s methods of the same names.
 
     Args:
-        coordinator: Rank facts and rendezvous.
+        coordinator: Rank facts, and meetings of ranks.
         bucket_bytes: Most memory that saving or loading takes on a rank besides the state, in bytes. A snapshot for
             ``use_async=True`` takes one copy of what this rank writes, in buffers of this size.
         shared_filesystem: Whether the hosts of all ranks see the same files. Found out for each folder by a try when

@@ -239,15 +239,9 @@ class Booster(Saving):
         loaders = dataloader if isinstance(dataloader, (list, tuple)) else (dataloader,)
         objects = Boosted(model, optimizer, criterion, loaders[0] if loaders else None, lr_scheduler)
         context = self.context
-        coordinator = context.coordinator
-        coordinator.rendezvous("boost", timeout_seconds=context.timeout_seconds)
-        error: Exception | None = None
-        try:
+        with context.coordinator.together("boost", timeout_seconds=context.timeout_seconds):
             check_boost_arguments(objects, further=loaders[1:])
             context.hooks.check_objects(plugin=self.plugin, objects=objects)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error, name="boost")
         if self.plugin.name == "auto":
             context = self._choose_plugin(objects)
         context = replace(context, precision=self._agreed_precision(objects))
@@ -525,12 +519,8 @@ class Booster(Saving):
         if not policy.follows_model:
             return policy
         coordinator = self.context.coordinator
-        error: ConfigError | None = None
-        try:
+        with coordinator.together("boost"):
             policy = precision_for(policy, objects, self.plugin)
-        except ConfigError as caught:
-            error = caught
-        coordinator.raise_together(error, name="boost")
         names = coordinator.all_gather_object(policy.name)
         other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
         if other is not None:  # on every rank alike

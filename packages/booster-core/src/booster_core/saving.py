@@ -14,7 +14,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
-from booster_core.ranks.calls import NamedCall, ObservedCall
+from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -488,7 +488,7 @@ class Saving:
         path = self.checkpoint_io.location(checkpoint)
         before, after = (getattr(self.context.hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=path)
-        with ObservedCall(verb):
+        with ObservedCall(verb) if OBSERVERS else contextlib.nullcontext():
             yield
         if use_async:
             self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=path))

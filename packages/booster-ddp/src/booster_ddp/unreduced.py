@@ -32,7 +32,7 @@ class UnreducedGradients:
 
     Args:
         model: The boosted model.
-        context: Provides the rendezvous before averaging.
+        context: Lets ranks wait for each other before averaging.
         bucket_bytes: Size of the buckets in which gradients are averaged.
         rank_local: Parameters that are not averaged.
         wire: The format in which they are sent and summed; ``None`` for their own.
@@ -115,7 +115,7 @@ class UnreducedGradients:
         assert model is not None, "the optimizer, which calls this, references it"
         # Else a rank that has run fewer backward passes would pair this all-reduce with those of its next backward.
         context = self._context
-        context.coordinator.rendezvous("average gradients", context.timeout_seconds)
+        context.coordinator.block_all(name="average gradients", timeout_seconds=context.timeout_seconds)
         counts = average_gradients(self._reduced(model), self._bucket_bytes, self._wire)
         self.exist = False
         return counts

@@ -95,12 +95,8 @@ def fill_model(
         if isinstance(parameter, DTensor)
         for shard in dtensor_shards(path, None, parameter)
     ]
-    error: Exception | None = None
-    try:
+    with coordinator.together("boost"):
         recording.fill(shards, device)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="boost")
     # Replicated tensors were filled in the dtype of their construction.
     dtype_of = stored_dtypes(model, policy)
     for tensor in (*model.parameters(), *model.buffers()):

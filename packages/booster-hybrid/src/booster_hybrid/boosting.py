@@ -186,33 +186,24 @@ class HybridSetup:
         if size == 1:
             return {}
         unchecked: dict[str, str] = {}
-        error: Exception | None = None
-        try:
+        with self._context.coordinator.together("boost"):
             policy = policy_to_check(self._model, self._options.custom_policy, self._context.hooks)
-            if policy is None:  # pinned by Booster's own tests
-                return {}
-            unchecked = check_policy(
-                self._model,
-                policy,
-                size,
-                self._context.device,
-                batch=None if is_lazy else self._example_batch,
-                split_sequence=self._split_sequence if self._config.sequence.mode == "split_gather" else None,
-            )
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        self._context.coordinator.raise_together(error, name="boost")
+            if policy is not None:  # else it is pinned by Booster's own tests
+                unchecked = check_policy(
+                    self._model,
+                    policy,
+                    size,
+                    self._context.device,
+                    batch=None if is_lazy else self._example_batch,
+                    split_sequence=self._split_sequence if self._config.sequence.mode == "split_gather" else None,
+                )
         return unchecked
 
     def _find_experts(self, size: int) -> None:
-        error: Exception | None = None
-        try:
+        with self._context.coordinator.together("boost"):
             rules = expert_rules(self._model, self._options.custom_policy, self._context.hooks)
             self._experts = find_experts(self._model, rules, size)
             check_experts(self._experts, self._context.device)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        self._context.coordinator.raise_together(error, name="boost")
 
     def plan_stages(self) -> StagePlan | None:
         """Find the model's layers and how it is cut into stages, by a dry run on the first rank.
@@ -240,18 +231,19 @@ class HybridSetup:
                 )
                 raise ConfigError(msg)
             return None
-        error: Exception | None = None
         found: Any = None
         seen: list[dict[str, int]] = []
-        try:
-            batch = self._example_batch()
-            if self._options.split_batch is None:
-                seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
-            if self._context.coordinator.rank == 0:
-                found = self._run_dry(batch)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught if isinstance(caught, (BoosterError, TypeError)) else dry_run_failed(model, caught)
-        self._context.coordinator.raise_together(error, name="boost")
+        with self._context.coordinator.together("boost"):
+            try:
+                batch = self._example_batch()
+                if self._options.split_batch is None:
+                    seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
+                if self._context.coordinator.rank == 0:
+                    found = self._run_dry(batch)
+            except (BoosterError, TypeError):
+                raise
+            except Exception as error:
+                raise dry_run_failed(model, error) from error
         self._lists, trace, crossings, idle = self._context.coordinator.broadcast_object(found, name="boost")
         self._entries_seen = seen
         return None if trace is None else StagePlan.of(model, trace, crossings, idle, config)

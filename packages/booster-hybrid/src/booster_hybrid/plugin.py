@@ -441,14 +441,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             paths = {path for each, path in stages.paths.items() if stages.aliases.get(each, each) == first}
         module = unwrap_model(model)
         names = NamedTensors.of(module).name_of
-        error: Exception | None = None
-        try:
+        with DistCoordinator().together("set_full_gradient"):
             for path, parameter in module.named_parameters():
                 if path in paths:
                     set_gradient(optimizer, parameter, boosted.local.take(names[id(parameter)], values), name)
-        except ConfigError as caught:
-            error = caught
-        DistCoordinator().raise_together(error, name="set_full_gradient")
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter

@@ -53,25 +53,17 @@ def enable_lora(
     **arguments: Any,
 ) -> PeftModel:
     """Put low-rank adapters into a model; see `Booster.enable_lora`."""
-    error: Exception | None = None
-    adapted: PeftModel | None = None
-    try:
+    # A folder may be there for some ranks only.
+    together = booster.context.coordinator.together
+    with contextlib.nullcontext() if pretrained_dir is None else together("enable_lora"):
         quantization = None
         if quantize or bnb_quantization_config is not None:
             from booster_runtime.quantization import check_quantization
 
             quantization = check_quantization(bnb_quantization_config, booster.device)
-        adapted = add_adapters(
+        return add_adapters(
             plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
         )
-    except Exception as caught:
-        if pretrained_dir is None:
-            raise
-        error = caught  # a folder may be there for some ranks only
-    if pretrained_dir is not None:
-        booster.context.coordinator.raise_together(error, name="enable_lora")
-    assert adapted is not None, "made, or an error raised"
-    return adapted
 
 
 def add_adapters(

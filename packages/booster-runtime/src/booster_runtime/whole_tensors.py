@@ -133,11 +133,10 @@ def set_full_state(booster: Booster, model: nn.Module, name: str, state: str, va
     """
     whole, adapter = _state(booster, model, name, state, "set_full_state")
     coordinator = booster.context.coordinator
-    error = None
-    if values.shape != whole.shape:
-        msg = f"`values` has shape {tuple(values.shape)}; the state '{state}' of '{name}' has {tuple(whole.shape)}."
-        error = ConfigError(msg)
-    coordinator.raise_together(error, name="set_full_state")
+    with coordinator.together("set_full_state"):
+        if values.shape != whole.shape:
+            msg = f"`values` has shape {tuple(values.shape)}; the state '{state}' of '{name}' has {tuple(whole.shape)}."
+            raise ConfigError(msg)
     whole.copy_(values)
     _send_values_of_first_rank([whole], coordinator)
     for shard in adapter.optimizer_shards():
@@ -211,20 +210,22 @@ def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Ten
     _same_names([name], coordinator, "set_full_gradient")
     boosted = booster.boosted_model(model, "set_full_gradient")
     whole = full_gradient(booster, boosted, name)
-    error: Exception | None = None
-    if not isinstance(values, torch.Tensor):
-        error = TypeError(f"`values` is a tensor in the shape of '{name}'; got `{type(values).__name__}`.")
-    elif whole is None:
-        msg = f"'{name}' has no gradient to replace. Call `set_full_gradient` between backward and `optimizer.step()`."
-        error = ConfigError(msg)
-    elif whole.is_sparse:
-        error = ConfigError(
-            f"The gradient of '{name}' is sparse and can't be set. Build its module with `sparse=False`."
-        )
-    elif values.shape != whole.shape:
-        error = ConfigError(f"`values` has shape {tuple(values.shape)}; the gradient of '{name}' {tuple(whole.shape)}.")
-    coordinator.raise_together(error, name="set_full_gradient")
-    assert whole is not None, "raised above"
+    with coordinator.together("set_full_gradient"):
+        if not isinstance(values, torch.Tensor):
+            msg = f"`values` is a tensor in the shape of '{name}'; got `{type(values).__name__}`."
+            raise TypeError(msg)
+        if whole is None:
+            msg = (
+                f"'{name}' has no gradient to replace. Call `set_full_gradient` between backward and "
+                "`optimizer.step()`."
+            )
+            raise ConfigError(msg)
+        if whole.is_sparse:
+            msg = f"The gradient of '{name}' is sparse and can't be set. Build its module with `sparse=False`."
+            raise ConfigError(msg)
+        if values.shape != whole.shape:
+            msg = f"`values` has shape {tuple(values.shape)}; the gradient of '{name}' {tuple(whole.shape)}."
+            raise ConfigError(msg)
     whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(values)
     _send_values_of_first_rank([whole], coordinator)
     plugin, optimizer = booster.plugin, _optimizer_of(boosted)
@@ -256,11 +257,7 @@ def _same_names(names: Sequence[str], coordinator: DistCoordinator, call: str) -
         msg = f"`names` is a list of names; got the string '{names}'. Pass ['{names}']."
         raise TypeError(msg)
     asked = list(names)
-    of_ranks = coordinator.all_gather_object(asked)
-    for rank, other in enumerate(of_ranks):
-        if other != of_ranks[0]:
-            msg = f"`{call}` got {of_ranks[0]} on rank 0 and {other} on rank {rank}; pass the same on every rank."
-            raise ConfigError(msg)
+    coordinator.agree(call, asked)
     return asked
 
 

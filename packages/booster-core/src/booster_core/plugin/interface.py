@@ -112,7 +112,7 @@ class BoostContext:
     Args:
         booster: Whose `boost` it is.
         device: The device of this rank; the model has not been moved to it yet.
-        coordinator: Rank facts, and rendezvous that name missing ranks.
+        coordinator: Rank facts, and meetings that name missing ranks.
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.

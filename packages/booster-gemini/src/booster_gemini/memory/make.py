@@ -53,15 +53,8 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
     Collective: every rank of the world, in step: an error on one is raised on all.
     """
     _check_budgets(config, context)
-    home: Home | None = None
-    error: Exception | None = None
-    try:
-        home = _make(config, context)
-    except (ConfigError, PluginError, OSError) as caught:
-        error = caught
-    context.coordinator.raise_together(error, name="boost")
-    assert home is not None, "what was not made has raised"
-    return home
+    with context.coordinator.together("boost"):
+        return _make(config, context)
 
 
 def _check_budgets(config: GeminiConfig, context: BoostContext) -> None:

@@ -223,7 +223,9 @@ class PipelineEngine:
         Collective: these ranks.
         """
         if self._has_any(error, self._replica.group):
-            self._coordinator.raise_together(error, name="generate", process_group=self._replica.group)
+            with self._coordinator.together("generate", process_group=self._replica.group):
+                if error is not None:
+                    raise error
 
     def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:
         """Return the next batch's microbatches, their sizes, and the largest number of microbatches on any rank."""
@@ -266,14 +268,18 @@ class PipelineEngine:
             )
             raise ConfigError(msg)
         if has_failed or apart:
-            self._coordinator.raise_together(error, name="execute_pipeline")
+            with self._coordinator.together("execute_pipeline"):
+                if error is not None:
+                    raise error
         return parts, sizes, most
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error, None):
             if optimizer is not None:
                 optimizer.zero_grad()  # of a part of the batch, and of some ranks only
-            self._coordinator.raise_together(error, name="execute_pipeline")
+            with self._coordinator.together("execute_pipeline"):
+                if error is not None:
+                    raise error
 
     def _has_any(self, error: Exception | None, group: ProcessGroup | None) -> bool:
         """Return whether a rank of a group (``None`` for all) brings an error."""

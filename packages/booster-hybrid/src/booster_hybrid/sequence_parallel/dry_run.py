@@ -114,15 +114,11 @@ def check_layers(
     run = _DryRun(model, lists, mode, group, context.device)
     batch: Any = None
     for check in (run.run, run.probe):  # all ranks come to the second, which communicates, or none does
-        error: Exception | None = None
-        try:
+        with context.coordinator.together("boost"):
             if check == run.run:
                 with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
                     batch = move_batch(batch_at_hand(dataloader, example_batch), context.device)
             check(batch)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        context.coordinator.raise_together(error, name="boost")
 
 
 class _DryRun:

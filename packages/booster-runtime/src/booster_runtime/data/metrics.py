@@ -44,10 +44,8 @@ def gather_for_metrics(booster: Booster, values: Any, dataloader: DataLoader[Any
     Collective: every rank of the world, after each batch.
     """
     coordinator = booster.context.coordinator
-    error: Exception | None = None
     own: Any = None
-    by_rank = False
-    try:
+    with coordinator.together("gather_for_metrics"):
         if not isinstance(dataloader, DistributedDataLoader):
             msg = (
                 "`dataloader` is the loader that `boost` or `prepare_dataloader` returned, which knows which samples "
@@ -57,9 +55,6 @@ def gather_for_metrics(booster: Booster, values: Any, dataloader: DataLoader[Any
         by_rank = dataloader.deals_batches
         if values is not None:
             own = pytree.tree_map(lambda tensor: tensor.detach().cpu(), dataloader.without_padding(values))
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="gather_for_metrics")
     return _joined(own, lambda tensors: _merge(tensors, by_rank=by_rank), "gather_for_metrics", booster)
 
 
@@ -82,17 +77,13 @@ def reduce(booster: Booster, values: Any, reduction: str = "mean") -> Any:
     Collective: every rank of the world.
     """
     coordinator = booster.context.coordinator
-    error: Exception | None = None
     own: Any = None
-    try:
+    with coordinator.together("reduce"):
         if reduction not in ("mean", "sum"):
             msg = f"`reduction={reduction!r}` is neither 'mean' nor 'sum'."
             raise ConfigError(msg)
         if values is not None:
             own = pytree.tree_map(_as_tensor, values)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="reduce")
 
     def reduced(tensors: list[torch.Tensor]) -> torch.Tensor:
         _check_alike(tensors, lambda tensor: tensor.shape)

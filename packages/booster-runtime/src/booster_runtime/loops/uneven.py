@@ -81,7 +81,9 @@ def _count(booster: Booster, *, is_own: bool, is_empty: bool, error: Exception |
             "batch on every rank."
         )
     if num_failed or (num_own and num_empty):
-        coordinator.raise_together(error, name="join")
+        with coordinator.together("join"):
+            if error is not None:
+                raise error
     return int(num_own)
 
 

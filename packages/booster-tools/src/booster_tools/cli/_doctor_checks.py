@@ -145,7 +145,7 @@ class Checks:
     def meetings(self) -> Measured:
         """Let all ranks meet in the store, as errors on all ranks and the ends of saves do."""
         coordinator = DistCoordinator()
-        return delay_of(median_seconds(self.device, lambda: coordinator.rendezvous("doctor")), "meeting")
+        return delay_of(median_seconds(self.device, lambda: coordinator.block_all(name="doctor")), "meeting")
 
     def disk(self) -> Measured:
         """Write a file to the disk itself, as checkpoints are."""

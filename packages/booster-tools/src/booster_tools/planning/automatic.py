@@ -114,23 +114,14 @@ def choose_plugin(booster: Booster, objects: Boosted) -> Plugin:
     Collective: every rank of the world.
     """
     coordinator = booster.context.coordinator
-    error: Exception | None = None
     found: Planned | None = None
-    if coordinator.rank == 0:
-        try:
+    with coordinator.together("boost"):
+        if coordinator.rank == 0:
             found = _best(booster, objects)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-    coordinator.raise_together(error, name="boost")
     chosen = None if found is None else (found.candidate.name, dict(found.candidate.options))
     name, options = coordinator.broadcast_object(chosen, name="boost")
-    plugin = None
-    try:
+    with coordinator.together("boost"):
         plugin = Candidate(name=name, options=options).make()
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="boost")
-    assert plugin is not None, "made, or an error raised"
     if found is not None and found.prediction is not None:
         peak, budget = found.prediction.peak_bytes, found.devices.memory_bytes
         coordinator.print_on_master(

@@ -67,25 +67,16 @@ def verify_boost(booster: Booster, objects: Boosted, loss: Callable[[nn.Module, 
     machine = this_host().machine
     num_local = coordinator.all_gather_object(machine, name="boost").count(machine)
     with random_state_kept():
-        error: Exception | None = None
-        try:
+        with coordinator.together("boost"):
             policy = booster.precision.for_model(model)
             num_sizes = _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if policy.compute_dtype in NARROW else 0)
             if policy is not booster.precision:  # copies of a model in bf16 are trained in fp32
                 num_sizes *= 2
             _check_size(model, num_sizes, num_local)
-        except ConfigError as caught:
-            error = caught
-        coordinator.raise_together(error, name="boost")
         shares = first_batches(objects.dataloader, booster.plugin, coordinator)
-        reference = losses = None
-        try:
+        with coordinator.together("boost"):
             losses = losses_of_script(booster.plugin, objects.criterion, loss, shares[0])
             reference = reference_for(booster, lambda: copied(model, optimizer), losses, shares, _STEPS)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error, name="boost")
-        assert reference is not None and losses is not None, "made, or an error raised"  # noqa: PT018
         loader = copy_of(objects.dataloader)
         differences = compare_with(reference, booster, *copied(model, optimizer), losses, shares, dataloader=loader)
     gc.collect()  # strategies keep their model in cycles of hooks
