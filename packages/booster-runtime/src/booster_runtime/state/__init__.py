@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster_runtime.state.jsonable import decode_json, encode_json, tensor_references
-from booster_runtime.state.local_state import mark_as_local
+from booster_runtime.state.local_state import mark_as_local, refuse_pickle
 from booster_runtime.state.optimizer_state import flatten_state, restore_state, unsaved_state
 from booster_runtime.state.regions import (
     Region,
@@ -31,6 +31,7 @@ __all__ = [
     "is_contiguous",
     "mark_as_local",
     "pack",
+    "refuse_pickle",
     "regions_of",
     "restore_state",
     "runs_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -11,6 +11,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.ranks import naming_missing_ranks
 from booster_runtime.sharding import generate_together
+from booster_runtime.state import refuse_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,14 @@ class GatheringModel(ModelWrapper):
 
     manager: ChunkManager
     _optimizer: ZeroOptimizer | None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        refuse_pickle()
 
     def attach_chunks(self, module: nn.Module, manager: ChunkManager) -> None:
         """Set the chunks of the user's model, whose own ``state_dict`` raises from now on.
