@@ -44,6 +44,14 @@ class ZeroModel(ModelWrapper):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, as by ``torch.save``, the user's model, which is whole here, without the optimizer."""
+        if self._optimizer is None:
+            return super().__reduce_ex__(protocol)
+        plain = type(self)(self.unwrap(), precision=self.precision, optimizer=None)
+        plain.training = self.training
+        return plain.__reduce_ex__(protocol)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
 
