@@ -306,25 +306,31 @@ class Booster(Saving):
         )
         return adapted
 
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, **options: Any) -> None:
         """Run backward from a loss, with the loss scale of the run.
 
         Args:
             loss: A scalar computed from the boosted model's output. Under accumulation, divide it by the number of
                 micro-batches.
             optimizer: The optimizer that `boost` returned.
+            **options: ``inputs`` and ``retain_graph``, as for ``Tensor.backward``.
 
         Raises:
-            TypeError: If the optimizer is not a boosted one, or the loss not a tensor.
+            TypeError: If the optimizer is not a boosted one, the loss not a tensor, or there is another option.
+            ConfigError: If the plugin can't give gradients to these ``inputs`` only.
             GradientError: If the loss is not a scalar or has no gradient.
 
         Collective: every data parallel rank, in step.
         """
+        unknown = [f"`{name}`" for name in options if name not in ("inputs", "retain_graph")]
+        if unknown:
+            msg = f"`Booster.backward` takes no {' or '.join(unknown)}. Its options are `inputs` and `retain_graph`."
+            raise TypeError(msg)
         if not isinstance(optimizer, OptimizerWrapper):
             got = type(optimizer).__name__
             msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
-        optimizer.backward(self._weighed(loss))
+        optimizer.backward(self._weighed(loss), **options)
 
     @contextlib.contextmanager
     def weighing_losses(self, weight: float) -> Iterator[LossWeight]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from booster_core.errors import GradientError
+from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
@@ -149,16 +150,37 @@ class OptimizerWrapper(Optimizer):
 
         Raises:
             TypeError: If ``loss`` is not a tensor.
+            ConfigError: If the strategy can't give gradients to these ``inputs`` only.
             GradientError: If ``loss`` is not a scalar or has no gradient.
 
         Collective: every data parallel rank, in step, outside of ``no_sync``.
         """
         check_loss(loss)
+        if inputs is not None:
+            inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
+            self.check_inputs(inputs)
         if self.loss_scaler is not None:
             self._rescale_gradients()
             loss = loss.float() * self.loss_scaler.scale
         with NamedCall("backward"):
             loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def check_inputs(self, inputs: tuple[Any, ...]) -> None:
+        """Check that `backward` can give gradients to some tensors only; strategies add what they can't do.
+
+        Raises:
+            ConfigError: If it can't.
+        """
+        if self.loss_scaler is None:
+            return
+        stepped = self.listed_parameters()
+        num_others = sum(id(each) not in stepped for each in inputs)
+        if num_others:
+            msg = (
+                f"`inputs` has {num_others} tensor(s) that the optimizer does not step, whose gradients would keep the "
+                "loss scale of fp16. Use `torch.autograd.grad(loss, inputs)` for them, or train in 'bf16' or 'fp32'."
+            )
+            raise ConfigError(msg)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this rank holds and steps with."""
