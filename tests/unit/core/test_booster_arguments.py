@@ -210,6 +210,8 @@ def test_a_name_that_a_booster_does_not_have_is_told():
     with pytest.raises(AttributeError, match=r"^`Booster` has no `preparee`\.$"):
         _ = Booster().preparee
     assert not hasattr(Booster(), "preparee")
+    with pytest.raises(AttributeError, match=r"has no `profile`; call `booster_tools\.profile\(booster, folder\)`\.$"):
+        _ = Booster().profile
 
 
 def test_default_plugin_moves_the_model():

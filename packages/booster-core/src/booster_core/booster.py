@@ -430,25 +430,6 @@ class Booster(Batches, Remedies):
         """
         return self.context.coordinator.priority_execution()
 
-    def profile(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3) -> Any:
-        """Return a context in which torch's profiler records optimizer steps, with the parts of each as named ranges.
-
-        Ranges are ``forward``, ``backward``, ``clip_grad_by_norm``, ``step``, ``save``, ``gather`` and ``reduce``, each
-        after ``booster:``. At its end each rank has written ``trace-rank0.json``, which Perfetto opens.
-
-        Args:
-            folder: Where traces go.
-            wait: Number of steps to leave out.
-            warmup: Number of further steps that are recorded and dropped.
-            active: Number of steps to keep.
-
-        Raises:
-            ConfigError: If a number is out of range.
-
-        Collective: none.
-        """
-        return self._run("profile", folder=folder, wait=wait, warmup=warmup, active=active)
-
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def booster_method(name: str) -> Callable[..., Any] | None:
-    """Verify, choose a plugin and profile for `Booster`."""
-    if name == "profile":
-        from booster_tools.profiling import profile
-
-        return profile
+    """Verify and choose a plugin for `Booster`."""
     if name == "verify_boost":
         from booster_tools.verification.at_boost import verify_boost
 

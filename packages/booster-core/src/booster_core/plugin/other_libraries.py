@@ -16,6 +16,7 @@ INSTEAD = {
     "is_main_process": "ask `DistCoordinator().is_master()`",
     "join_uneven_inputs": "iterate over `booster.join(batches)`",
     "prepare": _BOOST,
+    "profile": "call `booster_tools.profile(booster, folder)`",
     "save_checkpoint": _SAVE,
     "save_state": _SAVE,
     "setup": _BOOST,
