@@ -6,10 +6,8 @@ file code.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import weakref
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -28,7 +26,6 @@ from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
-from booster_core.saving import Saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,14 +60,10 @@ class Booster(Batches, Remedies):
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
-        verify: Let each `boost` first train copies of model and optimizer for two steps on the data loader's first
-            batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
-            rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
-            are pairs; where it is another, pass a function ``verify(model, batch)`` that returns it.
         memory_budget_bytes: For ``plugin="auto"``: what a rank may hold at the peak of a training step, in bytes.
 
     Raises:
-        TypeError: If ``plugin`` is neither a name nor a `Plugin`, ``device`` no device, or ``verify`` no function.
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, plugin, precision and device don't fit, or
@@ -87,14 +80,9 @@ class Booster(Batches, Remedies):
         *,
         timeout_seconds: float | None = None,
         device_placement: bool = True,
-        verify: bool | Callable[[nn.Module, Any], Tensor] = False,
         memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(verify, bool) and not callable(verify):
-            msg = f"`verify` is True, False or a function `verify(model, batch)`; got `{type(verify).__name__}`."
-            raise TypeError(msg)
-        self._verify = verify
         self.device_placement = device_placement
         if plugin == "auto" or memory_budget_bytes is not None:
             plugin = self._run("auto_plugin", plugin=plugin, memory_budget_bytes=memory_budget_bytes)
@@ -200,8 +188,7 @@ class Booster(Batches, Remedies):
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
                 model's, they have gradients that no step was taken with, or the data loader can't be split; with
-                ``verify`` or ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
-            GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
+                ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
 
         Collective: every rank of the world.
         """
@@ -219,8 +206,6 @@ class Booster(Batches, Remedies):
         coordinator.raise_together(error)
         if self.plugin.name == "auto":
             context = self._choose_plugin(objects)
-        if self._verify is not False:
-            self._verify_training(objects)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
@@ -457,15 +442,6 @@ class Booster(Batches, Remedies):
         self.precision = resolve_precision(self.precision, self.plugin)
         del vars(self)["context"]  # of the plugin that stood for it
         return self.context
-
-    def _verify_training(self, objects: Boosted) -> None:
-        """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
-        twin = copy.copy(self)
-        Saving.__init__(twin)  # knows the boosted models
-        twin_context = replace(self.context, after_step=None)
-        vars(twin).pop("checkpoint_io", None)
-        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, context=twin_context)
-        twin._run("verify_boost", objects=objects, loss=None if self._verify is True else self._verify)  # noqa: SLF001
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""

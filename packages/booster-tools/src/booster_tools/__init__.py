@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from booster_tools.planning import plan
     from booster_tools.profiling import profile
     from booster_tools.tracking import track
-    from booster_tools.verification import verify
+    from booster_tools.verification import verify, verify_objects
 
-__all__ = ["notebook_launch", "plan", "profile", "track", "verify"]
+__all__ = ["notebook_launch", "plan", "profile", "track", "verify", "verify_objects"]
 
 __getattr__, __dir__ = public_names(
     __name__,
@@ -25,6 +25,6 @@ __getattr__, __dir__ = public_names(
         ".planning": ["plan"],
         ".profiling": ["profile"],
         ".tracking": ["track"],
-        ".verification": ["verify"],
+        ".verification": ["verify", "verify_objects"],
     },
 )

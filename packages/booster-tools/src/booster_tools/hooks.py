@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def booster_method(name: str) -> Callable[..., Any] | None:
-    """Verify and choose a plugin for `Booster`."""
-    if name == "verify_boost":
-        from booster_tools.verification.at_boost import verify_boost
-
-        return verify_boost
+    """Choose a plugin for `Booster`."""
     if name in {"auto_plugin", "choose_plugin"}:
         from booster_tools.planning import automatic
 

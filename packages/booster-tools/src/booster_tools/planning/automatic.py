@@ -19,9 +19,9 @@ from booster_tools.planning.answers import SMALL_NUMEL
 from booster_tools.planning.candidates import Candidate, candidates
 from booster_tools.planning.prediction import Training, predict_training
 from booster_tools.planning.ranking import Devices, Planned, planned, size_text
-from booster_tools.verification.at_boost import copied
 from booster_tools.verification.first_batches import copy_of
 from booster_tools.verification.losses import guessed_losses, has_stages
+from booster_tools.verification.objects import copied
 from booster_tools.verification.run import random_state_kept
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
         copied = copy_of(loader)
     except ConfigError as caught:
         error = caught
-    coordinator.raise_together(error, name="boost")
+    coordinator.raise_together(error, name="verify_objects")
     dealt = deal_dataloader(copied, plugin, coordinator)
     index, size = plugin.data_parallel_coordinates(coordinator)
     batch = None
@@ -52,19 +52,19 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
             dealt.on_batch = None
         batch = next(iter(dealt))
     except StopIteration:
-        error = ConfigError("`verify` trains on the data loader's first batch, and the loader has none.")
+        error = ConfigError("`verify_objects` trains on the data loader's first batch, and the loader has none.")
     except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
         error = caught
-    coordinator.raise_together(error, name="boost")
-    batches = dict(reversed(coordinator.all_gather_object((index, batch), name="boost")))
+    coordinator.raise_together(error, name="verify_objects")
+    batches = dict(reversed(coordinator.all_gather_object((index, batch), name="verify_objects")))
     return [batches[each] for each in range(size)]
 
 
 def copy_of(
     loader: DataLoader[Any],
     *,
-    what: str = "`verify`",
-    instead: str = "Leave `verify` out, and call `booster_tools.verify` with a batch.",
+    what: str = "`verify_objects`",
+    instead: str = "Call `booster_tools.verify` with a batch instead.",
 ) -> DataLoader[Any]:
     """Return a copy of a loader that has no workers.
 
