@@ -45,6 +45,7 @@ class Halves(Plugin):
     ("plugin", "error", "match"),
     [
         ("zerp", PluginError, "No plugin named 'zerp' is installed"),
+        ("auto", ConfigError, r"Pass what `booster_tools\.choose_plugin\(.*memory_budget_bytes=\.\.\.\)` returns"),
         (3, TypeError, "got `int`"),
         (Halves, TypeError, "got the class `Halves`"),
     ],

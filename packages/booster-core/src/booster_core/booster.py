@@ -56,18 +56,16 @@ class Booster(Batches, Remedies):
         mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
             the plugin, means fp32: the model runs as it is, without autocast.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
-            ``"auto"`` lets the first `boost` plan the installed ones and take the fastest that fits into the budget.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
-        memory_budget_bytes: For ``plugin="auto"``: what a rank may hold at the peak of a training step, in bytes.
 
     Raises:
         TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, plugin, precision and device don't fit, or
-            one of ``plugin="auto"`` and ``memory_budget_bytes`` comes without the other or without booster-runtime.
+            ``plugin="auto"``, which `booster_tools.choose_plugin` takes the place of.
 
     Collective: none.
     """
@@ -80,12 +78,15 @@ class Booster(Batches, Remedies):
         *,
         timeout_seconds: float | None = None,
         device_placement: bool = True,
-        memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.device_placement = device_placement
-        if plugin == "auto" or memory_budget_bytes is not None:
-            plugin = self._run("auto_plugin", plugin=plugin, memory_budget_bytes=memory_budget_bytes)
+        if plugin == "auto":
+            msg = (
+                "`plugin='auto'` names no plugin. Pass what `booster_tools.choose_plugin(model, optimizer, criterion, "
+                "dataloader, memory_budget_bytes=...)` returns: the fastest installed one that fits."
+            )
+            raise ConfigError(msg)
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -187,8 +188,7 @@ class Booster(Batches, Remedies):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split; with
-                ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
+                model's, they have gradients that no step was taken with, or the data loader can't be split.
 
         Collective: every rank of the world.
         """
@@ -204,8 +204,6 @@ class Booster(Batches, Remedies):
         except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
             error = caught
         coordinator.raise_together(error)
-        if self.plugin.name == "auto":
-            context = self._choose_plugin(objects)
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
@@ -435,13 +433,6 @@ class Booster(Batches, Remedies):
         text = "\n".join([*lines, *notes])
         context.coordinator.print_on_master(text)
         return text
-
-    def _choose_plugin(self, objects: Boosted) -> BoostContext:
-        """Take the plugin that booster-runtime chooses now that the model is known, and return the new context."""
-        self.plugin = self._run("choose_plugin", objects=objects)
-        self.precision = resolve_precision(self.precision, self.plugin)
-        del vars(self)["context"]  # of the plugin that stood for it
-        return self.context
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""

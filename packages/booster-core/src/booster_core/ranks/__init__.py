@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
+    from booster_core.ranks.launch import ensure_process_group
     from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world, set_world
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "World",
     "close_world",
     "current_world",
+    "ensure_process_group",
     "name_ranks",
     "observed_by",
     "open_world",
@@ -60,6 +62,7 @@ __getattr__, __dir__ = public_names(
         ".coordinator": ["DistCoordinator"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
+        ".launch": ["ensure_process_group"],
         ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world", "set_world"],
     },
 )
