@@ -9,6 +9,7 @@ from named_plugins import NAMES, make_model, plugin_named
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
@@ -87,7 +88,7 @@ def gradients(name, kinds, holds):
         else:
             with booster.no_sync(model, optimizer) if holds else contextlib.nullcontext():
                 run_backward(booster, model, optimizer, kind, embeddings)
-            found.append(({path: booster.full_gradient(model, path) for path in names}, embeddings.grad))
+            found.append(({path: full_gradient(booster, model, path) for path in names}, embeddings.grad))
         optimizer.step()
         optimizer.zero_grad()
     return index, replicas, found
@@ -143,7 +144,7 @@ def refuse(name, kind, match):
         if name != "ddp" or not is_first:  # before DDP has taken over, the first step takes any inputs
             with pytest.raises(ConfigError, match=match):
                 booster.backward(loss, optimizer, inputs=inputs_of(kind, model, embeddings))
-            assert all(booster.full_gradient(model, path) is None for path in CHOSEN)
+            assert all(full_gradient(booster, model, path) is None for path in CHOSEN)
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -172,7 +173,7 @@ def refuse_under_a_loss_scale(name):
         booster.backward(loss, optimizer, inputs=embeddings)
     if name != "fsdp":
         booster.backward(loss, optimizer, inputs=tuple(model.parameters()))
-        assert booster.full_gradient(model, CHOSEN[0]).any()
+        assert full_gradient(booster, model, CHOSEN[0]).any()
 
 
 SCALED = {"single": (), "fsdp": (), "zero": (), **dict.fromkeys(("ddp", "gemini", "hybrid-tp"), pytest.mark.slow)}

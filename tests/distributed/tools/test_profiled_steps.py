@@ -13,6 +13,7 @@ from booster_core.ranks.calls import OBSERVERS
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePlugin
+from booster_tools import profile
 
 PARTS = {"forward", "backward", "clip_grad_by_norm", "step", "reduce", "save"}
 
@@ -26,7 +27,7 @@ def profiled(folder):
     booster, model = Booster(plugin=ReferencePlugin()), torch.nn.Linear(8, 8)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     flag = torch.ones(1)
-    with booster.profile(folder, wait=0, warmup=1, active=2):
+    with profile(booster, folder, wait=0, warmup=1, active=2):
         assert before == classes(), "calls are observed, nothing is patched"
         for step in range(3):
             booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
@@ -52,8 +53,12 @@ def test_parts_of_a_step_are_ranges(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"active": 0}, "`active=0`"), ({"wait": -1}, "`wait=-1`"), ({"warmup": True}, "`warmup=True`")],
+    [
+        ({"active": 0}, "`active=0` of `booster_tools.profile`"),
+        ({"wait": -1}, "`wait=-1`"),
+        ({"warmup": True}, "`warmup=True`"),
+    ],
 )
 def test_numbers_of_steps_are_checked(settings, message, tmp_path):
-    with pytest.raises(ConfigError, match=message), Booster().profile(tmp_path, **settings):
+    with pytest.raises(ConfigError, match=message), profile(Booster(), tmp_path, **settings):
         pass

@@ -46,6 +46,7 @@ class Halves(Plugin):
     ("plugin", "error", "match"),
     [
         ("zerp", PluginError, "No plugin named 'zerp' is installed"),
+        ("auto", ConfigError, r"Pass what `booster_tools\.choose_plugin\(.*memory_budget_bytes=\.\.\.\)` returns"),
         (3, TypeError, "got `int`"),
         (Halves, TypeError, "got the class `Halves`"),
     ],
@@ -211,6 +212,8 @@ def test_a_name_that_a_booster_does_not_have_is_told():
     with pytest.raises(AttributeError, match=r"^`Booster` has no `preparee`\.$"):
         _ = Booster().preparee
     assert not hasattr(Booster(), "preparee")
+    with pytest.raises(AttributeError, match=r"has no `profile`; call `booster_tools\.profile\(booster, folder\)`\.$"):
+        _ = Booster().profile
 
 
 def test_default_plugin_moves_the_model():

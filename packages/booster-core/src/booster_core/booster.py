@@ -7,7 +7,6 @@ file code.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import weakref
 from dataclasses import replace
@@ -83,22 +82,16 @@ class Booster(Saving):
             asked, here or through the plugin, each `boost` follows its model: one whose trained parameters are in bf16
             or fp16 is trained as under that name, with updates in fp32; any other runs as it is.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
-            ``"auto"`` lets the first `boost` plan the installed ones and take the fastest that fits into the budget.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
-        verify: Let each `boost` first train copies of model and optimizer for two steps on the data loader's first
-            batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
-            rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
-            are pairs; where it is another, pass a function ``verify(model, batch)`` that returns it.
-        memory_budget_bytes: For ``plugin="auto"``: what a rank may hold at the peak of a training step, in bytes.
 
     Raises:
-        TypeError: If ``plugin`` is neither a name nor a `Plugin`, ``device`` no device, or ``verify`` no function.
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, plugin, precision and device don't fit, or
-            one of ``plugin="auto"`` and ``memory_budget_bytes`` comes without the other or without booster-runtime.
+            ``plugin="auto"``, which `booster_tools.choose_plugin` takes the place of.
 
     Collective: none.
     """
@@ -111,17 +104,15 @@ class Booster(Saving):
         *,
         timeout_seconds: float | None = None,
         device_placement: bool = True,
-        verify: bool | Callable[[nn.Module, Any], Tensor] = False,
-        memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(verify, bool) and not callable(verify):
-            msg = f"`verify` is True, False or a function `verify(model, batch)`; got `{type(verify).__name__}`."
-            raise TypeError(msg)
-        self._verify = verify
         self.device_placement = device_placement
-        if plugin == "auto" or memory_budget_bytes is not None:
-            plugin = self._run("auto_plugin", plugin=plugin, memory_budget_bytes=memory_budget_bytes)
+        if plugin == "auto":
+            msg = (
+                "`plugin='auto'` names no plugin. Pass what `booster_tools.choose_plugin(model, optimizer, criterion, "
+                "dataloader, memory_budget_bytes=...)` returns: the fastest installed one that fits."
+            )
+            raise ConfigError(msg)
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -230,9 +221,7 @@ class Booster(Saving):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split; with
-                ``verify`` or ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
-            GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
+                model's, they have gradients that no step was taken with, or the data loader can't be split.
 
         Collective: every rank of the world.
         """
@@ -242,11 +231,7 @@ class Booster(Saving):
         with context.coordinator.together("boost", timeout_seconds=context.timeout_seconds):
             check_boost_arguments(objects, further=loaders[1:])
             context.hooks.check_objects(plugin=self.plugin, objects=objects)
-        if self.plugin.name == "auto":
-            context = self._choose_plugin(objects)
         context = replace(context, precision=self._agreed_precision(objects))
-        if self._verify is not False:
-            self._verify_training(objects)
         dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
@@ -460,25 +445,6 @@ class Booster(Saving):
         """
         return unwrap_model(self.boosted_model(model, "Booster.unwrap"))
 
-    def profile(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3) -> Any:
-        """Return a context in which torch's profiler records optimizer steps, with the parts of each as named ranges.
-
-        Ranges are ``forward``, ``backward``, ``clip_grad_by_norm``, ``step``, ``save``, ``gather`` and ``reduce``, each
-        after ``booster:``. At its end each rank has written ``trace-rank0.json``, which Perfetto opens.
-
-        Args:
-            folder: Where traces go.
-            wait: Number of steps to leave out.
-            warmup: Number of further steps that are recorded and dropped.
-            active: Number of steps to keep.
-
-        Raises:
-            ConfigError: If a number is out of range.
-
-        Collective: none.
-        """
-        return self._run("profile", folder=folder, wait=wait, warmup=warmup, active=active)
-
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
@@ -536,22 +502,6 @@ class Booster(Saving):
             )
             raise ConfigError(msg)
         return policy
-
-    def _choose_plugin(self, objects: Boosted) -> BoostContext:
-        """Take the plugin that booster-runtime chooses now that the model is known, and return the new context."""
-        self.plugin = self._run("choose_plugin", objects=objects)
-        self.precision = resolve_precision(self.precision, self.plugin)
-        del vars(self)["context"]  # of the plugin that stood for it
-        return self.context
-
-    def _verify_training(self, objects: Boosted) -> None:
-        """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
-        twin = copy.copy(self)
-        Saving.__init__(twin)  # knows the boosted models
-        twin_context = replace(self.context, after_step=None)
-        vars(twin).pop("checkpoint_io", None)
-        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, context=twin_context)
-        twin._run("verify_boost", objects=objects, loss=None if self._verify is True else self._verify)  # noqa: SLF001
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""

@@ -39,11 +39,30 @@ _RANGES = {
 
 
 @contextlib.contextmanager
-def profile(booster: Booster, folder: str | Path, *, wait: int, warmup: int, active: int) -> Iterator[Any]:
-    """Profile the optimizer steps of a block; see `Booster.profile`."""
+def profile(
+    booster: Booster, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3
+) -> Iterator[torch_profile]:
+    """Record the optimizer steps of a block with torch's profiler, with the parts of each step as named ranges.
+
+    Ranges are ``forward``, ``backward``, ``clip_grad_by_norm``, ``step``, ``save``, ``gather`` and ``reduce``, each
+    after ``booster:``. At its end each rank has written ``trace-rank0.json``, with its own number; Perfetto opens it.
+
+    Args:
+        booster: Of the run; its device and rank are used.
+        folder: Where traces go.
+        wait: Number of steps to leave out.
+        warmup: Number of further steps that are recorded and dropped.
+        active: Number of steps to keep.
+
+    Yields:
+        Torch's profiler.
+
+    Raises:
+        ConfigError: If a number is out of range.
+    """
     for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            msg = f"`{name}={value!r}` of `Booster.profile` is no number of steps; use {least} or more."
+            msg = f"`{name}={value!r}` of `booster_tools.profile` is no number of steps; use {least} or more."
             raise ConfigError(msg)
     target = Path(folder) / f"trace-rank{booster.context.coordinator.rank}.json"
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
+    from booster_core.plugin.arguments import check_boost_arguments
     from booster_core.plugin.discovery import PluginListing, installed, load
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
@@ -50,6 +51,7 @@ __all__ = [
     "StateAdapter",
     "TensorShard",
     "boosted_inside",
+    "check_boost_arguments",
     "check_loss",
     "check_no_masters",
     "hook_relay",
@@ -71,6 +73,7 @@ _import, __dir__ = public_names(
     __name__,
     {
         "booster_core.state": ["StateAdapter", "TensorShard"],
+        ".arguments": ["check_boost_arguments"],
         ".discovery": ["PluginListing", "installed", "load"],
         ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
         ".hookspecs": ["hookimpl"],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
+    from booster_core.ranks.launch import ensure_process_group
     from booster_core.ranks.meeting import Meetings, Outcome
     from booster_core.ranks.world import (
         PROGRESS,
@@ -42,6 +43,7 @@ __all__ = [
     "close_world",
     "current_world",
     "digest",
+    "ensure_process_group",
     "name_ranks",
     "observed_by",
     "open_world",
@@ -59,6 +61,7 @@ __getattr__, __dir__ = public_names(
         ".digests": ["digest"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
+        ".launch": ["ensure_process_group"],
         ".meeting": ["Meetings", "Outcome"],
         ".world": [
             "PROGRESS",

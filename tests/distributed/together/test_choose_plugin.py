@@ -1,4 +1,4 @@
-"""``Booster(plugin="auto")`` takes the fastest plugin that fits, alike on every rank, and its plans leave no trace."""
+"""`choose_plugin` takes the fastest plugin that fits, alike on every rank, and its plans leave no trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from booster_core import Booster
+from booster_core import Booster, shutdown
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
 from booster_runtime import train_batch
 from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_tools.planning import measure
+from booster_tools import choose_plugin
+from booster_tools.planning import Candidate, measure
 from booster_tools.planning.candidates import candidates
 
 MIB = 2**20
@@ -39,16 +41,24 @@ def pairs():
     return DataLoader(TensorDataset(values, values.flip(0)), batch_size=4, shuffle=True)
 
 
-def boosted(plugin, model=None, loader=None, criterion=nn.functional.mse_loss, **options):
-    model = mlp() if model is None else model
-    booster = Booster(plugin=plugin, **options)
-    return booster, booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3), criterion, loader or pairs())
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def trained(plugin, **options):
-    """Return the plugin's name, the parameters after an epoch, and the random state before it."""
+def chosen_for(budget, criterion=nn.functional.mse_loss):
+    model = mlp()
+    return choose_plugin(model, optimizer_of(model), criterion, pairs(), memory_budget_bytes=budget)
+
+
+def trained(plugin=None, budget=None):
+    """Return the plugin, the parameters after an epoch, and the random state before it; `budget` lets it be chosen."""
     torch.manual_seed(7)
-    booster, (model, optimizer, criterion, loader, _) = boosted(plugin, **options)
+    model, loader, criterion = mlp(), pairs(), nn.functional.mse_loss
+    optimizer = optimizer_of(model)
+    if plugin is None:
+        plugin = choose_plugin(model, optimizer, criterion, loader, memory_budget_bytes=budget)
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, criterion, loader)
     state = torch.get_rng_state()
     for inputs, targets in loader:
         booster.backward(criterion(model(inputs), targets), optimizer)
@@ -58,12 +68,12 @@ def trained(plugin, **options):
     dist.all_reduce(counted)  # by the process group that there was before
     assert counted.item() == dist.get_world_size()
     shards = [shard.data.detach().clone() for shard in booster.state_adapter(model).model_shards()]
-    return booster.plugin, shards, state
+    return plugin, shards, state
 
 
 def same_as_named(budget):
     """Train with the plugin that is chosen, and again with it named; return its name and options."""
-    plugin, shards, state = trained("auto", memory_budget_bytes=budget)
+    plugin, shards, state = trained(budget=budget)
     settings = [each for each in candidates(dist.get_world_size()) if each.name == plugin.name]
     (chosen,) = [each for each in settings if each.make().describe() == plugin.describe()]
     _, same_shards, same_state = trained(chosen.make())
@@ -95,29 +105,45 @@ def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_re
 
 
 def too_small():
-    boosted("auto", memory_budget_bytes=MIB)
+    chosen_for(MIB)
 
 
 def without_loader():
     model = mlp()
-    Booster(plugin="auto", memory_budget_bytes=MIB).boost(model, torch.optim.AdamW(model.parameters()))
+    choose_plugin(model, optimizer_of(model), memory_budget_bytes=MIB)
 
 
 def without_loss():
-    boosted("auto", criterion=None, memory_budget_bytes=64 * MIB)
+    chosen_for(64 * MIB, criterion=None)
 
 
-def loader_before_boost():
-    booster = Booster(plugin="auto", memory_budget_bytes=MIB)
-    booster.prepare_dataloader(pairs().dataset, batch_size=4)
+def boosted_before():
+    booster, model = Booster(plugin="ddp"), mlp()
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    choose_plugin(model, optimizer, dataloader=pairs(), memory_budget_bytes=MIB)
 
 
-def named_with_budget():
-    Booster(plugin="ddp", memory_budget_bytes=MIB)
+def no_number_on_one_rank():
+    chosen_for("7 MiB" if dist.get_rank() else MIB)
 
 
-def without_budget():
-    Booster(plugin="auto")
+def no_positive_number():
+    chosen_for(0)
+
+
+def other_budgets():
+    chosen_for(MIB * (1 + dist.get_rank()))
+
+
+def unknown_device_on_one_rank():
+    model = mlp()
+    device = "cpuu" if dist.get_rank() else None
+    choose_plugin(model, optimizer_of(model), None, pairs(), memory_budget_bytes=MIB, device=device)
+
+
+def unknown_precision():
+    model = mlp()
+    choose_plugin(model, optimizer_of(model), None, pairs(), memory_budget_bytes=MIB, mixed_precision="bf61")
 
 
 @pytest.mark.parametrize(
@@ -127,11 +153,14 @@ def without_budget():
             too_small,
             r"plugin trains this model within `memory_budget_bytes=1048576`.*Nearest is \w+\(.*MiB",
         ),
-        (without_loader, "`boost` got no data loader"),
-        (without_loss, "could plan no training step.*The loss could not be computed.*Pass `boost` a criterion"),
-        (loader_before_boost, "chooses, and it was asked for before. Call `boost`"),
-        (named_with_budget, "is what `plugin='auto'` chooses by, and the plugin is 'ddp'"),
-        (without_budget, "`memory_budget_bytes=None` can't tell what fits"),
+        (without_loader, "`choose_plugin` .* got no data loader"),
+        (without_loss, "could plan no training step.*The loss could not be computed.*Pass a criterion"),
+        (boosted_before, "The model is already boosted"),
+        (no_number_on_one_rank, "`memory_budget_bytes='7 MiB'` is no positive number of bytes"),
+        (no_positive_number, "`memory_budget_bytes=0` is no positive number of bytes"),
+        (other_budgets, "`memory_budget_bytes` differs between ranks: from 1048576 to 2097152"),
+        (unknown_device_on_one_rank, "`device='cpuu'` is not a device"),
+        (unknown_precision, "Unknown precision 'bf61'"),
     ],
 )
 def test_what_is_missing_is_named_on_every_rank(function, message):
@@ -143,11 +172,12 @@ def lazy_llama():
         model = tiny_llama()
     tokens = torch.arange(16 * 8).reshape(16, 8) % 64
     loader = DataLoader([{"input_ids": each, "labels": each} for each in tokens], batch_size=2)
-    booster, (model, optimizer, _, loader, _) = boosted(
-        "auto", model=model, loader=loader, criterion=None, memory_budget_bytes=512 * MIB, mixed_precision="bf16"
-    )
+    optimizer = optimizer_of(model)
+    plugin = choose_plugin(model, optimizer, dataloader=loader, memory_budget_bytes=512 * MIB, mixed_precision="bf16")
+    booster = Booster(mixed_precision="bf16", plugin=plugin)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     loss = train_batch(booster, iter(loader), model, None, optimizer)
-    return booster.plugin.name, booster.context.precision.name, bool(loss.isfinite())
+    return plugin.name, booster.context.precision.name, bool(loss.isfinite())
 
 
 def test_a_lazy_model_that_computes_its_own_loss():
@@ -156,17 +186,29 @@ def test_a_lazy_model_that_computes_its_own_loss():
     assert found[0][1:] == ("bf16", True)
 
 
+def test_a_group_of_one_is_started_where_nothing_was_launched():
+    assert not dist.is_initialized()
+    try:
+        with mock.patch("booster_tools.planning.choice.candidates", return_value=[Candidate(name="ddp")]):
+            assert chosen_for(64 * MIB).name == "ddp"
+        assert dist.get_world_size() == 1
+    finally:
+        shutdown()
+
+
 SCRIPT = """
 import sys, torch
 from torch.utils.data import DataLoader, TensorDataset
 from booster_core import Booster, launch_from_torch
+from booster_tools import choose_plugin
 
 launch_from_torch()
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(TensorDataset(torch.randn(16, 256), torch.randn(16, 256)), batch_size=4)
-booster = Booster(plugin="auto", memory_budget_bytes=7 * 2**20)
-model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, torch.nn.functional.mse_loss, loader)
+criterion = torch.nn.functional.mse_loss
+booster = Booster(plugin=choose_plugin(model, optimizer, criterion, loader, memory_budget_bytes=7 * 2**20))
+model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, criterion, loader)
 for inputs, targets in loader:
     loss = criterion(model(inputs), targets)
     booster.backward(loss, optimizer)
@@ -187,6 +229,6 @@ def test_a_script_started_by_torchrun(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    chosen = next(line.split()[2] for line in done.stdout.splitlines() if line.startswith("plugin='auto' chose "))
+    chosen = next(line.split()[2] for line in done.stdout.splitlines() if line.startswith("choose_plugin chose "))
     assert f"trained under {chosen.partition('(')[0]}" in done.stdout
     assert out.exists()

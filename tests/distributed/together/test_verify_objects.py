@@ -1,9 +1,8 @@
-"""`Booster(verify=True)` verifies at `boost`, names what differs, and leaves no trace on the training that follows."""
+"""`verify_objects` under every strategy: it leaves no trace on the training that follows, and refuses lazy models."""
 
 from __future__ import annotations
 
 import random
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,12 +21,14 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
+from booster_tools import verify_objects
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
     "ddp": (TorchDDPPlugin, {}),
     "fsdp": (TorchFSDPPlugin, {}),
     "zero2": (LowLevelZeroPlugin, {"stage": 2}),
+    "zero-bf16": (LowLevelZeroPlugin, {"precision": "bf16"}),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}),
     "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}),
     "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}),
@@ -57,12 +58,14 @@ def trained(plugin, kind, verify):
     optimizer = Remembering(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
     steps = []
-    booster = Booster(plugin=plugin_named(plugin), verify=verify)
+    booster = Booster(plugin=plugin_named(plugin))
     data = loader.dataset
     reads = getattr(data, "reads", None)
     watch = Watch(steps)
     register_hooks(watch)
     try:
+        if verify:
+            verify_objects(booster, model, optimizer, nn.CrossEntropyLoss(), loader)
         model, optimizer, criterion, loader, scheduler = booster.boost(
             model, optimizer, nn.CrossEntropyLoss(), loader, scheduler
         )
@@ -126,10 +129,11 @@ def trained_llama(plugin, verify):
     loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4, shuffle=True)
     torch.manual_seed(0)
     model = tiny_llama(attention_dropout=0.2)
-    booster = Booster(plugin=plugin_named(plugin), verify=verify)
-    model, optimizer, _, loader, _ = booster.boost(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), dataloader=loader
-    )
+    booster = Booster(plugin=plugin_named(plugin))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if verify:
+        verify_objects(booster, model, optimizer, dataloader=loader)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     losses = []
     for batch in loader:
         if plugin == "hybrid-pp":
@@ -156,28 +160,29 @@ def test_the_training_of_a_model_in_parts_is_the_same_bit_for_bit(plugin):
     run_on_ranks(leaves_llama_alone, 2, plugin)
 
 
-def boost_llama(plugin, capture, precision=None):
+def reported(plugin, precision):
     tokens = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(0))
     loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4)
     torch.manual_seed(0)
     model = tiny_llama()
-    booster = Booster(plugin=plugin_named(plugin), mixed_precision=precision, verify=True)
-    with mock.patch("booster_core.ranks.coordinator.DistCoordinator.print_on_master", capture):
-        booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2), dataloader=loader)
-
-
-def printed(plugin, precision):
-    texts = []
-    boost_llama(plugin, lambda _, report: texts.append(str(report)), precision)
-    return texts
+    booster = Booster(plugin=plugin_named(plugin), mixed_precision=precision)
+    return str(verify_objects(booster, model, torch.optim.AdamW(model.parameters(), lr=1e-2), dataloader=loader))
 
 
 @pytest.mark.parametrize(
     ("plugin", "precision"),
-    [("ddp", None), ("zero2", "bf16"), ("gemini", None), ("fsdp", None), ("hybrid-tp", None), ("hybrid-pp", None)],
+    [
+        ("ddp", None),
+        ("zero2", "bf16"),
+        ("zero-bf16", None),
+        ("gemini", None),
+        ("fsdp", None),
+        ("hybrid-tp", None),
+        ("hybrid-pp", None),
+    ],
 )
 def test_it_says_how_long_it_took(plugin, precision):
-    for (text,) in run_on_ranks(printed, 2, plugin, precision):
+    for text in run_on_ranks(reported, 2, plugin, precision):
         assert text.startswith("Verified in ")
         assert "on 2 rank(s) trains as one process does" in text
 
@@ -187,7 +192,7 @@ def refuse_lazy():
         model = Net()
     loader = DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Booster(plugin="zero", verify=True).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+    verify_objects(Booster(plugin="zero"), model, optimizer, nn.CrossEntropyLoss(), loader)
 
 
 def test_a_lazy_model_is_refused():

@@ -1,4 +1,4 @@
-"""`Booster(verify=True)` under a plugin that replicates: no trace is left, what differs is named, the rest refused."""
+"""`verify_objects` under a plugin that replicates: no trace is left, what differs is named, the rest refused."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.mutants import ReferencePlugin
+from booster_tools import verify_objects
 
 
 def loaders():
@@ -53,12 +54,14 @@ def trained(kind, verify):
     optimizer = Remembering(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
     steps = []
-    booster = Booster(plugin=ReferencePlugin() if torch.distributed.get_world_size() > 1 else None, verify=verify)
+    booster = Booster(plugin=ReferencePlugin() if torch.distributed.get_world_size() > 1 else None)
     data = loader.dataset
     reads = getattr(data, "reads", None)
     watch = Watch(steps)
     register_hooks(watch)
     try:
+        if verify:
+            verify_objects(booster, model, optimizer, nn.CrossEntropyLoss(), loader)
         model, optimizer, criterion, loader, scheduler = booster.boost(
             model, optimizer, nn.CrossEntropyLoss(), loader, scheduler
         )
@@ -121,7 +124,7 @@ class ScalesOneGradient(ReferencePlugin):
         return super().configure(objects, context)
 
 
-def boost_net(plugin=None, verify=True, mixed_precision=None, **changes):
+def verify_net(plugin=None, mixed_precision=None, loss=None, **changes):
     model = Net()
     given = {
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -129,33 +132,29 @@ def boost_net(plugin=None, verify=True, mixed_precision=None, **changes):
         "dataloader": DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=2),
         **{name: make() for name, make in changes.items()},
     }
-    booster = Booster(plugin=plugin or ReferencePlugin(), verify=verify, mixed_precision=mixed_precision)
-    return booster.boost(model, **given)
+    booster = Booster(plugin=plugin or ReferencePlugin(), mixed_precision=mixed_precision)
+    return verify_objects(booster, model, **given, loss=loss)
 
 
-def printed(plugin_class, precision):
-    texts = []
-    target = "booster_core.ranks.coordinator.DistCoordinator.print_on_master"
-    with mock.patch(target, lambda _, text: texts.append(text)):
-        boost_net(plugin_class(), mixed_precision=precision)
-    return [str(text) for text in texts]
+def reported(plugin_class, precision):
+    return str(verify_net(plugin_class(), mixed_precision=precision))
 
 
 @pytest.mark.parametrize(
     ("plugin_class", "size", "precision"), [(ReferencePlugin, 2, None), (SingleDevicePlugin, 1, "bf16")]
 )
 def test_it_says_how_long_it_took(plugin_class, size, precision):
-    for (text,) in run_on_ranks(printed, size, plugin_class, precision):
+    for text in run_on_ranks(reported, size, plugin_class, precision):
         assert text.startswith("Verified in ")
         assert f"on {size} rank(s) trains as one process does" in text
 
 
-def boost_wrong():
-    boost_net(ScalesOneGradient())
+def verify_wrong():
+    verify_net(ScalesOneGradient())
 
 
-def test_a_plugin_that_is_wrong_raises_at_boost_and_the_parameter_is_named():
-    expect_on_ranks(GradientError, r"differs from one process .*\n  gradient 'last\.weight' at step 1", boost_wrong, 2)
+def test_a_plugin_that_is_wrong_raises_and_the_parameter_is_named():
+    expect_on_ranks(GradientError, r"differs from one process .*\n  gradient 'last\.weight' at step 1", verify_wrong, 2)
 
 
 def nothing():
@@ -188,9 +187,14 @@ def vector_loss():
     return nn.CrossEntropyLoss(reduction="none")
 
 
+def boosted_optimizer():
+    model = Net()
+    return Booster(plugin=ReferencePlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1)).optimizer
+
+
 REFUSED = {
-    "no-loader": ({"dataloader": nothing}, "`boost` got no data loader"),
-    "no-optimizer": ({"optimizer": nothing}, "`boost` got no optimizer"),
+    "no-loader": ({"dataloader": nothing}, "`verify_objects` .* got no data loader"),
+    "no-optimizer": ({"optimizer": nothing}, "`verify_objects` .* got no optimizer"),
     "dicts": ({"dataloader": dicts}, r"(?s)could not compute a loss as it guessed .*Pass a function"),
     "no-criterion": (
         {"criterion": nothing},
@@ -198,12 +202,13 @@ REFUSED = {
     ),
     "empty": ({"dataloader": empty}, "has none|fewer samples|samples"),
     "uncopyable": ({"dataloader": uncopyable}, r"`copy\.deepcopy` failed with TypeError"),
+    "boosted": ({"optimizer": boosted_optimizer}, "The optimizer is already boosted"),
     "vector-loss": ({"criterion": vector_loss}, r"got a tensor of shape \(2,\)"),
 }
 
 
 def refuse(case):
-    boost_net(**REFUSED[case][0])
+    verify_net(**REFUSED[case][0])
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -217,19 +222,21 @@ def with_workers():
     )
 
 
-def boost_with_workers():
+def verify_with_workers():
+    loader = with_workers()
     with mock.patch("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", side_effect=AssertionError):
-        return boost_net(dataloader=with_workers).dataloader.num_workers
+        verify_net(dataloader=lambda: loader)
+    return loader.num_workers
 
 
 def test_no_worker_is_started():
-    assert run_on_ranks(boost_with_workers, 2) == [1, 1]
+    assert run_on_ranks(verify_with_workers, 2) == [1, 1]
 
 
 def refuse_large():
     free = 1 << 14 if torch.distributed.get_rank() else None
-    with mock.patch("booster_tools.verification.at_boost.available_bytes", return_value=free):
-        boost_net()
+    with mock.patch("booster_tools.verification.objects.available_bytes", return_value=free):
+        verify_net()
 
 
 def test_a_model_whose_copies_do_not_fit_raises_on_every_rank():
@@ -243,7 +250,7 @@ def by_function():
         seen.append(batch["y"].shape)
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
-    boost_net(verify=loss_of, dataloader=dicts)
+    verify_net(loss=loss_of, dataloader=dicts)
     return seen
 
 
@@ -253,7 +260,10 @@ def test_a_function_says_how_the_loss_is_computed():
         assert set(seen) == {(2,)}
 
 
-@pytest.mark.parametrize("wrong", ["yes", 1, None])
-def test_a_wrong_argument_raises(wrong):
-    with pytest.raises(TypeError, match="`verify` is True, False or a function"):
-        Booster(verify=wrong)
+def verify_by(wrong):
+    verify_net(loss=wrong if torch.distributed.get_rank() else None)
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1])
+def test_a_wrong_loss_raises_on_every_rank(wrong):
+    expect_on_ranks(TypeError, "`loss` of `verify_objects` is a function", verify_by, 2, wrong)
