@@ -26,8 +26,8 @@ class Rows(Plugin):
     """Keeps of each parameter the flat part that is this rank's, in `kept`."""
 
     name: ClassVar[str] = "rows"
-    api_version: ClassVar[int] = 1
-    handles_lazy: ClassVar[bool] = True
+    api_version: ClassVar[int] = 2
+    placeholders: ClassVar[str | None] = "own"
 
     def __init__(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}

@@ -32,7 +32,7 @@ class Halves(Plugin):
     """Supports fp32 on the CPU only, and returns what it is told to."""
 
     name = "halves"
-    api_version = 1
+    api_version = 2
     capabilities = frozenset({Capability.CPU, Capability.FP32})
 
     def __init__(self, change=lambda objects: objects):

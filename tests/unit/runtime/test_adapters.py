@@ -76,7 +76,7 @@ def train(booster, model, optimizer, steps):
 class Replicas(ReferencePlugin):
     """Also declares that it trains adapters."""
 
-    api_version = 1
+    api_version = 2
     capabilities = ReferencePlugin.capabilities | {Capability.LORA}
 
 
@@ -146,7 +146,7 @@ class Renamed(SingleDevicePlugin):
     """A third party's plugin, which trains adapters."""
 
     name = "another"
-    api_version = 1
+    api_version = 2
 
 
 def test_what_is_written_equals_what_peft_writes(tmp_path):

@@ -71,7 +71,7 @@ class SlicingPlugin(SingleDevicePlugin):
     """Keeps the first row of every matrix, and all of the rest."""
 
     name: ClassVar[str] = "slicing"
-    handles_lazy: ClassVar[bool] = True
+    placeholders: ClassVar[str | None] = "own"
 
     def __init__(self) -> None:
         super().__init__()

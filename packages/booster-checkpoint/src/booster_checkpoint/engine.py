@@ -36,7 +36,7 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
     """
 
     def __init__(self, plugin: Plugin, context: BoostContext) -> None:
-        CheckpointFiles.__init__(self, context.coordinator, timeout_seconds=context.timeout_seconds)
+        CheckpointFiles.__init__(self, context.coordinator, timeout_seconds=context.coordinator.timeout_seconds)
         CheckpointIO.__init__(self, plugin, context)
         self._leases = Leases()
 

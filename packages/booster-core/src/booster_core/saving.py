@@ -12,7 +12,6 @@ from torch import nn
 from booster_core.checkpoint_io import CheckpointIO, MovingAverage, TrainingObjects, TrainingState, checkpoint_io_class
 from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Plugin
-from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 
@@ -37,7 +36,7 @@ class Saving:
     """Device, ranks, precision and hooks of this run, fixed at the first use."""
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakKeyDictionary[ModelWrapper, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._boosted: weakref.WeakSet[ModelWrapper] = weakref.WeakSet()
         self._dtypes: weakref.WeakKeyDictionary[ModelWrapper, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
@@ -57,8 +56,10 @@ class Saving:
         """
         boosted = self._boosted_model(model)
         if boosted is None:
-            return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
-        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], boosted.boost_context)
+            from booster_core.state import ReplicatedStateAdapter
+
+            return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+        return self.plugin.state_adapter(boosted, boosted.boost_context)
 
     def save_model(
         self,
@@ -412,7 +413,7 @@ class Saving:
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
         model = boosted_inside(model)
-        for boosted in self._optimizers:
+        for boosted in self._boosted:
             if boosted is model or boosted.unwrap() is model:
                 return boosted
         return None
@@ -421,7 +422,7 @@ class Saving:
         """Let the plugin synchronize a boosted model that is about to be saved."""
         if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
             with NamedCall("save"):
-                self.plugin.prepare_save(boosted, self._optimizers[boosted], boosted.boost_context)
+                self.plugin.prepare_save(boosted, boosted.boost_context)
 
     def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
         """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
@@ -432,15 +433,15 @@ class Saving:
         return {name: precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
 
     def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
-        for boosted, own in self._optimizers.items():
-            if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
+        for boosted in self._boosted:
+            if any(optimizer in (own, own.unwrap()) for own in boosted.boosted_optimizers):
                 return boosted
         msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
         raise TypeError(msg)
 
     def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
         boosted = self._model_of(optimizer, call)
-        return self.plugin.state_adapter(boosted, self._optimizers[boosted], boosted.boost_context)
+        return self.plugin.state_adapter(boosted, boosted.boost_context)
 
     def _training_state(
         self,

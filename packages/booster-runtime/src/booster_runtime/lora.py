@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import BitsAndBytesConfig
 
-    from booster_core import Booster
     from booster_core.plugin import Plugin
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
@@ -42,28 +41,6 @@ _TESTED_UNDER = {
     "VERA": _SHARDING,
 }
 """Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
-
-
-def enable_lora(
-    booster: Booster,
-    pretrained_dir: str | Path | None,
-    bnb_quantization_config: Any,
-    *,
-    quantize: bool,
-    **arguments: Any,
-) -> PeftModel:
-    """Put low-rank adapters into a model; see `Booster.enable_lora`."""
-    # A folder may be there for some ranks only.
-    together = booster.context.coordinator.together
-    with contextlib.nullcontext() if pretrained_dir is None else together("enable_lora"):
-        quantization = None
-        if quantize or bnb_quantization_config is not None:
-            from booster_runtime.quantization import check_quantization
-
-            quantization = check_quantization(bnb_quantization_config, booster.device)
-        return add_adapters(
-            plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
-        )
 
 
 def add_adapters(

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
 
     _ModelT_co = TypeVar("_ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
-    _OptimizerT_co = TypeVar("_OptimizerT_co", bound="Optimizer | None", default="Optimizer | None", covariant=True)
+    _OptimizerT_co = TypeVar(
+        "_OptimizerT_co", bound="Optimizer | Sequence[Optimizer] | None", default=Any, covariant=True
+    )
     _CriterionT_co = TypeVar(
         "_CriterionT_co", bound="Callable[..., Any] | None", default="Callable[..., Any] | None", covariant=True
     )
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
         "_DataLoaderT_co", bound="DataLoader[Any] | Sequence[DataLoader[Any]] | None", default=Any, covariant=True
     )
     _LRSchedulerT_co = TypeVar(
-        "_LRSchedulerT_co", bound="LRScheduler | None", default="LRScheduler | None", covariant=True
+        "_LRSchedulerT_co", bound="LRScheduler | Sequence[LRScheduler] | None", default=Any, covariant=True
     )
 
 API_VERSION = 2
@@ -208,7 +210,7 @@ class Plugin(ABC):
         Collective: every rank of the world, in step.
         """
 
-    def check_objects(self, objects: Boosted, context: BoostContext) -> None:
+    def check_objects(self, objects: Boosted, context: BoostContext) -> None:  # noqa: B027 - none is needed
         """Raise what is wrong with the arguments of ``boost`` for this plugin, before anything is changed.
 
         What it raises on one rank is raised on all. It must not communicate.
@@ -245,22 +247,22 @@ class Plugin(ABC):
         """
         return coordinator.rank, coordinator.world_size
 
-    def state_adapter(self, model: nn.Module, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of a model's state, and that of its optimizers, that checkpoints are written against.
 
         The default serves plugins that keep the whole model and optimizers on every rank.
 
         Args:
-            model: The boosted model, which knows its ``boosted_optimizers``; or a plain one that all ranks hold whole.
+            model: The boosted model, which knows its ``boosted_optimizers``.
             context: Of the run.
 
         Collective: none. Communicate in `prepare_save`, which runs before each save.
         """
         from booster_core.state import ReplicatedStateAdapter
 
-        return ReplicatedStateAdapter(model, getattr(model, "boosted_optimizers", ()), context.coordinator)
+        return ReplicatedStateAdapter(model, model.boosted_optimizers, context.coordinator)
 
-    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:
+    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:  # noqa: B027 - the default does nothing
         """Synchronize the ranks' state before a save; the default is for plugins whose replicas are always equal.
 
         Called before each save of a model, its adapters, its optimizer or a training state.

@@ -256,7 +256,7 @@ class OptimizerWrapper(Optimizer):
             raise ConfigError(msg)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that this rank holds: of the parameters listed here, and of those that no optimizer lists."""
+        """Return the gradients that this rank holds of the parameters listed here, and of those that none lists."""
         listed = {id(p): p for group in self.param_groups for p in group["params"]}
         trained = [*listed.values(), *(p for p in self.unlisted if id(p) not in listed)]
         return [p.grad for p in trained if p.grad is not None]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, check_boost_arguments
+from booster_core.plugin import Boosted, check_arguments
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import ensure_process_group
 from booster_runtime.lazy import is_lazy
@@ -118,9 +118,8 @@ def _checked(objects: Boosted, dataloader: Any) -> Boosted:
         TypeError: If one is of another type.
         ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
     """
-    loaders = list(dataloader) if isinstance(dataloader, (list, tuple)) else [dataloader]
-    objects = objects._replace(dataloader=loaders[0] if loaders else None)
-    check_boost_arguments(objects, further=loaders[1:])
+    check_arguments(objects._replace(dataloader=dataloader))
+    objects = objects._replace(dataloader=next(iter(as_tuple(dataloader)), None))
     if objects.optimizer is None or objects.dataloader is None:
         missing = "optimizer" if objects.optimizer is None else "data loader"
         msg = (
