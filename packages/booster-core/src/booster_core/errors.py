@@ -108,8 +108,3 @@ def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
     if num_ranks > len(named):
         return f"ranks {', '.join(named)} and {num_ranks - len(named)} others"
     return f"ranks {', '.join(named[:-1])} and {named[-1]}"
-
-
-def needs_runtime(what: str) -> str:
-    """Return the message for what needs booster-runtime where it is not installed, such as "Models are saved"."""
-    return f"{what} by booster-runtime, which is not installed. Run `pip install booster-runtime`."

@@ -17,7 +17,15 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, like, place_model, unwrap_model
+from booster_core.plugin import (
+    SYNCHRONOUS_TRAINING,
+    Boosted,
+    Capability,
+    like,
+    place_model,
+    unwrap_model,
+    write_gradient,
+)
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import slices_of
 from booster_fsdp.config import FSDPConfig

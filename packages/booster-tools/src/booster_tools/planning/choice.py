@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, check_arguments
+from booster_core.plugin import Boosted, as_tuple, check_arguments
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import ensure_process_group
 from booster_runtime.lazy import is_lazy

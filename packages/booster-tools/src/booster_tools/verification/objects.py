@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, check_arguments
+from booster_core.plugin import Boosted, as_tuple, check_arguments
 from booster_core.precision import NARROW
 from booster_core.ranks import this_host
 from booster_runtime.lazy import is_lazy
@@ -112,8 +112,7 @@ def _second_booster(booster: Booster) -> Booster:
     """Return a Booster with the settings of another one."""
     plugin = booster.plugin
     asked = booster.precision if plugin.precision is None else None  # what the plugin was asked for is not said twice
-    second = Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
-    return second
+    return Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
 
 
 def _checked_loader(
@@ -131,7 +130,7 @@ def _checked_loader(
         msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."
         raise TypeError(msg)
     check_arguments(objects._replace(dataloader=dataloader))
-    loader = next(iter(as_tuple(dataloader)), None)
+    loader: DataLoader[Any] | None = next(iter(as_tuple(dataloader)), None)
     if objects.optimizer is None or loader is None:
         missing = "optimizer" if objects.optimizer is None else "data loader"
         msg = (
