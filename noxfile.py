@@ -106,14 +106,6 @@ def families(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def direct(session: nox.Session) -> None:
-    """Run the tests of strategies that shard on the direct transport; the other sessions use the portable one."""
-    folders = [f"tests/distributed/{name}" for name in ("runtime", "fsdp", "zero", "gemini", "hybrid")]
-    session.env["BOOSTER_TRANSPORT"] = "direct"
-    _pytest(session, _checkout(session), *folders, "-m", "not slow", *_workers(), *session.posargs)
-
-
-@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Run every plugin on CUDA devices, in about five minutes on two; see docs/testing-on-devices.md."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)

@@ -139,7 +139,7 @@ def test_every_public_package_has_a_reference(sources):
         # one for each library
         integrations = package.modules.get("integrations")
         doors |= {module.path for module in integrations.modules.values()} if integrations else set()
-    documented_above = {"booster_runtime.stop_signal", "booster_tools.notebooks"}
+    documented_above = {"booster_runtime.loops.stop_signal", "booster_tools.notebooks"}
     """Modules whose names are documented in their distribution's own package."""
     unpublished = {
         "booster_core.lazy_import",

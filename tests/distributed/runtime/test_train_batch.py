@@ -6,6 +6,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_runtime import evaluate_batch, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP
@@ -84,7 +85,8 @@ def train_by_whole_batches(plugin_class):
     rank = booster.context.coordinator.rank
     batches = iter(batches_of(rank))
     losses = [
-        booster.train_batch(
+        train_batch(
+            booster,
             batches,
             model,
             cross_entropy,
@@ -96,8 +98,8 @@ def train_by_whole_batches(plugin_class):
         for _ in range(STEPS)
     ]
     with pytest.raises(StopIteration):
-        booster.train_batch(batches, model, cross_entropy, optimizer)
-    evaluation = booster.evaluate_batch(iter(batches_of(rank)), model, cross_entropy, weight=count_labels)
+        train_batch(booster, batches, model, cross_entropy, optimizer)
+    evaluation = evaluate_batch(booster, iter(batches_of(rank)), model, cross_entropy, weight=count_labels)
     assert model.training, "as before the evaluation"
     return losses, (evaluation.loss.item(), evaluation.weight), whole_model(booster, model), evaluation.outputs
 
@@ -143,9 +145,9 @@ def evaluate_with_frozen_norms(plugin, is_training):
     def criterion(outputs, batch):
         return outputs.square().mean()
 
-    booster.evaluate_batch(iter([batch]), model, criterion)
+    evaluate_batch(booster, iter([batch]), model, criterion)
     after = {name: module.training for name, module in model.named_modules()}
-    booster.train_batch(iter([batch]), model, criterion, optimizer)
+    train_batch(booster, iter([batch]), model, criterion, optimizer)
     return before, after, inner[0].running_mean
 
 
@@ -173,7 +175,7 @@ def test_an_evaluation_that_fails_restores_modes():
     model, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     frozen.eval()
     with pytest.raises(RuntimeError, match="no evaluation"):
-        booster.evaluate_batch(iter([torch.ones(2, 8)]), model, lambda outputs, batch: outputs.mean())
+        evaluate_batch(booster, iter([torch.ones(2, 8)]), model, lambda outputs, batch: outputs.mean())
     assert inner.training
     assert not frozen.training
 
@@ -202,8 +204,8 @@ def double_losses(plugin, weight):
     def criterion(outputs, batch):
         return outputs.square().mean()
 
-    evaluations = [booster.evaluate_batch(iter([batch]), model, criterion, weight=weight).loss for batch in batches]
-    loss = booster.train_batch(iter(batches), model, criterion, optimizer, accumulation=2, weight=weight)
+    evaluations = [evaluate_batch(booster, iter([batch]), model, criterion, weight=weight).loss for batch in batches]
+    loss = train_batch(booster, iter(batches), model, criterion, optimizer, accumulation=2, weight=weight)
     return batches, evaluations, loss, before - inner.weight.detach()
 
 
@@ -231,7 +233,7 @@ def train_on_pairs(plugin, criterion):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     pairs = [(torch.full((2, 8), float(number)), torch.ones(2, 4)) for number in range(3)]
     batches = iter(pairs)
-    losses = [booster.train_batch(batches, model, criterion, optimizer, accumulation=2) for _ in range(2)]
+    losses = [train_batch(booster, batches, model, criterion, optimizer, accumulation=2) for _ in range(2)]
     assert next(batches, None) is None
     return losses, whole_model(booster, model)
 
@@ -272,7 +274,7 @@ def train_on_ambiguous_pairs():
     model = Masked()
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
+    train_batch(booster, iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
 
 
 def test_targets_that_could_be_an_argument_raise():
@@ -284,7 +286,7 @@ def train_without_loss():
     model = TinyMLP()
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.train_batch(iter([torch.ones(2, 8)]), model, None, optimizer)
+    train_batch(booster, iter([torch.ones(2, 8)]), model, None, optimizer)
 
 
 def test_outputs_without_a_loss_raise():
@@ -296,21 +298,21 @@ def train_without_weight():
     booster, model = Booster(plugin=ReferencePlugin()), make_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = {**batches_of(0)[0], "labels": torch.full((SAMPLES, 5), -100)}
-    booster.train_batch(iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
+    train_batch(booster, iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
 
 
 def test_a_step_without_weight_raises_on_every_rank():
     expect_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", train_without_weight, 2)
 
 
-@pytest.mark.parametrize("call", ["train_batch", "evaluate_batch"])
+@pytest.mark.parametrize("call", [train_batch, evaluate_batch])
 def test_a_loader_in_place_of_its_iterator_raises(call):
     model = TinyMLP()
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    arguments = [optimizer] if call == "train_batch" else []
-    with pytest.raises(TypeError, match=rf"`Booster\.{call}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
-        getattr(booster, call)([torch.ones(2, 8)], model, squared_error, *arguments)
+    arguments = [optimizer] if call is train_batch else []
+    with pytest.raises(TypeError, match=rf"`{call.__name__}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
+        call(booster, [torch.ones(2, 8)], model, squared_error, *arguments)
 
 
 @pytest.mark.parametrize("accumulation", [0, -1, True, 1.5])
@@ -319,4 +321,4 @@ def test_a_wrong_number_of_batches_raises(accumulation):
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=f"`accumulation={accumulation}` is no number of batches"):
-        booster.train_batch(iter([torch.ones(2, 8)]), model, squared_error, optimizer, accumulation=accumulation)
+        train_batch(booster, iter([torch.ones(2, 8)]), model, squared_error, optimizer, accumulation=accumulation)

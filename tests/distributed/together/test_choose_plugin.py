@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from booster_core import Booster, shutdown
 from booster_core.errors import ConfigError
 from booster_core.plugin import load
+from booster_runtime import train_batch
 from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
@@ -175,7 +176,7 @@ def lazy_llama():
     plugin = choose_plugin(model, optimizer, dataloader=loader, memory_budget_bytes=512 * MIB, mixed_precision="bf16")
     booster = Booster(mixed_precision="bf16", plugin=plugin)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
-    loss = booster.train_batch(iter(loader), model, None, optimizer)
+    loss = train_batch(booster, iter(loader), model, None, optimizer)
     return plugin.name, booster.context.precision.name, bool(loss.isfinite())
 
 
@@ -214,7 +215,7 @@ for inputs, targets in loader:
     optimizer.step()
     optimizer.zero_grad()
 booster.save_model(model, sys.argv[1])
-booster.print("trained under", booster.plugin.name)
+booster.context.coordinator.print_on_master("trained under", booster.plugin.name)
 """
 
 

@@ -13,6 +13,7 @@ from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import Capability
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.launch import shutdown
+from booster_runtime import full_gradient
 from booster_testing.models import TinyMLP
 
 
@@ -305,8 +306,8 @@ def test_full_gradient_by_a_wrong_name():
     booster = Booster("cpu")
     model, *_ = booster.boost(*model_and_optimizer())
     with pytest.raises(ConfigError, match=r"no parameter named 'first.wait'. Did you mean 'first.weight'\?"):
-        booster.full_gradient(model, "first.wait")
-    assert booster.full_gradient(model, "first.weight") is None
+        full_gradient(booster, model, "first.wait")
+    assert full_gradient(booster, model, "first.weight") is None
 
 
 def test_full_gradient_looks_names_up_once_and_finds_new_ones(monkeypatch):
@@ -316,10 +317,10 @@ def test_full_gradient_looks_names_up_once_and_finds_new_ones(monkeypatch):
     calls, find = [], booster.plugin.parameter_paths
     monkeypatch.setattr(booster.plugin, "parameter_paths", lambda boosted: calls.append(boosted) or find(boosted))
     for name in ("first.weight", "second.bias", "first.bias"):
-        assert torch.equal(booster.full_gradient(model, name), model.unwrap().get_parameter(name).grad)
+        assert torch.equal(full_gradient(booster, model, name), model.unwrap().get_parameter(name).grad)
     assert len(calls) == 1
     model.unwrap().second.more = nn.Parameter(torch.ones(2))
-    assert booster.full_gradient(model, "second.more") is None
+    assert full_gradient(booster, model, "second.more") is None
     assert len(calls) == 2
 
 
@@ -331,7 +332,7 @@ def test_two_models_in_one_booster():
     for model, optimizer, *_ in pairs:
         with booster.no_sync(model):
             booster.backward(model(torch.ones(1, 8)).sum(), optimizer)
-        assert booster.full_gradient(model, "second.bias").tolist() == [1.0] * 4
+        assert full_gradient(booster, model, "second.bias").tolist() == [1.0] * 4
 
 
 def test_gradients_of_zero_may_be_there():
@@ -339,3 +340,17 @@ def test_gradients_of_zero_may_be_there():
     model(torch.ones(2, 8)).sum().backward()
     optimizer.zero_grad(set_to_none=False)
     Booster("cpu").boost(model, optimizer)
+
+
+def test_functions_that_take_a_booster_are_named_with_their_package():
+    import booster_runtime
+    import booster_tools
+    from booster_core.attribute_hints import HINTS
+
+    named = [hint.split("`")[1] for hint in HINTS.values() if "`booster_runtime." in hint or "`booster_tools." in hint]
+    assert len(named) > 10
+    for call in named:
+        package, name = call.partition("(")[0].split(".")
+        assert name in {"booster_runtime": booster_runtime, "booster_tools": booster_tools}[package].__all__
+    with pytest.raises(AttributeError, match=r"has no `train_batch`; call `booster_runtime\.train_batch\(booster, "):
+        _ = Booster().train_batch

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.calls import OBSERVERS, PROGRESS, NamedCall, ObservedCall, Progress, observed_by
-from booster_core.ranks.world import current_world
+from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall, observed_by
+from booster_core.ranks.world import PROGRESS, Progress, current_world
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MIN_BUCKET_BYTES = 1024
+_TORCH_SUFFIXES = (TORCH, ".pt", ".pth", ".ckpt")
+_SUFFIXES = (SAFETENSORS, *_TORCH_SUFFIXES)
+"""By these a path is that of a file; not by ``.5-7B``."""
 
 
 class CheckpointFiles:
@@ -42,7 +45,7 @@ class CheckpointFiles:
     Arguments, errors and who must call are documented at `Booster`'s methods of the same names.
 
     Args:
-        coordinator: Rank facts and rendezvous.
+        coordinator: Rank facts, and meetings of ranks.
         bucket_bytes: Most memory that saving or loading takes on a rank besides the state, in bytes. A snapshot for
             ``use_async=True`` takes one copy of what this rank writes, in buffers of this size.
         shared_filesystem: Whether the hosts of all ranks see the same files. Found out for each folder by a try when
@@ -87,7 +90,7 @@ class CheckpointFiles:
         use_async: bool = False,  # noqa: FBT001, FBT002
         *,
         module: nn.Module | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """Write a model.
 
@@ -100,8 +103,8 @@ class CheckpointFiles:
             size_per_shard: As there.
             use_safetensors: As there.
             use_async: As there.
-            module: The user's own model; its configuration is written where ``shard=True``.
-            dtype: Convert floating tensors to this dtype.
+            module: The user's own model; its configuration is written into a folder.
+            dtype: Convert floating tensors to this dtype, or to that of their name, where it has one.
 
         Collective: every rank.
         """
@@ -349,14 +352,18 @@ def _place(part: Part, path: Path, *, shard: bool, size_per_shard: int) -> tuple
             msg = f"`size_per_shard={size_per_shard}` is not a size in MiB. The default is 1024."
             raise ConfigError(msg)
         part.max_bytes = size_per_shard * _MIB
-        return path, lambda: _check_is_no_file(path)
+        return path, lambda: _check_is_no_file(path, "`shard=True` writes a folder. Pass another path or `shard=False`")
+    if isinstance(part, ModelPart) and part.is_pretrained and path.suffix not in _SUFFIXES:
+        part.is_alone = True
+        why = f"a folder as `from_pretrained` reads it is to be written. Pass another path, or '{path}{names.suffix}'"
+        return path, lambda: _check_is_no_file(path, why)
     if names.prefix is not None:
         msg = (
             f"`prefix={names.prefix!r}` names the files of a folder; with `shard=False` the path names the file. Drop "
             "one of them."
         )
         raise ConfigError(msg)
-    other = {SAFETENSORS: (TORCH, ".pt", ".pth", ".ckpt"), TORCH: (SAFETENSORS,)}[names.suffix]
+    other = _TORCH_SUFFIXES if names.suffix == SAFETENSORS else (SAFETENSORS,)
     if path.suffix in other:
         wanted = "True" if names.suffix == TORCH else "False"
         remedy = f"Use a name that ends in '{names.suffix}'"
@@ -370,11 +377,9 @@ def _place(part: Part, path: Path, *, shard: bool, size_per_shard: int) -> tuple
     return path.parent, lambda: _check_is_no_folder(path)
 
 
-def _check_is_no_file(path: Path) -> None:
+def _check_is_no_file(path: Path, why: str) -> None:
     if path.exists() and not path.is_dir():
-        msg = (
-            f"Checkpoint path '{path}' is a file, but `shard=True` writes a folder. Pass another path or `shard=False`."
-        )
+        msg = f"Checkpoint path '{path}' is a file, but {why}."
         raise CheckpointError(msg)
 
 

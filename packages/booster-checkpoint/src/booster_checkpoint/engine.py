@@ -16,7 +16,7 @@ from booster_checkpoint.save.adapters import adapted_model, save_adapters
 from booster_core.checkpoint_io import CheckpointIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -48,7 +48,7 @@ class CheckpointEngine(CheckpointFiles, CheckpointIO):
         module: nn.Module,
         selected: Sequence[str] | None,
         use_safetensors: bool,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     ) -> None:
         adapted = adapted_model(module)
         path = self.path_at(checkpoint, "save_lora_as_pretrained")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
-    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
@@ -27,7 +26,6 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
-    "Evaluation",
     "LossScaleConfig",
     "PipelinePlugin",
     "Plugin",
@@ -43,7 +41,6 @@ __all__ = [
 _import, _names = public_names(
     __name__,
     {
-        ".batches": ["Evaluation"],
         ".booster": ["Booster"],
         ".checkpoint_io": ["CheckpointIO"],
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.plugin.interface import BoostContext, Plugin
-    from booster_core.precision.loss_scaler import DynamicLossScaler
+    from booster_core.precision import DynamicLossScaler, PrecisionPolicy
     from booster_core.state.adapter import StateAdapter
 
 __all__ = [
@@ -123,6 +123,7 @@ class TrainingState:
         module: The user's own model, for small files such as ``config.json``.
         dtype: Element type in which the model's floating tensors are written; their own where ``None``.
         ema: Averages of the model, if any.
+        precision: In which the model is boosted; ``None`` for a plain one.
     """
 
     model: StateAdapter
@@ -131,6 +132,7 @@ class TrainingState:
     module: nn.Module
     dtype: torch.dtype | None = None
     ema: StateAdapter | None = None
+    precision: PrecisionPolicy | None = None
 
 
 class GlobalPosition(ABC):
@@ -149,7 +151,7 @@ class GlobalPosition(ABC):
 
 
 class MovingAverage(ABC):
-    """What `Booster.ema` returns: a moving average of a model's weights that an engine can save."""
+    """What `ema` returns: a moving average of a model's weights that an engine can save."""
 
     @abstractmethod
     def update(self, decay: float | None = None) -> None:
@@ -194,9 +196,12 @@ class CheckpointIO(ABC):
         use_async: bool = False,  # noqa: FBT001, FBT002
         *,
         module: nn.Module | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Write a model; ``module`` is the user's own, ``dtype`` what its floating tensors are written in."""
+        """Write a model; ``module`` is the user's own, ``dtype`` what floating tensors are written in, all or by name.
+
+        Where ``dtype`` is by name, values are those of `StateAdapter.export_shards`.
+        """
 
     @abstractmethod
     def load_model(
@@ -253,9 +258,12 @@ class CheckpointIO(ABC):
         module: nn.Module,
         selected: Sequence[str] | None,
         use_safetensors: bool,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     ) -> None:
-        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`."""
+        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`.
+
+        ``dtype`` is as for `save_model`, by the names of the model's tensors.
+        """
 
     @abstractmethod
     def save_training_state(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _MAX_SHOWN = 10
 
@@ -97,6 +97,17 @@ def shorten(names: Iterable[str]) -> str:
     listed = list(names)
     text = ", ".join(f"'{name}'" for name in listed[:_MAX_SHOWN])
     return text if len(listed) <= _MAX_SHOWN else f"{text} and {len(listed) - _MAX_SHOWN} more"
+
+
+def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
+    """Return "rank 3", "ranks 1, 2 and 5" or, beyond ten, "ranks 0, 1, ... and 17 others"."""
+    num_ranks = len(ranks) if num_ranks is None else num_ranks
+    if num_ranks == 1:
+        return f"rank {ranks[0]}"
+    named = [str(rank) for rank in ranks[:_MAX_SHOWN]]
+    if num_ranks > len(named):
+        return f"ranks {', '.join(named)} and {num_ranks - len(named)} others"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
 def needs_runtime(what: str) -> str:

@@ -186,7 +186,7 @@ def meet(name: str, group: ProcessGroup | None) -> None:
     Collective: the group.
     """
     try:
-        DistCoordinator().rendezvous(_MEETING, process_group=group)
+        DistCoordinator().block_all(group, name=_MEETING)
     except MissingRanksError as error:
         msg = (
             f"{error} `{name}` needs whole logits, of which each of these ranks has a part. Let all of them call it, "

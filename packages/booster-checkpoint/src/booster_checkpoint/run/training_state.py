@@ -88,7 +88,7 @@ def save_training_state(
     has_ema = state.ema is not None
     stated = {} if metric is None else {METRIC: encode_json(float(metric), METRIC)}
     asked = {"step": step, **keep, **stated, "use_async": use_async, "root": str(root), "ema": has_ema}
-    _check_alike(coordinator.all_gather_object(asked))
+    coordinator.agree(_SAVE, asked)
     written_in = ""
     with session.together(_SAVE, where, for_long=True):
         if coordinator.rank == 0:
@@ -110,6 +110,8 @@ def save_training_state(
     if state.ema is not None:
         parts.append(ModelPart(state.ema, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
+    if state.precision is not None:
+        stated["precision"] = state.precision.describe()
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
@@ -365,14 +367,3 @@ def _check_step(step: int | str, *, is_load: bool) -> None:
         others = f", or '{LATEST}' or '{NEWEST_WHOLE}'" if is_load else ""
         msg = f"`step={step!r}` is not a step. Use the number of steps taken so far{others}."
         raise ConfigError(msg)
-
-
-def _check_alike(asked: list[dict[str, Any]]) -> None:
-    for rank, theirs in enumerate(asked):
-        for option, value in theirs.items():
-            if value != asked[0][option]:
-                msg = (
-                    f"Ranks disagree about `{option}`: {asked[0][option]!r} on rank 0, {value!r} on rank {rank}. Pass "
-                    "the same on all ranks."
-                )
-                raise ConfigError(msg)

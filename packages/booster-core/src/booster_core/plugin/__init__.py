@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     )
     from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient
     from booster_core.plugin.originals import through_door
-    from booster_core.plugin.replicated import check_no_masters, place_model, rebind
+    from booster_core.plugin.replicated import (
+        check_no_masters,
+        normalisation_parameters,
+        place_model,
+        rebind,
+        stored_dtypes,
+    )
     from booster_core.plugin.single import SingleDevicePlugin
     from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.state import StateAdapter, TensorShard
@@ -52,9 +58,11 @@ __all__ = [
     "hookimpl",
     "installed",
     "load",
+    "normalisation_parameters",
     "place_model",
     "rebind",
     "register_hooks",
+    "stored_dtypes",
     "through_door",
     "unregister_hooks",
     "unscaled_gradient",
@@ -79,7 +87,13 @@ _import, __dir__ = public_names(
             "Plugin",
         ],
         ".originals": ["through_door"],
-        ".replicated": ["check_no_masters", "place_model", "rebind"],
+        ".replicated": [
+            "check_no_masters",
+            "normalisation_parameters",
+            "place_model",
+            "rebind",
+            "stored_dtypes",
+        ],
         ".single": ["SingleDevicePlugin"],
         ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient"],
         ".wrappers": ["ModelWrapper", "boosted_inside", "unwrap_model"],

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from booster_core.errors import BoosterError, MissingRanksError
+from booster_core.ranks.world import PROGRESS, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-_MAX_NAMED = 10
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited|remote end closed|"
@@ -137,8 +137,6 @@ class NamedCall(ObservedCall):
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise an error that names ranks in place of one that is about other ranks."""
-        from booster_core.ranks.world import current_world  # which makes meetings, which name calls
-
         world = current_world()
         missing = None
         if _TIMEOUT.search(str(error)):
@@ -156,72 +154,3 @@ class NamedCall(ObservedCall):
             missing = world.monitor.describe_missing(self.name, self._count, self.ranks, only_ended=True)
             if missing is not None:
                 raise MissingRanksError(missing) from error
-
-
-class Progress:
-    """The calls that this process has entered and finished."""
-
-    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last", "ranks")
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.call: tuple[str, int] | None = None
-        self.ranks: Sequence[int] | None = None
-        self.is_waiting = False
-        self.last: tuple[str, int] | None = None
-        self.is_finished = True
-
-    def enter(self, name: str, ranks: Sequence[int] | None = None) -> int:
-        """Note that the call ``name`` begins, and return its number.
-
-        Args:
-            name: The call.
-            ranks: The ranks that it may wait for; by default, all.
-        """
-        count = self.counts.get(name, 0) + 1
-        self.counts[name] = count
-        self.last = (name, count)
-        self.is_finished = False
-        if self.call is None:
-            self.call, self.ranks = self.last, ranks
-        return count
-
-    def finish(self, name: str) -> None:
-        """Note that the last call ``name`` has ended."""
-        self.last = (name, self.counts[name])
-        self.is_finished = True
-        self.leave(name)
-
-    def leave(self, name: str) -> None:
-        """Note that the last call ``name`` is not waited in any more, however it went."""
-        if self.call is not None and self.call[0] == name:
-            self.call = self.ranks = None
-
-    def clear(self) -> None:
-        """Forget everything: a new process group begins."""
-        self.__init__()  # type: ignore[misc] # the constructor says what nothing is
-
-    def record(self) -> dict[str, Any]:
-        """Return the record in a form that travels."""
-        return {
-            "counts": dict(self.counts),
-            "last": self.last,
-            "finished": self.is_finished,
-            "call": self.call,
-            "ranks": None if self.ranks is None else list(self.ranks),
-        }
-
-
-PROGRESS = Progress()
-"""The record of this process; each process group starts counting from zero."""
-
-
-def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
-    """Return "rank 3", "ranks 1, 2 and 5" or, beyond ten, "ranks 0, 1, ... and 17 others"."""
-    num_ranks = len(ranks) if num_ranks is None else num_ranks
-    if num_ranks == 1:
-        return f"rank {ranks[0]}"
-    named = [str(rank) for rank in ranks[:_MAX_NAMED]]
-    if num_ranks > len(named):
-        return f"ranks {', '.join(named)} and {num_ranks - len(named)} others"
-    return f"ranks {', '.join(named[:-1])} and {named[-1]}"

@@ -106,7 +106,7 @@ def launch(
         seed_everything(seed)
     coordinator = DistCoordinator()
     # A rank that went on, and perhaps ended, now would close connections that others are still making.
-    coordinator.rendezvous("launch")
+    coordinator.block_all(name="launch")
     if verbose:
         where = f"{environment.address}:{environment.port}"
         who = f"{environment.world_size} ranks at {where}" if environment.world_size > 1 else "a single process"

@@ -1,32 +1,31 @@
 """Where ranks wait for each other, and errors that name the ranks that did not come.
 
-Collectives can't name them (`booster_core.ranks.calls` asks the monitor). `Rendezvous` is a meeting through the process
-group's store, which can.
+Collectives can't name them. A `Meeting` can, because it goes through the process group's store. The meetings of a group
+are numbered. The first rank that comes to one leaves the name of its call and the digest of its value. Each adds itself
+to a list and to a count, and brings the error that it has. The last one decides that the meeting succeeded. A rank that
+reaches its time limit tries to decide that it failed, as one does that comes with another call. The first decision
+counts, by the store's compare-and-set, so all ranks agree.
 
-A meeting is identified by its name and the number of meetings of that name before it. Each rank announces itself under
-a key of its own and adds itself to a count; the last one decides that the meeting succeeded. A rank that reaches its
-time limit tries to decide that it failed. The first decision counts, by the store's compare-and-set, so all ranks
-agree; ranks that come to a failed meeting later raise at once.
-
-A rank that never came to a failed meeting learns of it at the group's next successful meeting and counts it as passed,
-so that one failure does not shift later meetings against each other. Without failures, neither the work per rank nor
-the keys left in the store grow with the number of ranks or meetings.
+A rank that comes to a failed meeting later raises at once if it makes the same call. Else it has left out a call that
+others gave up waiting for: it passes over that number, so that one failure does not shift later meetings. Neither the
+operations of a rank nor the keys that are left grow with the number of ranks or meetings, also where one is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
-import threading
 import time
-from collections import Counter
-from typing import TYPE_CHECKING, Any
+import traceback
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from booster_core.errors import MissingRanksError, RankFailedError
-from booster_core.ranks.calls import name_ranks
+from booster_core.errors import MissingRanksError, RankFailedError, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
@@ -37,162 +36,195 @@ _NOTE_SECONDS = 30.0
 _REMEDY = "It is a collective call: call it on every rank, not under `if rank == 0`."
 
 
-class Rendezvous:
-    """The meetings of one group of ranks.
+class Outcome(NamedTuple):
+    """What ranks learn in a meeting: the errors that they brought, lowest rank first, and whether digests differ."""
+
+    errors: list[dict[str, Any]]
+    differs: bool
+
+
+class Meeting:
+    """The meetings of one group of ranks, one after the other.
 
     Args:
         store: A store that all these ranks share; the keys below it belong to this object.
         rank: This process's rank in the world.
         ranks: The world ranks that meet, in the same order on each of them.
+        gone_ranks: Returns ranks that are known to have ended, and how.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, store: Store, rank: int, ranks: Sequence[int], gone_ranks: Callable[[], dict[int, str]] = dict
+    ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
-        self._counts: Counter[str] = Counter()
-        self._known_failures = 0
-        self._lock = threading.Lock()
+        self._gone_ranks = gone_ranks
+        self._numbers = itertools.count()
 
     def meet(
-        self,
-        name: str,
-        timeout_seconds: float,
-        problem: dict[str, Any] | None = None,
-        gone_ranks: Callable[[], dict[int, str]] = dict,
-    ) -> list[dict[str, Any]]:
-        """Wait until all ranks have come to the meeting ``name``.
+        self, name: str, *, digest: bytes = b"", error: Exception | None = None, timeout_seconds: float
+    ) -> Outcome:
+        """Wait until all ranks have come.
 
         Args:
-            name: What the user called; appears in messages.
+            name: What the user called, the same on every rank; appears in messages.
+            digest: Of a value that ranks compare.
+            error: What went wrong on this rank, if anything.
             timeout_seconds: How long this rank waits for the others.
-            problem: JSON-serialisable report that this rank brings, if any.
-            gone_ranks: Returns ranks that are known to have ended, and how.
 
         Returns:
-            The reports that ranks brought, each with its ``rank``, lowest rank first; at most 10 of them.
+            What the ranks brought; the errors of 10 at most, each in the form of `describe_error` with its ``rank``.
 
         Raises:
-            MissingRanksError: If ranks did not come in time, or this rank comes after others gave up.
+            MissingRanksError: If ranks did not come in time or made other calls, or this rank comes after that.
             RankFailedError: If the process that served the store has ended.
 
         Collective: every rank of the group.
         """
-        with self._lock:
-            meeting = f"{name}#{self._counts[name]}"
-            self._counts[name] += 1
         from torch.distributed import DistNetworkError, DistStoreError
 
+        own = {"name": name, "digest": digest.hex(), "rank": self._rank}
         try:
-            outcome, is_late = self._attend(name, meeting, timeout_seconds, problem, gone_ranks)
-            if outcome["ok"]:
-                self._catch_up(int(outcome["failures"]))
-            problems = self._read_problems(meeting, int(outcome.get("problems", 0)))
-            self._leave(meeting)
-        except (DistNetworkError, DistStoreError) as error:
-            if 0 in gone_ranks():
-                raise MissingRanksError(_gone_message(name, self._rank, {0: gone_ranks()[0]})) from error
+            while True:
+                number = next(self._numbers)
+                verdict, is_late = self._attend(number, own, error, timeout_seconds)
+                errors = self._read_errors(number, verdict.get("errors", 0))
+                self._leave(number)
+                if verdict["ok"]:
+                    return Outcome(errors, bool(verdict["differs"]))
+                if verdict.get("name", name) == name:
+                    break
+        except (DistNetworkError, DistStoreError) as lost:
+            gone = self._gone_ranks()
+            if 0 in gone:
+                raise MissingRanksError(_gone_message(name, self._rank, {0: gone[0]})) from lost
             msg = (
-                f"`{name}` could not meet the other ranks: the store that they share has gone away ({error}). "
+                f"`{name}` could not meet the other ranks: the store that they share has gone away ({lost}). "
                 "The process that held it, usually rank 0, has ended; its own output says why."
             )
-            raise RankFailedError(msg) from error
-        if outcome["ok"]:
-            return problems
-        raise MissingRanksError(_failure_message(name, self._rank, outcome, is_late=is_late))
+            raise RankFailedError(msg) from lost
+        raise MissingRanksError(_failure_message(name, self._rank, verdict, is_late=is_late))
 
     def _attend(
-        self,
-        name: str,
-        meeting: str,
-        timeout_seconds: float,
-        problem: dict[str, Any] | None,
-        gone_ranks: Callable[[], dict[int, str]],
+        self, number: int, own: dict[str, Any], error: Exception | None, timeout_seconds: float
     ) -> tuple[dict[str, Any], bool]:
-        """Add this rank to the count; return the outcome, and whether it was decided before this rank came."""
-        store, done = self._store, f"{meeting}/done"
-        if problem is not None:
-            index = store.add(f"{meeting}/problems", 1)
-            store.set(f"{meeting}/problem/{index}", json.dumps({**problem, "rank": self._rank}))
-        store.set(f"at/{self._rank}", meeting)
-        if store.add(f"{meeting}/count", 1) == len(self._ranks):
-            failures, problems = store.add("failures", 0), store.add(f"{meeting}/problems", 0)
-            outcome = self._decide(meeting, {"ok": True, "failures": failures, "problems": problems})
-            return outcome, not outcome["ok"]
+        """Come to a meeting; return what is decided about it, and whether that was so before this rank came."""
+        store, done = self._store, f"{number}/done"
+        first = json.loads(store.compare_set(f"{number}/call", "", json.dumps(own)))
+        if first["name"] != own["name"]:
+            calls = [[call["rank"], call["name"]] for call in (first, own)]
+            return self._decide(number, {"ok": False, "calls": calls}), False
+        if error is not None:
+            index = store.add(f"{number}/errors", 1)
+            store.set(f"{number}/error/{index}", json.dumps({**describe_error(error), "rank": self._rank}))
+        if first["digest"] != own["digest"]:
+            store.add(f"{number}/differing", 1)
+        store.set(f"last/{self._rank}", own["name"])
+        store.append(f"{number}/came", f"{self._rank} ")  # type: ignore[attr-defined] # torch does not list it
+        if store.add(f"{number}/count", 1) == len(self._ranks):
+            errors, differing = store.add(f"{number}/errors", 0), store.add(f"{number}/differing", 0)
+            verdict = self._decide(number, {"ok": True, "errors": errors, "differs": differing > 0})
+            return verdict, not verdict["ok"]
         is_late = store.check([done])
         start = time.monotonic()
         wait = LongWait()
         while not store.check([done]):
             waited = time.monotonic() - start
-            wait.note(lambda: self._describe_wait(name, meeting))
+            wait.note(lambda: self._describe_wait(number, own["name"]))
             if waited >= timeout_seconds:
-                return self._give_up(meeting, timeout_seconds), False
-            gone = {rank: how for rank, how in gone_ranks().items() if rank in self._ranks}
-            gone = {rank: how for rank, how in gone.items() if self._place_of(rank) != meeting}
+                return self._give_up(number, own["name"], timeout_seconds), False
+            if gone := {rank: how for rank, how in self._gone_ranks().items() if rank in self._ranks}:
+                missing = self._missing(number)
+                gone = {rank: how for rank, how in gone.items() if rank in missing}
             if gone and not store.check([done]):
-                raise MissingRanksError(_gone_message(name, self._rank, gone))
+                raise MissingRanksError(_gone_message(own["name"], self._rank, gone))
             # Pauses grow with the wait: short waits end soon, and long ones leave the store alone.
             pause = min(max(waited / 10, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS, timeout_seconds - waited)
             time.sleep(pause)
         return json.loads(store.get(done)), is_late
 
-    def _give_up(self, meeting: str, timeout_seconds: float) -> dict[str, Any]:
-        """Find the missing ranks and decide that the meeting failed, unless its last rank came just now."""
-        places = {rank: place for rank in self._ranks if (place := self._place_of(rank)) != meeting}
-        missing = [
-            {"rank": rank, "place": place and place.rpartition("#")[0], "inside": self._is_waiting_in(place)}
-            for rank, place in list(places.items())[:_MAX_NAMED]
-        ]
-        index = self._store.add("failures", 1)
-        self._store.set(f"failure/{index}", meeting)
-        verdict = {"ok": False, "failures": index, "by": self._rank, "seconds": timeout_seconds, "missing": missing}
-        return self._decide(meeting, {**verdict, "num_missing": len(places), "world": len(self._ranks)})
+    def _give_up(self, number: int, name: str, timeout_seconds: float) -> dict[str, Any]:
+        """Decide that the meeting failed for want of ranks, unless the last one has come just now."""
+        missing = self._missing(number)
+        places = [[rank, self._last_call(rank)] for rank in missing[:_MAX_NAMED]]
+        verdict = {"ok": False, "name": name, "by": self._rank, "seconds": timeout_seconds, "missing": places}
+        return self._decide(number, {**verdict, "num_missing": len(missing), "world": len(self._ranks)})
 
-    def _decide(self, meeting: str, verdict: dict[str, Any]) -> dict[str, Any]:
-        """Make ``verdict`` the outcome unless another rank has decided; return what is decided."""
-        decided: dict[str, Any] = json.loads(self._store.compare_set(f"{meeting}/done", "", json.dumps(verdict)))
+    def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
+        """Make ``verdict`` what is decided unless another rank has decided; return what is."""
+        decided: dict[str, Any] = json.loads(self._store.compare_set(f"{number}/done", "", json.dumps(verdict)))
         return decided
 
-    def _place_of(self, rank: int) -> str | None:
-        """Return the meeting that ``rank`` has come to last, or ``None``."""
-        key = f"at/{rank}"
+    def _missing(self, number: int) -> list[int]:
+        """Return the ranks that have not come to a meeting to which this one has."""
+        came = {int(rank) for rank in self._store.get(f"{number}/came").split()}
+        return [rank for rank in self._ranks if rank not in came]
+
+    def _last_call(self, rank: int) -> str | None:
+        """Return the call with which ``rank`` has come last, or ``None``."""
+        key = f"last/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _describe_wait(self, name: str, meeting: str) -> str | None:
+    def _describe_wait(self, number: int, name: str) -> str | None:
         """Return whom the meeting waits for, on the first rank that has come; ``None`` on others."""
-        if any(self._place_of(rank) == meeting for rank in self._ranks[: self._ranks.index(self._rank)]):
-            return None
-        return f"`{name}` waits for {name_ranks([each for each in self._ranks if self._place_of(each) != meeting])}"
+        missing = self._missing(number)
+        is_first = all(rank in missing for rank in self._ranks[: self._ranks.index(self._rank)])
+        return f"`{name}` waits for {name_ranks(missing)}" if is_first and missing else None
 
-    def _is_waiting_in(self, meeting: str | None) -> bool:
-        return (
-            meeting is not None
-            and self._store.check([f"{meeting}/count"])
-            and not self._store.check([f"{meeting}/done"])
-        )
+    def _read_errors(self, number: int, num_errors: int) -> list[dict[str, Any]]:
+        keys = [f"{number}/error/{index + 1}" for index in range(min(num_errors, _MAX_NAMED))]
+        return sorted((json.loads(self._store.get(key)) for key in keys), key=lambda error: int(error["rank"]))
 
-    def _catch_up(self, num_failures: int) -> None:
-        """Count failed meetings that this rank never came to as passed."""
-        with self._lock:
-            first, self._known_failures = self._known_failures, max(num_failures, self._known_failures)
-        for index in range(first + 1, num_failures + 1):
-            key = f"failure/{index}"
-            if self._store.check([key]):
-                name, _, count = self._store.get(key).decode().rpartition("#")
-                with self._lock:
-                    self._counts[name] = max(self._counts[name], int(count) + 1)
-
-    def _read_problems(self, meeting: str, num_problems: int) -> list[dict[str, Any]]:
-        keys = [f"{meeting}/problem/{index + 1}" for index in range(min(num_problems, _MAX_NAMED))]
-        return sorted((json.loads(self._store.get(key)) for key in keys), key=lambda problem: int(problem["rank"]))
-
-    def _leave(self, meeting: str) -> None:
+    def _leave(self, number: int) -> None:
         """Count this rank as gone from the meeting; the last one removes the meeting's keys."""
-        if self._store.add(f"{meeting}/left", 1) == len(self._ranks):
-            for index in range(self._store.add(f"{meeting}/problems", 0)):
-                self._store.delete_key(f"{meeting}/problem/{index + 1}")
-            for key in ("problems", "count", "done", "left"):
-                self._store.delete_key(f"{meeting}/{key}")
+        if self._store.add(f"{number}/left", 1) == len(self._ranks):
+            for index in range(self._store.add(f"{number}/errors", 0)):
+                self._store.delete_key(f"{number}/error/{index + 1}")
+            for key in ("errors", "differing", "came", "count", "call", "done", "left"):
+                self._store.delete_key(f"{number}/{key}")
+
+
+class Meetings:
+    """The meetings of all groups that one sequence of calls makes.
+
+    Work in the background, which meets while the main thread meets for other things, has a sequence of its own.
+
+    Args:
+        name: What tells this sequence from others; the same on every rank, and new.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.of_ranks: dict[tuple[int, ...], Meeting] = {}
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Let the meetings of this thread be of this sequence in a ``with`` block."""
+        token = _of_thread.set(self)
+        try:
+            yield
+        finally:
+            _of_thread.reset(token)
+
+    @staticmethod
+    def of_thread() -> Meetings | None:
+        """Return the sequence of this thread; ``None`` where it has no own one."""
+        return _of_thread.get()
+
+
+_of_thread: ContextVar[Meetings | None] = ContextVar("booster meetings of a thread", default=None)
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """Return an error in a form that travels."""
+    return {
+        "module": type(error).__module__,
+        "type": type(error).__qualname__,
+        # A KeyError's own text is a repr of what it was given.
+        "text": str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
 
 
 class LongWait:
@@ -211,25 +243,31 @@ class LongWait:
                 logging.getLogger("booster").warning("%s, %.0f s so far", text, now - self._start, extra=extra)
 
 
-def _failure_message(name: str, rank: int, outcome: dict[str, Any], *, is_late: bool) -> str:
-    """Say who waited for whom, where the missing ranks are, and what to do."""
-    missing = [int(entry["rank"]) for entry in outcome["missing"]]
-    # A rank that comes at the last moment has announced itself and is not counted yet.
-    who = name_ranks(missing, int(outcome["num_missing"])) if missing else "a rank that came too late"
-    waited = f"waited {outcome['seconds']:g} s for {who} of {outcome['world']}"
-    if is_late or (rank in missing and rank != outcome["by"]):
+def _failure_message(name: str, rank: int, verdict: dict[str, Any], *, is_late: bool) -> str:
+    """Say who waited for whom, or which calls ranks made instead, and what to do."""
+    if "calls" in verdict:
+        calls = " and ".join(f"`{call}` on rank {where}" for where, call in verdict["calls"])
         return (
-            f"`{name}` has failed before rank {rank} came: rank {outcome['by']} {waited}. "
+            f"`{name}` can't go on: ranks made different calls, {calls}. All of them are collective calls: make the "
+            "same ones on every rank, in the same order, not under `if rank == 0`."
+        )
+    missing = [int(where) for where, _ in verdict["missing"]]
+    # A rank that comes at the last moment may have put itself on the list, and is not counted yet.
+    who = name_ranks(missing, int(verdict["num_missing"])) if missing else "a rank that came too late"
+    waited = f"waited {verdict['seconds']:g} s for {who} of {verdict['world']}"
+    if is_late or (rank in missing and rank != verdict["by"]):
+        return (
+            f"`{name}` has failed before rank {rank} came: rank {verdict['by']} {waited}. "
             "Raise `timeout_seconds` if this rank may take that long."
         )
-    places: dict[tuple[bool, str], list[int]] = {}
-    for entry in outcome["missing"]:
-        if entry["place"]:
-            places.setdefault((entry["inside"], entry["place"]), []).append(int(entry["rank"]))
-    elsewhere = ""
-    for (is_inside, place), ranks in places.items():
-        verb = ("is" if is_inside else "was") if len(ranks) == 1 else ("are" if is_inside else "were")
-        elsewhere += f" {name_ranks(ranks).capitalize()} {verb} {'waiting' if is_inside else 'last seen'} in `{place}`."
+    places: dict[str, list[int]] = {}
+    for where, place in verdict["missing"]:
+        if place:
+            places.setdefault(place, []).append(int(where))
+    elsewhere = "".join(
+        f" {name_ranks(ranks).capitalize()} {'was' if len(ranks) == 1 else 'were'} last seen in `{place}`."
+        for place, ranks in places.items()
+    )
     return f"`{name}` {waited}, which did not call it.{elsewhere} {_REMEDY}"
 
 

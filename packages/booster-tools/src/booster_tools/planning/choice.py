@@ -77,27 +77,16 @@ def choose_plugin(
     """
     coordinator = ensure_process_group()
     budgets = coordinator.all_gather_object(memory_budget_bytes, name="choose_plugin")
-    error: Exception | None = None
     found: Planned | None = None
-    try:
+    with coordinator.together("choose_plugin"):
         _check_budgets(budgets)
         objects = checked_objects(Boosted(model, optimizer, criterion), dataloader, what="`choose_plugin`")
         policy = None if mixed_precision is None else PrecisionPolicy.parse(mixed_precision)
         on_host = Booster(device).device.type == "cpu"
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="choose_plugin")
-    if coordinator.rank == 0:
-        try:
-            found = _best(
-                objects,
-                Devices(number=coordinator.world_size, memory_bytes=memory_budget_bytes),
-                policy,
-                on_host=on_host,
-            )
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-    coordinator.raise_together(error, name="choose_plugin")
+    with coordinator.together("choose_plugin"):
+        if coordinator.rank == 0:
+            devices = Devices(number=coordinator.world_size, memory_bytes=memory_budget_bytes)
+            found = _best(objects, devices, policy, on_host=on_host)
     return _made_on_all(found, coordinator)
 
 
@@ -133,13 +122,8 @@ def _made_on_all(found: Planned | None, coordinator: DistCoordinator) -> Plugin:
     """
     chosen = None if found is None else (found.candidate.name, dict(found.candidate.options))
     name, options = coordinator.broadcast_object(chosen, name="choose_plugin")
-    plugin = error = None
-    try:
+    with coordinator.together("choose_plugin"):
         plugin = Candidate(name=name, options=options).make()
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="choose_plugin")
-    assert plugin is not None, "made, or an error raised"
     if found is not None and found.prediction is not None:
         peak, budget = found.prediction.peak_bytes, found.devices.memory_bytes
         coordinator.print_on_master(

@@ -66,7 +66,7 @@ def losses_of_script(
         criterion: What the script passes to `boost`.
         loss: What it says about it.
         batch: Its first batch. Of a pair, such as inputs and targets, the criterion gets the second; of anything else
-            all, as in `Booster.train_batch`.
+            all, as in `train_batch`.
 
     Raises:
         ConfigError: If a function is given for a pipeline. Where the guess is wrong, computing a loss raises it.

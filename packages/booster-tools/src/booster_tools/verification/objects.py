@@ -84,29 +84,22 @@ def verify_objects(
     machine = this_host().machine
     num_local = coordinator.all_gather_object(machine, name="verify_objects").count(machine)
     with random_state_kept():
-        error: Exception | None = None
-        objects = Boosted(model, optimizer, criterion)
-        try:
+        with coordinator.together("verify_objects"):
             if loss is not None and not callable(loss):
                 msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."
                 raise TypeError(msg)
-            objects = checked_objects(objects, dataloader)
-            is_narrow = booster.precision.compute_dtype in NARROW
-            _check_size(model, _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if is_narrow else 0), num_local)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error, name="verify_objects")
-        loader: DataLoader[Any] = objects.dataloader
+            checked = checked_objects(Boosted(model, optimizer, criterion), dataloader)
+            policy = booster.precision.for_model(model)
+            num_sizes = _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if policy.compute_dtype in NARROW else 0)
+            if policy is not booster.precision:  # copies of a model in bf16 are trained in fp32
+                num_sizes *= 2
+            _check_size(model, num_sizes, num_local)
+        loader: DataLoader[Any] = checked.dataloader
         shares = first_batches(loader, booster.plugin, coordinator)
-        reference = losses = None
-        try:
+        with coordinator.together("verify_objects"):
             losses = losses_of_script(booster.plugin, criterion, loss, shares[0])
             reference = reference_for(booster, lambda: copied(model, optimizer), losses, shares, _STEPS)
             loader = copy_of(loader)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error, name="verify_objects")
-        assert reference is not None and losses is not None, "made, or an error raised"  # noqa: PT018
         second = _second_booster(booster)
         differences = compare_with(reference, second, *copied(model, optimizer), losses, shares, dataloader=loader)
     gc.collect()  # strategies keep their model in cycles of hooks

@@ -472,7 +472,9 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world, where they are; else none.
         """
         if self.is_anywhere(error):
-            DistCoordinator().raise_together(error, name="offload to disk")
+            with DistCoordinator().together("offload to disk"):
+                if error is not None:
+                    raise error
 
     def is_anywhere(self, error: Exception | None) -> bool:
         """Return whether any rank has an error, where tensors are offloaded to a disk or moved; else ``False``.
