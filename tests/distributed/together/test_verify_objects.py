@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from expert_models import SAMPLES, batch_of
+from expert_models import make as make_experts
 from noisy_training import Net, Remembering, Samples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -184,6 +186,20 @@ def reported(plugin, precision):
 def test_it_says_how_long_it_took(plugin, precision):
     for text in run_on_ranks(reported, 2, plugin, precision):
         assert text.startswith("Verified in ")
+        assert "on 2 rank(s) trains as one process does" in text
+
+
+def reported_of_experts():
+    model = make_experts("qwen3_moe", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [{key: value[0] for key, value in batch_of(0, number, 1).items()} for number in range(8)]
+    loader = DataLoader(rows, batch_size=SAMPLES)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    return str(verify_objects(booster, model, optimizer, dataloader=loader))
+
+
+def test_spread_experts_train_as_one_process_does():
+    for text in run_on_ranks(reported_of_experts, 2):
         assert "on 2 rank(s) trains as one process does" in text
 
 
