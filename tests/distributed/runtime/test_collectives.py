@@ -1,6 +1,6 @@
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
@@ -41,27 +41,33 @@ BOUNDS = {1: (0, 12), 2: (0, 6, 12), 3: (0, 4, 8, 12)}
 UNEVEN = {2: (0, 0, 11), 3: (0, 5, 5, 17)}
 
 
-@pytest.mark.covering(1)  # every split and every pair of types once; the others are slow
-@pytest.mark.parametrize("bounds", [*BOUNDS.values(), *UNEVEN.values()], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float64, torch.float64),
-        (torch.float32, torch.bfloat16),
-    ],
-    ids=str,
+@matrix(
+    ["False-torch.float32-torch.float32-(0, 12)"],
+    accumulate=[False, True],
+    **{
+        "dtype, out_dtype": named(
+            [
+                (torch.float32, torch.float32),
+                (torch.bfloat16, torch.float32),
+                (torch.bfloat16, torch.bfloat16),
+                (torch.float64, torch.float64),
+                (torch.float32, torch.bfloat16),
+            ],
+            str,
+            joint=True,
+        )
+    },
+    bounds=named([*BOUNDS.values(), *UNEVEN.values()], str),
 )
-@pytest.mark.parametrize("accumulate", [False, True])
 def test_a_reduction_gives_each_rank_its_slice_of_the_sum(bounds, dtype, out_dtype, accumulate):
     run_on_ranks(reduces, len(bounds) - 1, bounds, dtype, out_dtype, 0.5, accumulate)
 
 
-@pytest.mark.covering(1)  # every split and every type once; the other pairs are slow
-@pytest.mark.parametrize("bounds", [*BOUNDS.values(), *UNEVEN.values()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@matrix(
+    ["torch.float32-(0, 12)"],
+    dtype=named([torch.float32, torch.bfloat16, torch.float16], str),
+    bounds=named([*BOUNDS.values(), *UNEVEN.values()], str),
+)
 def test_a_gather_fills_the_buffer_in_place(bounds, dtype):
     run_on_ranks(gathers, len(bounds) - 1, bounds, dtype)
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
@@ -57,17 +58,21 @@ def both_ways(dtype, out_dtype, edges):
         assert torch.equal(slow, fast)
 
 
-@pytest.mark.covering(1)  # every type and every number of ranks once; the other pairs are slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16),
-        (torch.float64, torch.float64),
-    ],
-    ids=str,
+@matrix(
+    ["torch.bfloat16-torch.float32-2"],
+    **{
+        "dtype, out_dtype": named(
+            [
+                (torch.float32, torch.float32),
+                (torch.bfloat16, torch.float32),
+                (torch.float16, torch.float16),
+                (torch.float64, torch.float64),
+            ],
+            str,
+            joint=True,
+        )
+    },
+    num_ranks=[2, 3, 4],
 )
 def test_results_equal_the_portable_transports_bits(num_ranks, dtype, out_dtype):
     run_on_ranks(both_ways, num_ranks, dtype, out_dtype, (0, 1000, 1003))
@@ -88,21 +93,26 @@ def reduces(numel, dtype, op_name):
     assert all(torch.equal(every[0], other) for other in every)
 
 
-@pytest.mark.covering(1)  # the size decides the way, whatever the type; `nox -s direct` reduces more of them
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("numel", [0, 1, 1000, 200_001])
-@pytest.mark.parametrize(
-    ("dtype", "op_name"),
-    [
-        (torch.float32, "SUM"),
-        (torch.float32, "AVG"),
-        (torch.float32, "MAX"),
-        (torch.bfloat16, "SUM"),
-        (torch.bfloat16, "AVG"),
-        (torch.int64, "SUM"),
-        (torch.int64, "MIN"),
-    ],
-    ids=str,
+# the size decides the way, whatever the type; `nox -s direct` reduces more of them
+@matrix(
+    ["torch.int64-MIN-1000-2"],
+    **{
+        "dtype, op_name": named(
+            [
+                (torch.float32, "SUM"),
+                (torch.float32, "AVG"),
+                (torch.float32, "MAX"),
+                (torch.bfloat16, "SUM"),
+                (torch.bfloat16, "AVG"),
+                (torch.int64, "SUM"),
+                (torch.int64, "MIN"),
+            ],
+            str,
+            joint=True,
+        )
+    },
+    numel=[0, 1, 1000, 200_001],
+    num_ranks=[2, 3],
 )
 def test_all_reduce_gives_every_rank_the_same_bits(num_ranks, numel, dtype, op_name):
     run_on_ranks(reduces, num_ranks, numel, dtype, op_name)
@@ -249,9 +259,7 @@ CALLS = {
 }
 
 
-@pytest.mark.covering(1)  # every case on some number of ranks; the others are slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("case", CALLS)
+@matrix(["formats of equal bytes-2", "lengths-2", "splits of a sum-3"], case=CALLS, num_ranks=[2, 3])
 def test_different_calls_raise_on_every_rank(case, num_ranks):
     raised = expect_on_ranks(
         RuntimeError, "the ranks call different collectives", different_calls, num_ranks, case, 1,

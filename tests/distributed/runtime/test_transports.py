@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
@@ -38,11 +39,13 @@ def in_rank_order(size, numel, dtype, op_name):
     return (total * (1.0 / size) if op_name == "AVG" else total).to(dtype)
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("op_name", ["SUM", "AVG"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@matrix(
+    2,
+    dtype=named([torch.float32, torch.bfloat16, torch.float16], str),
+    op_name=["SUM", "AVG"],
+    num_ranks=[2, 3, 4],
+    transport=TRANSPORTS,
+)
 def test_all_reduce_sums_in_rank_order_and_fp32(monkeypatch, transport, num_ranks, op_name, dtype):
     monkeypatch.setenv("BOOSTER_TRANSPORT", transport)
     for numel in (1, 1000, 100_003):  # small and large ones travel differently

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import GradientError
@@ -50,7 +51,7 @@ def train_checked(name):
     return check.steps
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["ddp"], name=PLUGINS)
 def test_equal_replicas_pass_and_a_closed_check_counts_no_more(name):
     assert run_on_ranks(train_checked, 2, name) == [3, 3]
 
@@ -74,6 +75,7 @@ def drift(name, what):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what", "message"),
     [

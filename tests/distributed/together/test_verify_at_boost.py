@@ -108,6 +108,7 @@ def leaves_no_trace(plugin, kind):
     assert plain[3] == verified[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "kind"),
     [
@@ -151,7 +152,7 @@ def leaves_llama_alone(plugin):
     assert torch.equal(plain[2], verified[2])
 
 
-@pytest.mark.parametrize("plugin", ["hybrid-tp", "hybrid-pp"])
+@pytest.mark.parametrize("plugin", ["hybrid-tp", pytest.param("hybrid-pp", marks=pytest.mark.slow)])
 def test_the_training_of_a_model_in_parts_is_the_same_bit_for_bit(plugin):
     run_on_ranks(leaves_llama_alone, 2, plugin)
 
@@ -174,7 +175,14 @@ def printed(plugin, precision):
 
 @pytest.mark.parametrize(
     ("plugin", "precision"),
-    [("ddp", None), ("zero2", "bf16"), ("gemini", None), ("fsdp", None), ("hybrid-tp", None), ("hybrid-pp", None)],
+    [
+        ("ddp", None),
+        pytest.param("zero2", "bf16", marks=pytest.mark.slow),
+        pytest.param("gemini", None, marks=pytest.mark.slow),
+        pytest.param("fsdp", None, marks=pytest.mark.slow),
+        pytest.param("hybrid-tp", None, marks=pytest.mark.slow),
+        pytest.param("hybrid-pp", None, marks=pytest.mark.slow),
+    ],
 )
 def test_it_says_how_long_it_took(plugin, precision):
     for (text,) in run_on_ranks(printed, 2, plugin, precision):
