@@ -2,7 +2,7 @@
 
 A test compares the files with what this script writes. ``ci.yml`` runs, for a change, the tests of the packages that it
 touches and of those that depend on them, the tests that belong to no package, and the documentation; each night, the
-slow tests in shards, both ends of the declared versions, and the other sessions. ``release.yml`` publishes the package
+slow tests by folder, both ends of the declared versions, and the other sessions. ``release.yml`` publishes the package
 that a tag names.
 """
 
@@ -21,7 +21,17 @@ PYTHON = "3.11"
 """The Python that the pinned versions of constraints.txt are tested with."""
 ENDS = {"lowest": "3.10", "newest": "3.13"}
 """The Python of both ends of the declared versions, as in noxfile.py."""
-SHARDS = 8
+SLOW = (
+    "tests/distributed/hybrid",
+    "tests/distributed/together tests/distributed/testing",
+    "tests/distributed/core tests/distributed/runtime tests/distributed/zero tests/distributed/gemini",
+    "tests/distributed/ddp tests/distributed/fsdp tests/checkpoint",
+    "tests/device tests/gpu",
+    "tests/zoo",
+    "tests/families",
+    "tests/scripts tests/packaging tests/examples tests/unit",
+)
+"""Folders of the jobs that share the slow tests."""
 NIGHTLY = ("direct", "device", "coverage", "mutation", "minimal_plugin")
 MINUTES = 120
 """Time limit of a job, on machines with four cores."""
@@ -53,7 +63,6 @@ def ci() -> str:
     night = "github.event_name != 'pull_request' && github.event_name != 'push'"
     change = "github.event_name == 'pull_request' || github.event_name == 'push'"
     base = "${{ github.event.pull_request.base.sha || github.event.before }}"
-    shards = json.dumps([f"{shard}/{SHARDS}" for shard in range(1, SHARDS + 1)])
     ends = json.dumps([{"core": core, "python": python} for core, python in ENDS.items()])
     jobs = [
         _job("check", "nox -s lint types"),
@@ -83,7 +92,7 @@ def ci() -> str:
         ),
         _job("together", "nox -s together", needs="touched", when="needs.touched.outputs.packages != '[]'"),
         _job("docs", "nox -s docs"),
-        _job("slow", "nox -s slow -- --shard ${{ matrix.shard }}", when=night, matrix=f"{{shard: {shards}}}"),
+        _job("slow", "nox -s slow -- ${{ matrix.folders }}", when=night, matrix=f"{{folders: {json.dumps(SLOW)}}}"),
         _job("nightly", "nox -s ${{ matrix.session }}", when=night, matrix=f"{{session: {json.dumps(NIGHTLY)}}}"),
         _job(
             "ends",

@@ -30,7 +30,7 @@ ALL = workspace.PACKAGES
         ("packages/booster-zero/changelog.d/offload.fixed.md", ["booster-zero"]),
         ("tests/unit/zero/test_zero_config.py", ["booster-zero"]),
         ("tests/checkpoint/test_matrix.py", ALL),
-        ("tests/shared/covering.py", ALL),
+        ("tests/shared/matrix.py", ALL),
         ("constraints.txt", ALL),
         ("noxfile.py", ALL),
         ("docs/start.md", []),
@@ -95,6 +95,12 @@ def _filled(template, matrix):
             for value in ([ALL[0]] if isinstance(values, str) else values)
         ]
     return [re.sub(r"\$\{\{ steps\.tag\.outputs\.package \}\}", ALL[0], each) for each in dict.fromkeys(commands)]
+
+
+def test_slow_jobs_have_each_test_file_once():
+    folders = [ROOT / folder for group in workflow.SLOW for folder in group.split()]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        assert [folder in path.parents for folder in folders].count(True) == 1, path
 
 
 def test_each_package_is_published_alone():
