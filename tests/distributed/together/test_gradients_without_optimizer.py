@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix, named
@@ -24,7 +23,6 @@ PLUGINS = {
     "hybrid zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 CLOSE = tolerance_for(torch.float32)
-every_plugin = pytest.mark.parametrize("name", PLUGINS)
 
 
 def make():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix, named
@@ -24,7 +23,6 @@ PLUGINS = {
     "gemini": lambda **options: GeminiPlugin(min_chunk_bytes=256, **options),
     "hybrid": lambda **options: HybridParallelPlugin(tp_size=1, pp_size=1, zero=ZeroConfig(**options)),
 }
-every_plugin = pytest.mark.parametrize("name", PLUGINS)
 
 
 class Lars(torch.optim.Optimizer):

@@ -116,6 +116,7 @@ def net_loss(model, net, case, step, rank):
 
 @matrix(
     ["hybrid-now and then"],
+    # Gemini's ranks gather a parameter together, so that all must use the same.
     **{"name, case": [(name, case) for name in PLUGINS for case in UNUSED if name != "gemini" or case not in APART]},
 )
 def test_gradients_are_reduced_as_backward_goes(name, case):
