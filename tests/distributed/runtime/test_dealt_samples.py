@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, WeightedRandomSampler
 
@@ -99,9 +100,7 @@ def buckets():
     return DataLoader(range(24), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))])
 
 
-@pytest.mark.covering(1)  # every seed with one of the loaders; the other pairs are slow
-@pytest.mark.parametrize("seeds", ["apart", "default", "large"])
-@pytest.mark.parametrize("make_loader", [shuffled, buckets])
+@matrix(1, make_loader=[shuffled, buckets], seeds=["apart", "default", "large"])
 def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):
     ranks = run_on_ranks(deal, 2, make_loader, seeds)
     for epoch in range(2):

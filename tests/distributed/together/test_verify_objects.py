@@ -113,6 +113,7 @@ def leaves_no_trace(plugin, kind):
     assert plain[3] == verified[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "kind"),
     [
@@ -157,7 +158,7 @@ def leaves_llama_alone(plugin):
     assert torch.equal(plain[2], verified[2])
 
 
-@pytest.mark.parametrize("plugin", ["hybrid-tp", "hybrid-pp"])
+@pytest.mark.parametrize("plugin", ["hybrid-tp", pytest.param("hybrid-pp", marks=pytest.mark.slow)])
 def test_the_training_of_a_model_in_parts_is_the_same_bit_for_bit(plugin):
     run_on_ranks(leaves_llama_alone, 2, plugin)
 
@@ -175,12 +176,12 @@ def reported(plugin, precision):
     ("plugin", "precision"),
     [
         ("ddp", None),
-        ("zero2", "bf16"),
+        pytest.param("zero2", "bf16", marks=pytest.mark.slow),
         ("zero-bf16", None),
-        ("gemini", None),
-        ("fsdp", None),
-        ("hybrid-tp", None),
-        ("hybrid-pp", None),
+        pytest.param("gemini", None, marks=pytest.mark.slow),
+        pytest.param("fsdp", None, marks=pytest.mark.slow),
+        pytest.param("hybrid-tp", None, marks=pytest.mark.slow),
+        pytest.param("hybrid-pp", None, marks=pytest.mark.slow),
     ],
 )
 def test_it_says_how_long_it_took(plugin, precision):
