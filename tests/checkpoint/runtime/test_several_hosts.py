@@ -22,7 +22,7 @@ from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.host import Host
+from booster_core.ranks.store import Host
 from booster_runtime.checkpoint import CheckpointFiles, ModelPart, OptimizerPart, session
 from booster_runtime.checkpoint.files.layout import FileNames
 from booster_runtime.checkpoint.run.manifest import verify_folder

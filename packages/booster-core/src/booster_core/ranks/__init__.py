@@ -1,29 +1,22 @@
 """Ranks and what they share: launching them, the default process group, and who waits where."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from booster_core._lazy import public_names
-
-if TYPE_CHECKING:
-    from booster_core.errors import name_ranks
-    from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
-    from booster_core.ranks.coordinator import DistCoordinator
-    from booster_core.ranks.digests import digest
-    from booster_core.ranks.environments import Environment
-    from booster_core.ranks.host import Host, this_host
-    from booster_core.ranks.meeting import Meetings, Outcome
-    from booster_core.ranks.world import (
-        PROGRESS,
-        Monitor,
-        World,
-        close_world,
-        current_world,
-        open_world,
-        opened_world,
-        set_world,
-    )
+from booster_core.errors import name_ranks
+from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.digests import digest
+from booster_core.ranks.environments import Environment
+from booster_core.ranks.meeting import Meetings, Outcome
+from booster_core.ranks.store import Host, this_host
+from booster_core.ranks.world import (
+    PROGRESS,
+    Monitor,
+    World,
+    close_world,
+    current_world,
+    open_world,
+    opened_world,
+    set_world,
+)
 
 __all__ = [
     "LOST_PEER",
@@ -49,26 +42,3 @@ __all__ = [
     "set_world",
     "this_host",
 ]
-
-__getattr__, __dir__ = public_names(
-    __name__,
-    {
-        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by"],
-        "booster_core.errors": ["name_ranks"],
-        ".coordinator": ["DistCoordinator"],
-        ".digests": ["digest"],
-        ".environments": ["Environment"],
-        ".host": ["Host", "this_host"],
-        ".meeting": ["Meetings", "Outcome"],
-        ".world": [
-            "PROGRESS",
-            "Monitor",
-            "World",
-            "close_world",
-            "current_world",
-            "open_world",
-            "opened_world",
-            "set_world",
-        ],
-    },
-)
