@@ -39,14 +39,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from booster_checkpoint import CheckpointFiles, ModelPart, OptimizerPart
+from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.reading import pread_into
+from booster_checkpoint.save.writer import write_at
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_runtime.checkpoint import CheckpointFiles, ModelPart, OptimizerPart
-from booster_runtime.checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
-from booster_runtime.checkpoint.files.reading import pread_into
-from booster_runtime.checkpoint.save.writer import write_at
-from booster_runtime.state import ReplicatedStateAdapter
-from booster_runtime.state.regions import as_bytes
+from booster_core.state import ReplicatedStateAdapter, as_bytes
 from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from booster_core import Booster, enable_activation_checkpointing, launch_from_torch
+from booster_core import Booster, launch_from_torch
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import enable_activation_checkpointing
 
 
 def main() -> None:
@@ -44,7 +45,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    booster.print(f"sequences of {args.length} tokens: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    booster.context.coordinator.print_on_master(
+        f"sequences of {args.length} tokens: loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ BOOSTER = ("-c", "import sys; from booster_core.cli import main; main(prog_name=
 MODEL = """
 import sys, torch, booster_core
 from booster_core import Booster
-from booster_runtime.tracking import JsonLines, track, watch_memory
+from booster_tools.tracking import JsonLines, track, watch_memory
 
 torch.manual_seed(0)
 def network(width=1024, layers=8):
@@ -80,7 +80,7 @@ booster = Booster("cpu", plugin=plugin)
 model = LlamaForCausalLM(config)
 model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 for _ in range(3):
-    booster.train_batch(iter([batch]), model, None, optimizer)
+    train_batch(booster, iter([batch]), model, None, optimizer)
 """
 PLAN = """
 def build():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from booster_core import Booster
 from booster_core.plugin import discovery
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_runtime.state.regions import slices_of
+from booster_core.state import slices_of
 from booster_testing import run_on_ranks
 
 OFFLOADING = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "offload_dir": tempfile.gettempdir()}

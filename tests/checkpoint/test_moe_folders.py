@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from booster_core import Booster, LazyInitContext
+import booster_runtime
+from booster_core import Booster
 from booster_core.plugin import discovery
+from booster_core.state import slices_of
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
-from booster_runtime.state.regions import slices_of
 from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
@@ -82,7 +84,7 @@ def resumed(root):
     model = build(mixtral)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer, ema=booster.ema(model))
+    booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer, ema=booster_runtime.ema(booster, model))
     with torch.no_grad():
         for parameter in model.unwrap().parameters():
             parameter.zero_()

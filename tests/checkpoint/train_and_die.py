@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from booster_core import Booster, StopSignal, launch_from_torch
+from booster_core import Booster, launch_from_torch
+from booster_runtime import StopSignal
 
 
 def kill_once(root, step, rank, kills):

@@ -10,7 +10,7 @@ from device_smoke import CASES, STEPS, Run, train_plainly
 from simulated_device import NAME, run_on_devices
 from torch import nn
 
-from booster_core import enable_activation_checkpointing
+from booster_runtime import enable_activation_checkpointing
 from booster_runtime.activations import disable_activation_offload, enable_activation_offload
 from booster_testing.compare import EXACT, assert_same_tensors
 

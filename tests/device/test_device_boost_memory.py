@@ -10,7 +10,7 @@ from simulated_device import NAME, run_on_devices
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime.state import MASTER
+from booster_core.state import MASTER
 
 CASES = {
     "ddp": Case("ddp"),

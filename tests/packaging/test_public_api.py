@@ -1,11 +1,15 @@
-"""Distributions import only each other's public packages, and a changed signature needs a changelog fragment."""
+"""Distributions import only each other's public packages, those that state `__all__`."""
 
 import ast
+import builtins
+import re
+from pathlib import Path
 
-import public_api
+import griffe
 import pytest
 
-PACKAGES = {name.replace("-", "_"): public_api.ROOT / "packages" / name / "src" for name in public_api.DISTRIBUTIONS}
+ROOT = Path(__file__).parents[2]
+PACKAGES = {path.parent.name.replace("-", "_"): path.parent / "src" for path in ROOT.glob("packages/*/pyproject.toml")}
 
 
 def _exports(module):
@@ -51,43 +55,54 @@ def test_other_distributions_are_imported_by_their_public_packages(package):
     assert not private
 
 
-@pytest.mark.parametrize("distribution", public_api.DISTRIBUTIONS)
-def test_a_changed_signature_is_in_a_changelog_fragment(distribution):
-    before = public_api.snapshot_path(distribution).read_text(encoding="utf-8").splitlines()
-    folder = public_api.ROOT / "packages" / distribution / "changelog.d"
-    fragments = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md")))
-    undeclared = public_api.undeclared_changes(before, public_api.exports(distribution), fragments)
-    assert not undeclared, f"name these in a fragment in {folder}, in backticks"
-
-
 def test_every_public_name_exists():
-    missing = [
-        line
-        for distribution in public_api.DISTRIBUTIONS
-        for line in public_api.exports(distribution)
-        if ":" not in line and "(" not in line and "=" not in line
-    ]
+    missing = []
+    for package, home in PACKAGES.items():
+        loader = griffe.GriffeLoader(search_paths=[str(home)], allow_inspection=False)
+        for module in _public_modules(loader.load(package)):
+            missing += [f"{module.path}.{name}" for name in module.exports if name not in module.members]
     assert not missing
 
 
-BEFORE = ["booster_core.Booster.boost(self, model) -> Boosted", "booster_core.launch(rank: int) -> None"]
+def _public_modules(package):
+    if package.exports:
+        yield package
+    for module in package.modules.values():
+        if not module.is_alias:
+            yield from _public_modules(module)
 
 
-@pytest.mark.parametrize(
-    ("after", "fragments", "undeclared"),
-    [
-        (BEFORE, "", []),
-        (BEFORE[:1], "", [BEFORE[1]]),
-        (BEFORE[:1], "`launch` is gone; call `launch_from_torch`.", []),
-        (BEFORE[:1], "launch is gone", [BEFORE[1]]),
-        ([BEFORE[0].replace("model", "module"), BEFORE[1]], "`Booster.boost` takes `module`.", []),
-        (
-            [*BEFORE, "booster_core.Booster.plan(self) -> None"],
-            "`launch` is quicker.",
-            ["booster_core.Booster.plan(self) -> None"],
-        ),
-    ],
-    ids=["same", "removed", "removed-declared", "not-in-backticks", "changed-declared", "added"],
-)
-def test_changes_that_no_fragment_names_are_found(after, fragments, undeclared):
-    assert public_api.undeclared_changes(BEFORE, after, fragments) == undeclared
+def _literals(path):
+    """Yield the line and text of each string literal that is not a docstring."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+_NAME = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+)")
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_messages_name_public_paths(package):
+    private = [
+        f"{path.name}:{line}: {name}"
+        for path in sorted((PACKAGES[package] / package).rglob("*.py"))
+        for line, text in _literals(path)
+        for name in _NAME.findall(text)
+        if not _is_public(*name.rsplit(".", 1))
+    ]
+    assert not private
+
+
+def test_errors_that_pages_name_are_in_the_public_door():
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").glob("*/README.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"`(?:booster_core\.errors\.)?([A-Z]\w+Error)`", page.read_text(encoding="utf-8"))
+    }
+    ours = {name for name in named if not hasattr(builtins, name)}
+    assert ours <= _exports("booster_core.errors")
+    assert "BudgetError" in ours, "pages name errors"

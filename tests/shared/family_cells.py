@@ -1,6 +1,6 @@
 """Measure a cell of the table of families: what the hybrid plugin does with a tiny model, compared with one process.
 
-The comparison is that of `booster_core.verify`: outputs, losses, each parameter's gradient and its update.
+The comparison is that of `booster_tools.verify`: outputs, losses, each parameter's gradient and its update.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from zoo_results import Cell
 from zoo_training import CellError, first_line, quiet
 
-from booster_core import verify
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.registry import FAMILIES
 from booster_testing import RankError, run_on_ranks
 from booster_testing.rank_pool import RankDiedError, RankTimeoutError
+from booster_tools import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext, Boosted
-    from booster_runtime.verification import Verification
+    from booster_tools.verification import Verification
 
 COLUMNS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},

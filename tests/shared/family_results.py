@@ -33,7 +33,7 @@ way in which the hybrid plugin splits it over two ranks (gloo, fp32, CPU). `nox 
 writes this page.
 
 - **exact**: outputs, losses, the gradient of each parameter and its update by a step equal those of one process, as
-  compared by `booster_core.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.
+  compared by `booster_tools.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.
 - **refused**: `boost` raises a `ConfigError` on every rank, with the reason in the footnote; nothing was trained.
 - **WRONG** and **crash** are faults: another result than that of one process, and any other error.
 - **-**: the model has no experts.

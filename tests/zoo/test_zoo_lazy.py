@@ -10,7 +10,7 @@ import torch
 from isolated_libraries import FOLDER, missing_libraries
 from model_zoo import ZOO, get_model
 
-from booster_core import LazyInitContext
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
 from booster_testing import run_on_ranks
 

@@ -145,7 +145,7 @@ def _priority(executor):
 
 def _main_process_first():
     booster = Booster()
-    with booster.main_process_first():
+    with booster.context.coordinator.priority_execution():
         start = time.monotonic()
         if dist.get_rank() == 0:
             time.sleep(0.3)

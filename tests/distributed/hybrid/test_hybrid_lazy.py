@@ -10,8 +10,9 @@ from isolated_libraries import import_quietly
 from model_zoo import ZOO
 from model_zoo.transformers_heads import HEADS
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 from booster_zero import ZeroConfig

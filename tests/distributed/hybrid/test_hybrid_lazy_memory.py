@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from booster_core import Booster, DistCoordinator, LazyInitContext
+from booster_checkpoint.files import safetensors_file
+from booster_core import Booster, DistCoordinator
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime.checkpoint.files import safetensors_file
+from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.memory import peak_memory
 

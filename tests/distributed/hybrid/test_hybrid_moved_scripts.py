@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core import Booster, DistCoordinator, LazyInitContext
+from booster_core import Booster, DistCoordinator
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model

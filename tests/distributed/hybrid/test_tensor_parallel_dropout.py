@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from isolated_libraries import import_quietly
 
-from booster_core import Booster, enable_activation_checkpointing
+from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
 PROBABILITY = 0.3

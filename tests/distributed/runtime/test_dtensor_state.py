@@ -115,7 +115,7 @@ def whole_values(model, optimizer):
 
 
 def save_and_go_on(name, folder):
-    from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
+    from booster_checkpoint.checkpoint_files import CheckpointFiles
 
     io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
     model, optimizer = sharded_run(name)
@@ -127,7 +127,7 @@ def save_and_go_on(name, folder):
 
 
 def load_and_go_on(name, folder):
-    from booster_runtime.checkpoint.checkpoint_files import CheckpointFiles
+    from booster_checkpoint.checkpoint_files import CheckpointFiles
 
     io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
     model, optimizer = sharded_run(name)

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from booster_core import Boosted, Booster, LazyInitContext
+from booster_core import Boosted, Booster
 from booster_core.errors import LazyInitError
 from booster_core.plugin import ModelWrapper, OptimizerWrapper, Plugin
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.shard import TensorShard, full_box
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import materialize, take_recording
 from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory

@@ -7,9 +7,9 @@ import pytest
 import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime import quantization
+from booster_runtime import LazyInitContext, quantization
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.errors import LazyInitError
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained
 from booster_testing import expect_on_ranks
 from booster_testing.models import TinyMLP

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from booster_core import Booster, DistCoordinator, LazyInitContext
+from booster_core import Booster, DistCoordinator
+from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.memory import peak_memory
 

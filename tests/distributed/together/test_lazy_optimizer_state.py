@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model

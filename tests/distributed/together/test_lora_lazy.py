@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors

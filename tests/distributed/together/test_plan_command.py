@@ -9,8 +9,8 @@ from command_runs import command_runner
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_runtime.cli.plan import command
-from booster_runtime.planning import Candidate, Devices, plan
+from booster_tools.cli.plan import command
+from booster_tools.planning import Candidate, Devices, plan
 
 SCRIPT = """
 import torch

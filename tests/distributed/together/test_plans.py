@@ -16,11 +16,11 @@ from booster_core.plugin import load
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.tensor_parallel.loss import _blocks
-from booster_runtime.planning import Candidate, Devices, measure, plan, predict, predict_ranks
-from booster_runtime.planning.mail import Mail, Mailbox
-from booster_runtime.planning.timeline import Busy, replay
-from booster_runtime.planning.world import planned_world, planning
 from booster_testing import run_on_ranks
+from booster_tools.planning import Candidate, Devices, measure, plan, predict, predict_ranks
+from booster_tools.planning.mail import Mail, Mailbox
+from booster_tools.planning.timeline import Busy, replay
+from booster_tools.planning.world import planned_world, planning
 
 SETTINGS = {
     "ddp": ("ddp", {}),

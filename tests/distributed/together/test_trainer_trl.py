@@ -39,7 +39,7 @@ def _train(name, folder):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from booster_runtime.integrations.transformers import with_booster
+    from booster_tools.integrations.transformers import with_booster
 
     forget_ranks()
     make, ours, num_processes = SFTTrainer, {}, 1

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from booster_core import verify
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
+from booster_tools import verify
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

@@ -140,7 +140,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "True -> False",
         ): "the condition before it compares the two lengths",
     },
-    "runtime/regions": {
+    "core/regions": {
         (
             "_cut",
             "if start < first_whole * row:",

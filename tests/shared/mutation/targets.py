@@ -70,27 +70,27 @@ TARGETS = {
         "booster_core.state.shard",
         ("core/test_shard.py",),
     ),
-    "runtime/regions": Target(
-        "booster_runtime.state.regions",
-        ("runtime/test_state_regions.py",),
+    "core/regions": Target(
+        "booster_core.state.regions",
+        ("core/test_state_regions.py",),
     ),
     "runtime/flat": Target(
         "booster_runtime.collectives.flat",
         ("runtime/test_flat_ranges.py",),
     ),
-    "runtime/owners": Target(
-        "booster_runtime.checkpoint.save.owners",
-        ("runtime/test_owner_windows.py",),
+    "checkpoint/owners": Target(
+        "booster_checkpoint.save.owners",
+        ("checkpoint/test_owner_windows.py",),
         ("_windows", "_Share", "_shares"),
     ),
-    "runtime/reading": Target(
-        "booster_runtime.checkpoint.files.reading",
-        ("runtime/test_strided_boxes.py",),
+    "checkpoint/reading": Target(
+        "booster_checkpoint.files.reading",
+        ("checkpoint/test_strided_boxes.py",),
         ("pread_into", "read_strided", "as_array"),
     ),
-    "runtime/strided": Target(
-        "booster_runtime.checkpoint.save.strided",
-        ("runtime/test_strided_boxes.py",),
+    "checkpoint/strided": Target(
+        "booster_checkpoint.save.strided",
+        ("checkpoint/test_strided_boxes.py",),
         ("write_strided",),
     ),
     # the size of chunks

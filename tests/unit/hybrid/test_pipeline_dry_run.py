@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import LazyInitContext
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import take_recording
 
 

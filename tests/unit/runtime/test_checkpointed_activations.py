@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from booster_core import disable_activation_checkpointing, enable_activation_checkpointing
 from booster_core.errors import ConfigError
+from booster_runtime import disable_activation_checkpointing, enable_activation_checkpointing
 from booster_runtime.activations import disable_activation_offload, enable_activation_offload
 from booster_testing import peak_memory
 from booster_testing.compare import EXACT, assert_same_tensors

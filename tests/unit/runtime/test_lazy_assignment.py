@@ -11,7 +11,8 @@ import pytest
 HEAD = """
 import torch
 from torch import nn
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
+from booster_runtime import LazyInitContext
 from booster_core.errors import LazyInitError
 from booster_runtime.lazy import is_lazy, materialize
 """

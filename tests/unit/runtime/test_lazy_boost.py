@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import Boosted, Booster, LazyInitContext, Plugin
+from booster_core import Boosted, Booster, Plugin
 from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.state.shard import TensorShard
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, take_recording
 from booster_runtime.lazy.replay import Replay
 from booster_testing.models import TinyMixedBag, TinyMLP

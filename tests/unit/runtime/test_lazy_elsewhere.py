@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from booster_core import Booster, LazyInitContext
+from booster_core import Booster
 from booster_core.errors import LazyInitError
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
 from booster_testing.models import TinyMLP
 

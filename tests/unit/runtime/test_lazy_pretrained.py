@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import Booster, LazyInitContext
+from booster_checkpoint.files import safetensors_file
+from booster_core import Booster
 from booster_core.errors import CheckpointError, LazyInitError
 from booster_core.state.shard import TensorShard, box_shape, full_box
-from booster_runtime.checkpoint.files import safetensors_file
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, load_pretrained, materialize, take_recording
 from booster_testing.models import TinyMLP, tiny_llama
 
@@ -214,7 +215,7 @@ def test_load_pretrained_runs_no_initialiser(folder, monkeypatch) -> None:
 
 
 def test_load_pretrained_keeps_what_the_files_lack(tmp_path) -> None:
-    from booster_runtime.checkpoint.load.source import Source
+    from booster_checkpoint.load.source import Source
 
     torch.manual_seed(1)
     booster = Booster()

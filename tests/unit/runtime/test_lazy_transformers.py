@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster_core import LazyInitContext
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
 from booster_testing.models import tiny_llama
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from booster_core import LazyInitContext
+from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
 from booster_runtime.lazy.log import Const
 from booster_testing.models import TinyMixedBag

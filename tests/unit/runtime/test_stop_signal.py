@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from booster_core import Booster, StopSignal
+from booster_core import Booster
+from booster_runtime import StopSignal
 
 
 @pytest.fixture

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_core._lazy import public_names
+from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
-    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
     from booster_core.ranks import DistCoordinator
-    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-    from booster_runtime.activations import (
-        disable_activation_checkpointing,
-        enable_activation_checkpointing,
-    )
-    from booster_runtime.lazy import LazyInitContext
-    from booster_runtime.notebooks import notebook_launch
-    from booster_runtime.stop_signal import StopSignal
-    from booster_runtime.verification import verify
+    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch, shutdown
 
     __version__: str
 
@@ -35,42 +26,27 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
-    "Evaluation",
-    "LazyInitContext",
     "LossScaleConfig",
     "PipelinePlugin",
     "Plugin",
     "PrecisionPolicy",
-    "StopSignal",
-    "disable_activation_checkpointing",
-    "enable_activation_checkpointing",
     "hookimpl",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
-    "notebook_launch",
-    "verify",
+    "shutdown",
 ]
 
 _import, _names = public_names(
     __name__,
     {
-        ".batches": ["Evaluation"],
         ".booster": ["Booster"],
         ".checkpoint_io": ["CheckpointIO"],
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],
         ".precision": ["LossScaleConfig", "PrecisionPolicy"],
         ".ranks": ["DistCoordinator"],
-        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"],
-        "booster_runtime.activations": [
-            "disable_activation_checkpointing",
-            "enable_activation_checkpointing",
-        ],
-        "booster_runtime.lazy": ["LazyInitContext"],
-        "booster_runtime.notebooks": ["notebook_launch"],
-        "booster_runtime.stop_signal": ["StopSignal"],
-        "booster_runtime.verification": ["verify"],
+        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "shutdown"],
     },
 )
 
@@ -81,13 +57,7 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("booster-core")
-    try:
-        return _import(name)
-    except ModuleNotFoundError as error:
-        if error.name != "booster_runtime":
-            raise
-        msg = f"`{name}` is in booster-runtime, which is not installed. Run `pip install booster-runtime`."
-        raise ImportError(msg, name=error.name) from error
+    return _import(name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """`CheckpointIO`: the interface between `Booster` and the engine that reads and writes files.
 
-An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-runtime brings the one named
-``runtime``. An engine sees a model as a `StateAdapter`: shards that can be read and written, under any
+An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-checkpoint brings the one
+named ``files``. An engine sees a model as a `StateAdapter`: shards that can be read and written, under any
 plugin. It holds no strategy logic, and this module no file code.
 """
 
@@ -25,13 +25,21 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.plugin.interface import BoostContext, Plugin
-    from booster_core.precision.loss_scaler import DynamicLossScaler
+    from booster_core.precision import DynamicLossScaler, PrecisionPolicy
     from booster_core.state.adapter import StateAdapter
 
-__all__ = ["CheckpointIO", "LoadReport", "LoadedCheckpoint", "MovingAverage", "TrainingObjects", "TrainingState"]
+__all__ = [
+    "CheckpointIO",
+    "GlobalPosition",
+    "LoadReport",
+    "LoadedCheckpoint",
+    "MovingAverage",
+    "TrainingObjects",
+    "TrainingState",
+]
 
 CHECKPOINT_GROUP = "booster.checkpoint_io"
-DEFAULT_ENGINE = "runtime"
+DEFAULT_ENGINE = "files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +123,7 @@ class TrainingState:
         module: The user's own model, for small files such as ``config.json``.
         dtype: Element type in which the model's floating tensors are written; their own where ``None``.
         ema: Averages of the model, if any.
+        precision: In which the model is boosted; ``None`` for a plain one.
     """
 
     model: StateAdapter
@@ -123,10 +132,26 @@ class TrainingState:
     module: nn.Module
     dtype: torch.dtype | None = None
     ema: StateAdapter | None = None
+    precision: PrecisionPolicy | None = None
+
+
+class GlobalPosition(ABC):
+    """A data loader whose ``state_dict`` is one position in the global order of samples, the same on every rank.
+
+    An engine saves it once, and any number of ranks goes on from it. Of other loaders each rank's own state is saved.
+    """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position that any number of ranks saved."""
 
 
 class MovingAverage(ABC):
-    """What `Booster.ema` returns: a moving average of a model's weights that an engine can save."""
+    """What `ema` returns: a moving average of a model's weights that an engine can save."""
 
     @abstractmethod
     def update(self, decay: float | None = None) -> None:
@@ -171,9 +196,12 @@ class CheckpointIO(ABC):
         use_async: bool = False,  # noqa: FBT001, FBT002
         *,
         module: nn.Module | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Write a model; ``module`` is the user's own, ``dtype`` what its floating tensors are written in."""
+        """Write a model; ``module`` is the user's own, ``dtype`` what floating tensors are written in, all or by name.
+
+        Where ``dtype`` is by name, values are those of `StateAdapter.export_shards`.
+        """
 
     @abstractmethod
     def load_model(
@@ -230,9 +258,12 @@ class CheckpointIO(ABC):
         module: nn.Module,
         selected: Sequence[str] | None,
         use_safetensors: bool,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     ) -> None:
-        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`."""
+        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`.
+
+        ``dtype`` is as for `save_model`, by the names of the model's tensors.
+        """
 
     @abstractmethod
     def save_training_state(
@@ -270,10 +301,6 @@ class CheckpointIO(ABC):
         """Return whether there is a step to load, the same on every rank."""
 
     @abstractmethod
-    def average(self, model: nn.Module, decay: float, make_adapter: Callable[[], StateAdapter]) -> MovingAverage:
-        """Return a moving average of the weights that ``make_adapter`` shows; none of it is collective."""
-
-    @abstractmethod
     def wait(self) -> None:
         """Wait until a save in the background has ended, and raise its error on every rank."""
 
@@ -300,7 +327,7 @@ def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     named = [entry for entry in entries if entry.name == name]
     if not named and name == DEFAULT_ENGINE:
         msg = (
-            "Saving and loading need an engine, and none is installed. Run `pip install booster-runtime`; every "
+            "Saving and loading need an engine, and none is installed. Run `pip install booster-checkpoint`; every "
             "strategy, such as booster-ddp, brings it along."
         )
         raise CheckpointError(msg)

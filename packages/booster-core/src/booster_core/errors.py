@@ -15,11 +15,13 @@ _MAX_SHOWN = 10
 
 __all__ = [
     "BoosterError",
+    "BudgetError",
     "CheckpointError",
     "ConfigError",
     "GradientError",
     "LaunchError",
     "LazyInitError",
+    "MismatchError",
     "MissingRanksError",
     "OffloadError",
     "PluginError",
@@ -35,6 +37,19 @@ class BoosterError(Exception):
 
 class ConfigError(BoosterError, ValueError):
     """A value that the user chose is wrong, or contradicts another one."""
+
+
+class BudgetError(ConfigError):
+    """A memory budget is smaller than what must be held at once.
+
+    Attributes:
+        least_bytes: The least budget that would do.
+        moment: What the model does when it needs that much, such as ``"forward of head"``; ``""`` where unknown.
+    """
+
+    def __init__(self, message: str, *, least_bytes: int = 0, moment: str = "") -> None:
+        super().__init__(message)
+        self.least_bytes, self.moment = least_bytes, moment
 
 
 class LaunchError(BoosterError, RuntimeError):
@@ -59,6 +74,10 @@ class OffloadError(BoosterError):
 
 class MissingRanksError(BoosterError, TimeoutError):
     """Some ranks did not reach a collective call within the time limit; the message names them."""
+
+
+class MismatchError(BoosterError, RuntimeError):
+    """Ranks call different collectives, or the same one with different reductions, dtypes or lengths."""
 
 
 class RankFailedError(BoosterError, RuntimeError):

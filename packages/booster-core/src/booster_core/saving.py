@@ -37,7 +37,8 @@ class Saving:
     """Device, ranks, precision and hooks of this run, fixed at the first use."""
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[ModelWrapper, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._dtypes: weakref.WeakKeyDictionary[ModelWrapper, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
     @cached_property
@@ -57,7 +58,7 @@ class Saving:
         boosted = self._boosted_model(model)
         if boosted is None:
             return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
-        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], boosted.boost_context)
 
     def save_model(
         self,
@@ -72,10 +73,15 @@ class Saving:
     ) -> None:
         """Write a model in the layout of Hugging Face libraries, without gathering it anywhere.
 
+        A boosted model is written in the formats that it came in, the same under every plugin: see
+        `PrecisionPolicy.export_dtype`. A plain one is written as it is.
+
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
-            checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
-                A URL (``s3://bucket/model``) is uploaded to while it is written.
+            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers or diffusers is written into a
+                folder also without ``shard``, as one file with its ``config.json``, unless the path ends in
+                ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders are made
+                as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -104,7 +110,7 @@ class Saving:
                 use_safetensors,
                 use_async,
                 module=unwrap_model(model),
-                dtype=self._save_dtype(model),
+                dtype=self._export_dtypes(model),
             )
 
     def load_model(
@@ -179,7 +185,7 @@ class Saving:
                 module=unwrap_model(model),
                 selected=selected_adapters,
                 use_safetensors=use_safetensors,
-                dtype=self._save_dtype(model),
+                dtype=self._export_dtypes(model),
             )
 
     def save_optimizer(
@@ -393,22 +399,6 @@ class Saving:
                 raise ConfigError(msg)
             self._registered[key] = item, per_rank
 
-    def ema(self, model: nn.Module, decay: float = 0.999) -> MovingAverage:
-        """Return a moving average of a model's weights: ``update()`` it after each step.
-
-        Args:
-            model: As for `save_model`.
-            decay: Weight of the old average in each update.
-
-        Raises:
-            TypeError: If ``model`` is not a module.
-            ConfigError: If ``decay`` is out of range.
-
-        Collective: none; made on every rank.
-        """
-        self._check_module(model, "ema")
-        return self.checkpoint_io.average(model, decay, lambda: self.state_adapter(model))
-
     def wait(self) -> None:
         """Wait until a save in the background has ended.
 
@@ -423,21 +413,25 @@ class Saving:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
         model = boosted_inside(model)
         for boosted in self._optimizers:
-            if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
+            if boosted is model or boosted.unwrap() is model:
                 return boosted
         return None
 
-    def _prepare_save(self, boosted: nn.Module | None) -> None:
+    def _prepare_save(self, boosted: ModelWrapper | None) -> None:
         """Let the plugin synchronize a boosted model that is about to be saved."""
         if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
             with NamedCall("save"):
-                self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
+                self.plugin.prepare_save(boosted, self._optimizers[boosted], boosted.boost_context)
 
-    def _save_dtype(self, model: nn.Module) -> torch.dtype | None:
-        """Return the format in which a model's floating tensors are written; ``None`` where each keeps its own."""
-        return None if self._boosted_model(model) is None else self.context.precision.save_dtype
+    def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
+        """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
+        boosted = self._boosted_model(model)
+        if boosted is None:
+            return None
+        precision = boosted.boost_context.precision
+        return {name: precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
 
-    def _model_of(self, optimizer: Optimizer, call: str) -> nn.Module:
+    def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
         for boosted, own in self._optimizers.items():
             if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
                 return boosted
@@ -446,7 +440,7 @@ class Saving:
 
     def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
         boosted = self._model_of(optimizer, call)
-        return self.plugin.state_adapter(boosted, self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, self._optimizers[boosted], boosted.boost_context)
 
     def _training_state(
         self,
@@ -460,8 +454,9 @@ class Saving:
         """Return the parts of a training state, from the arguments that a user passes."""
         self._check_module(model, call)
         if ema is not None and not isinstance(ema, MovingAverage):
-            msg = f"`ema` of `Booster.{call}` must be what `Booster.ema` returned; got `{type(ema).__name__}`."
+            msg = f"`ema` of `Booster.{call}` must be what `booster_runtime.ema` returned; got `{type(ema).__name__}`."
             raise TypeError(msg)
+        boosted = self._boosted_model(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
         return TrainingState(
             model=self.state_adapter(model),
@@ -474,8 +469,9 @@ class Saving:
                 registered=dict(self._registered),
             ),
             module=unwrap_model(model),
-            dtype=self._save_dtype(model),
+            dtype=None if boosted is None else boosted.boost_context.precision.save_dtype,
             ema=None if ema is None else ema.state_adapter(),
+            precision=None if boosted is None else boosted.boost_context.precision,
         )
 
     def _check_module(self, model: Any, call: str) -> None:

@@ -21,6 +21,7 @@ from booster_core.plugin import (
     place_model,
     unwrap_model,
 )
+from booster_core.state import ReplicatedStateAdapter
 from booster_ddp.buffers import DistributedDataParallel
 from booster_ddp.comm_hooks import BY_DTYPE, register_comm_hook
 from booster_ddp.config import DDPConfig
@@ -31,7 +32,6 @@ from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
 from booster_runtime.sharding import note_reductions, refuse_renormalized, write_gradient
-from booster_runtime.state import ReplicatedStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -297,6 +297,23 @@ class DDPOptimizer(OptimizerWrapper):
             raise GradientError(msg) from cause
         if self.first_step is not None and not self.first_step.is_accumulating:
             self._average()
+
+    def check_inputs(self, inputs: tuple[Any, ...]) -> None:
+        """Check that DDP's reducer can finish with the gradients of some tensors only.
+
+        Raises:
+            ConfigError: If it waits for those of other parameters too.
+        """
+        super().check_inputs(inputs)
+        ids = {id(each) for each in inputs}
+        num_inputs = sum(id(parameter) in ids for parameter in self._reduced.values())
+        if not self._unreduced.can_finish(num_inputs, len(self._reduced)):
+            msg = (
+                f"`inputs` has {num_inputs} of the {len(self._reduced)} parameters that DDP averages together, and it "
+                "would wait for the others. Leave `inputs` out, or run this forward and backward under "
+                "`booster.no_sync`; `optimizer.step()` then averages the gradients."
+            )
+            raise ConfigError(msg)
 
     def settle(self) -> None:
         """Average gradients that DDP has not: those of ``no_sync``, or of a second backward through one forward.

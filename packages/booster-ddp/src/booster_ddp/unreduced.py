@@ -100,6 +100,21 @@ class UnreducedGradients:
             )
             raise GradientError(msg) from cause
 
+    def can_finish(self, num_inputs: int, num_reduced: int) -> bool:
+        """Return whether DDP's reducer can finish, or needn't begin, if a backward is for some parameters only.
+
+        Args:
+            num_inputs: Number of parameters that get a gradient.
+            num_reduced: Number of parameters whose gradients are averaged.
+
+        Collective: none.
+        """
+        ddp = self._ddp() if self._is_reducer_ready else None
+        if ddp is None or num_inputs == num_reduced:
+            return True
+        # It begins with the first gradient; with a static graph, at the outputs.
+        return not num_inputs and not ddp.static_graph
+
     def average(self) -> list[int]:
         """Average all gradients over the ranks.
 

@@ -10,6 +10,7 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper, through_door
 from booster_core.ranks import NamedCall
+from booster_runtime.local_state import refuse_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,15 @@ class FSDPModel(ModelWrapper):
         )
         raise ConfigError(msg)
 
-    def attach(self, optimizer: FSDPOptimizer | None) -> None:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        refuse_pickle()
+
+    def attach_optimizer(self, optimizer: FSDPOptimizer | None) -> None:
         """Set the optimizer that holds the gradients of the model's shards."""
         self.__dict__["optimizer"] = optimizer
 

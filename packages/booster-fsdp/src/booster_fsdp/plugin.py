@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
+from booster_core.state import slices_of
 from booster_fsdp.config import FSDPConfig
 from booster_fsdp.formats import resolve_formats, uses_autocast
 from booster_fsdp.lazy import fill_model, hollow_model
@@ -28,8 +29,8 @@ from booster_fsdp.settling import Settlement
 from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
+from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import agree_on_values, dtensor_shards, write_gradient
-from booster_runtime.state import mark_as_local, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,7 +220,7 @@ class TorchFSDPPlugin(Plugin):
                 optimizer.views.move_state()
         else:
             settlement.settle_each_backward()
-        wrapped.attach(optimizer)
+        wrapped.attach_optimizer(optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:

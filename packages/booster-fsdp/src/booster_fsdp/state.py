@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from booster_core.state import NamedTensors
+from booster_core.state import MASTER, NamedTensors
 from booster_runtime.sharding import DTensorStateAdapter, whole_shard
-from booster_runtime.state import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

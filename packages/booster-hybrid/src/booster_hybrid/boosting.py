@@ -37,7 +37,7 @@ from booster_hybrid.tensor_parallel.apply import TensorParallelModel, paralleliz
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_group
-from booster_runtime.data import to_device
+from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
 from booster_runtime.sharding import (
     ShardingRanks,
@@ -328,7 +328,7 @@ class HybridSetup:
         split_backward = SplitBackward(self._model) if self._config.pipeline.style in V_STYLES else None
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
-        dtypes = working_dtypes(self._model, self._context.precision.param_dtype)
+        dtypes = working_dtypes(self._model, self._context.precision)
         communicates = self._config.tensor.size > 1 or bool(self._experts)
         staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
         leave_out(self._model, self._objects.optimizer)
@@ -412,7 +412,7 @@ class HybridSetup:
 
     def _example_batch(self) -> Any:
         batch = example_batch(self._model, self._objects.dataloader, self._options.example_batch)
-        return to_device(batch, torch.device("cpu") if self._is_on_host else self._context.device)
+        return move_batch(batch, torch.device("cpu") if self._is_on_host else self._context.device)
 
     def _known_lists(self, *, is_pipeline: bool) -> list[str]:
         """Return the lists of layers that a policy names; none where a dry run has to find them."""

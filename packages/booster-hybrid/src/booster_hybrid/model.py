@@ -11,6 +11,7 @@ from booster_core.plugin import through_door
 from booster_core.ranks import NamedCall
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
+from booster_runtime.local_state import refuse_pickle
 from booster_zero import ZeroModel
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ class HybridModel(ZeroModel):
             ConfigError: Always.
         """
         refuse_copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        refuse_pickle()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.

@@ -25,7 +25,7 @@ from booster_core.plugin import (
 )
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
-from booster_core.state import NamedTensors
+from booster_core.state import NamedTensors, Replica
 from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import (
@@ -47,8 +47,8 @@ from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
+from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
-from booster_runtime.state import Replica, mark_as_local
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
 from booster_zero.engine import set_gradient
 from booster_zero.gathering import ChunkStateAdapter
@@ -235,6 +235,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         Collective: every rank of the world.
         """
         check_same_settings(self._settings(context), context.coordinator)
+        self._warn_of_plain_data_parallelism()
         if context.coordinator.world_size > 1:
             refuse_renormalized(objects.model)  # before groups are made: ranks that wait there would get another error
         axes = self._axes_of_world()
@@ -467,6 +468,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             "max_norm": self._zero.config.max_norm,
             "parallel_output": self.parallel_output,
             "unchecked_layers": self._unchecked_layers,
+            **({"splits": "nothing, as under plugin 'ddp'"} if self._splits_nothing else {}),
         }
 
     def _settings(self, context: BoostContext) -> Mapping[str, object]:

@@ -1,4 +1,60 @@
-"""The toolkit that strategies are made of: checkpoints, lazy models, collectives, liveness, adapters and averages.
+"""The toolkit that strategies are made of: collectives, sharding, data, lazy models, the monitor, adapters.
 
-Its sub-packages may change with each minor version; what users call of them they reach through `booster_core`.
+The names of this package are for users. Its sub-packages are for authors of strategies, and may change with each minor
+version. Public names are imported when they are first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core.lazy_import import public_names
+
+if TYPE_CHECKING:
+    from booster_runtime.activations import disable_activation_checkpointing, enable_activation_checkpointing
+    from booster_runtime.data.batches import to_device
+    from booster_runtime.data.metrics import gather_for_metrics, reduce
+    from booster_runtime.float8 import convert_to_float8
+    from booster_runtime.lazy import LazyInitContext
+    from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
+    from booster_runtime.moving_average import ema
+    from booster_runtime.replicas import check_replicas
+    from booster_runtime.whole_tensors import full_gradient, full_state, gathered, set_full_gradient, set_full_state
+
+__all__ = [
+    "Evaluation",
+    "LazyInitContext",
+    "StopSignal",
+    "accumulate",
+    "check_replicas",
+    "convert_to_float8",
+    "disable_activation_checkpointing",
+    "ema",
+    "enable_activation_checkpointing",
+    "evaluate_batch",
+    "full_gradient",
+    "full_state",
+    "gather_for_metrics",
+    "gathered",
+    "join",
+    "reduce",
+    "set_full_gradient",
+    "set_full_state",
+    "to_device",
+    "train_batch",
+]
+
+__getattr__, __dir__ = public_names(
+    __name__,
+    {
+        ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
+        ".data.batches": ["to_device"],
+        ".data.metrics": ["gather_for_metrics", "reduce"],
+        ".moving_average": ["ema"],
+        ".float8": ["convert_to_float8"],
+        ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
+        ".lazy": ["LazyInitContext"],
+        ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],
+        ".replicas": ["check_replicas"],
+    },
+)

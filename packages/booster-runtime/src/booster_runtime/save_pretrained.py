@@ -15,9 +15,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
-from booster_core.state import own_class, without_adapters
-from booster_runtime.adapted import is_adapted
-from booster_runtime.state.replicated import ReplicatedStateAdapter
+from booster_core.state import ReplicatedStateAdapter, is_adapted, own_class, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

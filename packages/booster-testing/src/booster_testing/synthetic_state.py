@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from booster_core.state import Box, ParamGroup, StateAdapter, TensorShard, box_numel, box_shape, full_box
-from booster_runtime.state import slices_of
+from booster_core.state import Box, ParamGroup, StateAdapter, TensorShard, box_numel, box_shape, full_box, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

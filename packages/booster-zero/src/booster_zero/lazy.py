@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.state import NamedTensors, TensorShard, full_box
-from booster_runtime.state import MASTER
+from booster_core.state import MASTER, NamedTensors, TensorShard, full_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.world import Monitor, World
-    from booster_core.state.adapter import StateAdapter
 
 PROJECT_NAME = "booster"
 
@@ -95,13 +94,6 @@ def booster_method(name: str) -> Callable[..., Any] | None:
 
     It is called with the ``booster`` and the arguments of the method by name; it returns what the method does.
     """
-
-
-@hookspec(firstresult=True)
-def replicated_state(
-    model: nn.Module, optimizer: Optimizer | None, coordinator: DistCoordinator
-) -> StateAdapter | None:
-    """Return the state of a model and optimizer that every rank holds whole, or ``None`` to pass."""
 
 
 @hookspec

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
-from booster_core.errors import CheckpointError, ConfigError, needs_runtime
+from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.hooks import hook_relay
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset, Sampler
     from typing_extensions import TypeVar
 
+    from booster_core.booster import Booster
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
@@ -109,6 +110,7 @@ class BoostContext:
     """The facts of a run that a plugin gets in ``configure``.
 
     Args:
+        booster: Whose `boost` it is.
         device: The device of this rank; the model has not been moved to it yet.
         coordinator: Rank facts, and meetings that name missing ranks.
         precision: The resolved precision of the run.
@@ -117,6 +119,7 @@ class BoostContext:
         after_step: Called by the optimizer wrapper with itself and its metrics after each step.
     """
 
+    booster: Booster = field(repr=False)
     device: torch.device
     coordinator: DistCoordinator
     precision: PrecisionPolicy
@@ -200,17 +203,11 @@ class Plugin(ABC):
 
         The default serves plugins that keep the whole model and optimizer on every rank.
 
-        Raises:
-            CheckpointError: If the default is used without booster-runtime, which brings it.
-
         Collective: none. Communicate in `prepare_save`, which runs before each save.
         """
-        found: StateAdapter | None = context.hooks.replicated_state(
-            model=model, optimizer=optimizer, coordinator=context.coordinator
-        )
-        if found is None:
-            raise CheckpointError(needs_runtime("Models are saved"))
-        return found
+        from booster_core.state import ReplicatedStateAdapter
+
+        return ReplicatedStateAdapter(model, optimizer, context.coordinator)
 
     def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
         """Synchronize the ranks' state before a save; the default is for plugins whose replicas are always equal.
@@ -283,7 +280,7 @@ class Plugin(ABC):
 
         Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same. Every
         rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
-        number of ranks. `Booster.gather_for_metrics` leaves them out.
+        number of ranks. `gather_for_metrics` leaves them out.
 
         Args:
             dataset: A data set with a length; or an iterable one, dealt out item by item.

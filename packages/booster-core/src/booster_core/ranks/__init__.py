@@ -1,22 +1,30 @@
 """Ranks and what they share: launching them, the default process group, and who waits where."""
 
-from booster_core.errors import name_ranks
-from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
-from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.digests import digest
-from booster_core.ranks.environments import Environment
-from booster_core.ranks.meeting import Meetings, Outcome
-from booster_core.ranks.store import Host, this_host
-from booster_core.ranks.world import (
-    PROGRESS,
-    Monitor,
-    World,
-    close_world,
-    current_world,
-    open_world,
-    opened_world,
-    set_world,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from booster_core.lazy_import import public_names
+
+if TYPE_CHECKING:
+    from booster_core.errors import name_ranks
+    from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
+    from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.digests import digest
+    from booster_core.ranks.environments import Environment
+    from booster_core.ranks.launch import ensure_process_group
+    from booster_core.ranks.meeting import Meetings, Outcome
+    from booster_core.ranks.store import Host, this_host
+    from booster_core.ranks.world import (
+        PROGRESS,
+        Monitor,
+        World,
+        close_world,
+        current_world,
+        open_world,
+        opened_world,
+        set_world,
+    )
 
 __all__ = [
     "LOST_PEER",
@@ -35,6 +43,7 @@ __all__ = [
     "close_world",
     "current_world",
     "digest",
+    "ensure_process_group",
     "name_ranks",
     "observed_by",
     "open_world",
@@ -42,3 +51,27 @@ __all__ = [
     "set_world",
     "this_host",
 ]
+
+__getattr__, __dir__ = public_names(
+    __name__,
+    {
+        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by"],
+        "booster_core.errors": ["name_ranks"],
+        ".coordinator": ["DistCoordinator"],
+        ".digests": ["digest"],
+        ".environments": ["Environment"],
+        ".launch": ["ensure_process_group"],
+        ".meeting": ["Meetings", "Outcome"],
+        ".store": ["Host", "this_host"],
+        ".world": [
+            "PROGRESS",
+            "Monitor",
+            "World",
+            "close_world",
+            "current_world",
+            "open_world",
+            "opened_world",
+            "set_world",
+        ],
+    },
+)

@@ -80,7 +80,7 @@ def launch(
     if world.process_group is not None:
         msg = (
             f"The process group has been started already: this is rank {world.rank} of {world.world_size}. Launch once "
-            "per process, or call `booster_core.ranks.launch.shutdown` in between."
+            "per process, or call `booster_core.shutdown()` in between."
         )
         raise LaunchError(msg)
     if config:
@@ -161,8 +161,14 @@ def ensure_process_group() -> DistCoordinator:
     return launch(environment=environments.ALONE, seed=None, verbose=False)
 
 
-shutdown = close_world
-"""Ends this process's part of the run; called when the interpreter ends."""
+def shutdown() -> None:
+    """End this process's part of the run: process group, monitor and store. It may be launched again afterwards.
+
+    Called when the interpreter ends. Does nothing where nothing was launched.
+
+    Collective: none; ranks may shut down one after the other.
+    """
+    close_world()
 
 
 def choose_backend(backend: str | None) -> str:

@@ -121,7 +121,7 @@ class Meeting:
         if first["digest"] != own["digest"]:
             store.add(f"{number}/differing", 1)
         store.set(f"last/{self._rank}", own["name"])
-        store.append(f"{number}/came", f"{self._rank} ")  # type: ignore[attr-defined] # torch's stubs leave it out
+        store.append(f"{number}/came", f"{self._rank} ")  # type: ignore[attr-defined] # torch does not list it
         if store.add(f"{number}/count", 1) == len(self._ranks):
             errors, differing = store.add(f"{number}/errors", 0), store.add(f"{number}/differing", 0)
             verdict = self._decide(number, {"ok": True, "errors": errors, "differs": differing > 0})

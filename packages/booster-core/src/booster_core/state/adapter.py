@@ -1,7 +1,7 @@
 """`StateAdapter`: how a plugin shows its state, as shards that can be read and written.
 
 `StateAdapter` is the only thing a plugin supplies for checkpoints, resharding, EMA and gradient access. It contains no
-file code. `booster_runtime.state.ReplicatedStateAdapter` is the default, for plugins that keep the whole model on every
+file code. `booster_core.state.ReplicatedStateAdapter` is the default, for plugins that keep the whole model on every
 rank.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 JSONValue = Any
 """What ``json`` can write: str, int, float, bool, None, and lists and str-keyed dicts of these.
 
-`booster_runtime.state.encode_json` turns other plain values (tuples, other dicts, lists of tensors) into such."""
+`booster_core.state.encode_json` turns other plain values (tuples, other dicts, lists of tensors) into such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,17 @@ class StateAdapter(ABC):
 
         Collective: none.
         """
+
+    def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
+        """Yield what a file in ``dtypes`` is written from: `model_shards`, or masters of which they are rounded copies.
+
+        Args:
+            dtypes: The element type of tensors in the file, by name; those without one are written as they are.
+
+        Collective: none.
+        """
+        del dtypes
+        return self.model_shards()
 
     def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
         """Yield what a load of ``stored`` writes: `model_shards`, and masters of which they would be a rounded copy."""

@@ -210,3 +210,37 @@ def without_adapters(model: nn.Module) -> nn.Module:
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether a user's own model is one of peft's.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether peft has put adapters into a model.
+
+    Collective: none.
+    """
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def frozen_base(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are frozen next to adapters; none for a model without adapters.
+
+    Collective: none.
+    """
+    if not has_adapters(model):
+        return set()
+    return {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}

@@ -59,7 +59,7 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
 
 def _check_budgets(config: GeminiConfig, context: BoostContext) -> None:
     """Raise on every rank where budgets differ: chunks are cut, and gathered ahead, by what all know."""
-    budgets = context.coordinator.all_gather_object(config.memory_budget_bytes)
+    budgets = context.coordinator.all_gather_object(config.memory_budget_bytes, name="boost")
     if len(set(budgets)) > 1:
         told = ", ".join(f"rank {rank}: {budget}" for rank, budget in enumerate(budgets))
         msg = f"`memory_budget_bytes` differs between ranks ({told}). Pass the same on all, such as the least of them."
@@ -173,7 +173,7 @@ def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
         told = "nobody answers the hook `placement_policy` for it" if found is None else f"the hook returned {found!r}"
         msg = (
             f"`placement_policy={config.placement_policy!r}` is neither 'static' nor 'auto', and {told}. Install or "
-            "register what brings it; it is a `booster_gemini.placement.policy.PlacementPolicy`."
+            "register what brings it; it is a `booster_gemini.placement.PlacementPolicy`."
         )
         raise PluginError(msg)
     return found

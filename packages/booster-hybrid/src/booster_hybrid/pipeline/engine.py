@@ -24,7 +24,7 @@ from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import pipeline_stream
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
-from booster_runtime.data import to_device
+from booster_runtime.data import move_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,7 +204,7 @@ class PipelineEngine:
             schedule,
             self._index,
             self._link,
-            [to_device(batch, self._device)],
+            [move_batch(batch, self._device)],
             [1.0],
             lambda outputs, batch: torch.zeros(()),  # noqa: ARG005 - no loss is asked for
             None,
@@ -238,7 +238,7 @@ class PipelineEngine:
         try:
             batch = next(batches)
             checksum = checksum_of(batch, self._num_batches)
-            batch = to_device(batch, self._device)
+            batch = move_batch(batch, self._device)
             count = config.num_microbatches if config.microbatch_size is None else None
             if config.microbatch_size is None and count is None:
                 count = config.size

@@ -33,7 +33,7 @@ from booster_hybrid.sequence_parallel.stack import HIDDEN_STATES
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime import collectives
-from booster_runtime.data import call_with, taken_by, to_device
+from booster_runtime.data import call_with, move_batch, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -117,7 +117,7 @@ def check_layers(
         with context.coordinator.together("boost"):
             if check == run.run:
                 with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
-                    batch = to_device(batch_at_hand(dataloader, example_batch), context.device)
+                    batch = move_batch(batch_at_hand(dataloader, example_batch), context.device)
             check(batch)
 
 

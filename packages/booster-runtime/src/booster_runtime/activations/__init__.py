@@ -1,6 +1,6 @@
 """Less memory for activations: recompute them in backward, all or all but the expensive ones, or keep them on the host.
 
-Users import checkpointing from `booster_core`, which needs booster-runtime installed for it.
+Users import checkpointing from `booster_runtime`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The one door to collectives on flat buffers.
 
-They travel by a transport, chosen when a process group is first used: by reading other processes' memory where every
-rank of the group can (``direct``: one host, x86-64 Linux), else by `torch.distributed` (``torch``); see
-`booster_runtime.collectives.transports`. The environment variable ``BOOSTER_TRANSPORT=auto|torch|direct`` chooses, and
+They travel by `torch.distributed`; see `booster_runtime.collectives.transports`. The environment variable
 ``BOOSTER_DEBUG=collectives`` compares every call between ranks before it runs.
 
-Results don't depend on the transport. On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a
-result depends neither on timing nor on which elements share a buffer. On devices the backend sums, in its own order and
-in the dtype that is sent.
+On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a result depends neither on timing nor on
+which elements share a buffer. On devices the backend sums, in its own order and in the dtype that is sent.
 
 A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``r`` holds
 ``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty. A ``range`` says in a few bytes that they are equal.
@@ -19,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from booster_core.errors import MismatchError
 from booster_core.ranks import OBSERVERS
-from booster_runtime.collectives.errors import MismatchError
 from booster_runtime.collectives.groups import new_group
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into
@@ -126,8 +123,8 @@ def reduce_scatter_rows(
 ) -> Pending:
     """Start summing, over ranks, a matrix most of whose rows may be zero on each rank; to the same bits as any other.
 
-    The portable transport sends just the other rows, where they are at most a quarter. What is not zero is found by
-    looking, so that it holds whatever a model does with the matrix.
+    Just the other rows are sent, where they are at most a quarter. What is not zero is found by looking, so that it
+    holds whatever a model does with the matrix.
 
     Args:
         matrix: Shape ``(rows, width)``, contiguous, on the CPU; equal shapes on every rank.
@@ -203,10 +200,9 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup 
     """Start combining a tensor over ranks, in place and to the same bits on each.
 
     On the CPU, ``SUM`` and ``AVG`` of floating tensors are computed in rank order, bf16 and fp16 in fp32 with one
-    rounding at the end: the same bits on every transport. Integers, ``MAX`` and ``MIN`` are exact in any order. On
-    devices, and for complex tensors, the backend combines in its own order: NCCL in the order of its ring or tree,
-    which depends on the number of ranks, the topology and the size of the tensor, rounding bf16 and fp16 after each
-    addition.
+    rounding at the end. Integers, ``MAX`` and ``MIN`` are exact in any order. On devices, and for complex tensors, the
+    backend combines in its own order: NCCL in the order of its ring or tree, which depends on the number of ranks, the
+    topology and the size of the tensor, rounding bf16 and fp16 after each addition.
 
     Args:
         tensor: Any shape; contiguous.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from booster_core.log import ANY_RANK, log
 from booster_core.ranks import current_world, digest, name_ranks
-from booster_runtime.log import ANY_RANK, log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

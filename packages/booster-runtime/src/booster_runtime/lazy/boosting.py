@@ -187,7 +187,8 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
         values = {} if recording is None else recording.fingerprints()
     except Exception as caught:  # noqa: BLE001 - carried to every rank below
         error = caught
-    first, seeds, first_values = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders], values))
+    mine = (own, [recorder.seeds for recorder in recorders], values)
+    first, seeds, first_values = coordinator.broadcast_object(mine, name="boost")
     head = f"Rank {coordinator.rank} built another model than rank 0: "
     if first != own:
         here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))

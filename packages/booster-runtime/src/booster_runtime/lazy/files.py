@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_checkpoint.files import MODEL, ComposedTensors
+from booster_checkpoint.load import Source
 from booster_core.errors import CheckpointError, LazyInitError
-from booster_runtime.checkpoint.files.composed import ComposedTensors
-from booster_runtime.checkpoint.files.layout import MODEL
-from booster_runtime.checkpoint.load.source import Source
 from booster_runtime.lazy.log import Ref
 from booster_runtime.lazy.replay import find_live
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from booster_checkpoint.files import Layout
     from booster_core.state import TensorMeta
-    from booster_runtime.checkpoint.files.composed import Layout
     from booster_runtime.lazy.log import Entry
 
 _SAMPLE_NUMEL = 256

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import box_numel, box_shape, full_box
+from booster_core.state import box_numel, box_shape, full_box, intersect, regions_of, slices_of
 from booster_runtime.lazy.holders import Holder, loosened
 from booster_runtime.sharding.agreement import send_first
 from booster_runtime.sharding.hosting import is_cut
-from booster_runtime.state.regions import intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,12 +51,12 @@ def shards_from_host(model: nn.Module, device: torch.device, coordinator: DistCo
     is_possible = all(map(_is_plain, model.parameters()))
     shapes = [f"'{name}' of {tuple(each.shape)} and {each.dtype}" for name, each in model.named_parameters()]
     digest = hashlib.sha256("\n".join(shapes).encode()).digest()
-    every = coordinator.all_gather_object((is_possible, digest))
+    every = coordinator.all_gather_object((is_possible, digest), name="boost")
     if not all(possible for possible, _ in every):
         return False
     other = next((rank for rank, (_, of_rank) in enumerate(every) if of_rank != every[0][1]), None)
     if other is not None:
-        raise _different_models(other, coordinator.all_gather_object(shapes))
+        raise _different_models(other, coordinator.all_gather_object(shapes, name="boost"))
     return True
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_checkpoint.load import ShardReader
 from booster_core.errors import LazyInitError
-from booster_runtime.checkpoint.load.reader import ShardReader
+from booster_core.state import pack, slices_of
 from booster_runtime.lazy.files import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
 from booster_runtime.lazy.holders import Holder, cut_all, find_elsewhere, find_holders, loosened
 from booster_runtime.lazy.tensor import LazyTensor
-from booster_runtime.state.regions import pack, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

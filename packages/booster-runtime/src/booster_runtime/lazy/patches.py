@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
+from booster_checkpoint.files import SafetensorsFile
 from booster_core.errors import LazyInitError
-from booster_runtime.checkpoint.files.safetensors_file import SafetensorsFile
 from booster_runtime.lazy.files import FileRead, empty_like
 from booster_runtime.lazy.tensor import LazyTensor
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_checkpoint.files import MODEL
+from booster_checkpoint.load import Expectation, as_model_names, compare, open_source
 from booster_core.errors import CheckpointError, LazyInitError
 from booster_core.state import NamedTensors, TensorMeta, extra_state_modules
-from booster_runtime.checkpoint.files.layout import MODEL
-from booster_runtime.checkpoint.load.compare import Expectation, compare
-from booster_runtime.checkpoint.load.naming import as_model_names
-from booster_runtime.checkpoint.load.source import open_source
 from booster_runtime.lazy.files import FileRead, empty_like
 from booster_runtime.lazy.tensor import LazyTensor
 

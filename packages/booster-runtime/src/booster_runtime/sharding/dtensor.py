@@ -1,7 +1,7 @@
 """``DTensor`` state as shards, for any placement on any mesh, and the adapter for plugins built on DTensors.
 
 Parameters, gradients and optimizer state may be DTensors or plain tensors. Every rank holds plain tensors whole; their
-ownership is divided as in `booster_runtime.state.replicated`.
+ownership is divided as in `booster_core.state.replicated`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from typing_extensions import override
 
 from booster_core.errors import CheckpointError
-from booster_core.state import NamedTensors, TensorShard
+from booster_core.state import NamedTensors, ReplicatedStateAdapter, TensorShard, balanced_shards
 from booster_runtime.sharding.placements import Split, local_boxes
-from booster_runtime.state.replicated import ReplicatedStateAdapter, balanced_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

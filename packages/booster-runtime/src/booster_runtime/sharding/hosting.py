@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard, full_box
-from booster_runtime.state import MASTER, flatten_state, restore_state
+from booster_core.state import (
+    MASTER,
+    JSONValue,
+    ParamGroup,
+    TensorMeta,
+    TensorShard,
+    flatten_state,
+    full_box,
+    restore_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence

@@ -19,8 +19,7 @@ from booster_core.plugin import (
     place_model,
     unwrap_model,
 )
-from booster_core.state import NamedTensors, TensorShard, full_box
-from booster_runtime.state import MASTER, ReplicatedStateAdapter
+from booster_core.state import MASTER, NamedTensors, ReplicatedStateAdapter, TensorShard, full_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -33,11 +33,6 @@ class ObservedTransport:
         self._inner = inner
         self._group = dist.group.WORLD if group is None else group
 
-    @property
-    def name(self) -> str:
-        """The inner transport's name."""
-        return self._inner.name
-
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
     ) -> Pending:

@@ -1,0 +1,1 @@
+"""Verbs of the ``booster`` command that look at checkpoints."""

@@ -1,0 +1,253 @@
+"""Checksums of a file by blocks, so that ranks verify what they read while they read it.
+
+A block is a part of one tensor, or several small pieces in a row; blocks follow each other from the first byte of the
+file to the last. A rank that reads a whole block hashes it in its own memory. Of the ranks that read parts of a block,
+the one that reads its first byte reads all of it, and the others rely on that: over all ranks, every block of what is
+loaded is verified once, and no rank needs to know what others read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.files.ranges import contents_of
+from booster_checkpoint.storage import RemotePath
+from booster_core.errors import CheckpointError
+from booster_core.state import span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from booster_core.state import Box
+
+    Read = Callable[[memoryview, int], None]
+    """Fills memory from a byte offset of a file."""
+
+BLOCK_BYTES = 1 << 20
+"""Largest size of a block that is written: it stays in a processor's cache between its read and its hash."""
+LARGEST_READ_BYTES = 16 << 20
+"""Largest size of a block that is verified while it is read; files with larger ones are verified ahead of the load."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A range of a file that has a checksum.
+
+    Args:
+        nbytes: Its size.
+        checksum: The hexadecimal xxh3 (64 bits) of its content.
+    """
+
+    nbytes: int
+    checksum: str
+
+
+def block_sizes(pieces: Iterable[int]) -> list[int]:
+    """Return the sizes of the blocks of a file.
+
+    Args:
+        pieces: The sizes of what is read as one: the header, each tensor. Their sum is the file's size.
+    """
+    sizes, used = list[int](), 0
+    for piece in pieces:
+        if used + piece <= BLOCK_BYTES:
+            used += piece
+            continue
+        sizes.append(used)
+        whole, used = divmod(piece, BLOCK_BYTES)
+        sizes += [BLOCK_BYTES] * whole
+        if whole:  # the rest of a tensor that is cut is a block of its own
+            sizes.append(used)
+            used = 0
+    return [size for size in (*sizes, used) if size]
+
+
+class BlockHasher:
+    """Computes the checksums of a file's blocks from its bytes, in their order.
+
+    Args:
+        sizes: The sizes of the blocks.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.blocks: list[Block] = []
+        self._sizes = iter(sizes)
+        self._next()
+
+    def update(self, content: memoryview | bytes) -> None:
+        """Take in the bytes that follow."""
+        rest = memoryview(content)
+        while rest:
+            part = rest[: self._left]
+            self._digest.update(part)
+            self._left -= len(part)
+            rest = rest[len(part) :]
+            if not self._left:
+                self.blocks.append(Block(self._size, self._digest.hexdigest()))
+                self._next()
+
+    def _next(self) -> None:
+        import xxhash
+
+        self._size = self._left = next(self._sizes, 0)
+        self._digest: Any = xxhash.xxh3_64()
+
+
+def blocks_of_file(path: Path, sizes: Sequence[int], begin: int = 0) -> list[Block]:
+    """Return blocks of a file that follow each other, with their checksums; fewer, if the file is too short.
+
+    Args:
+        path: The file; as little memory is used as a block takes.
+        sizes: The sizes of the blocks.
+        begin: Where the first one begins.
+
+    Raises:
+        OSError: If the file cannot be read.
+
+    Collective: none.
+    """
+    hasher, left = BlockHasher(sizes), sum(sizes)
+    if isinstance(path, RemotePath):
+        for content in contents_of(path.open_ranges(), begin, begin + left):
+            hasher.update(content)
+        return hasher.blocks
+    buffer = memoryview(bytearray(min(left, BLOCK_BYTES)))
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(begin)
+        while left and (count := stream.readinto(buffer[:left])):
+            hasher.update(buffer[:count])
+            left -= count
+    return hasher.blocks
+
+
+def checksum_of(content: memoryview | bytes) -> str:
+    """Return the hexadecimal xxh3 (64 bits) of bytes."""
+    import xxhash
+
+    return str(xxhash.xxh3_64_hexdigest(content))
+
+
+class CheckedReads:
+    """Verifies the blocks of one file while parts of it are read. Several threads may read at once.
+
+    Args:
+        name: The file, for messages.
+        blocks: Its blocks.
+        is_shared: Other ranks read the rest of blocks that this one reads parts of, from the same disk.
+        on_damage: Called with what is wrong, in words, before it is raised.
+    """
+
+    def __init__(
+        self, name: str, blocks: Sequence[Block], *, is_shared: bool, on_damage: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._blocks = blocks
+        self._ends = list(itertools.accumulate(block.nbytes for block in blocks))
+        self._is_checked = bytearray(len(blocks))
+        self._is_shared = is_shared
+        self._on_damage = on_damage
+        self._turn, self._num_turns = 0, 1
+
+    def take_turns(self, turn: int, num_turns: int) -> None:
+        """Leave blocks to other ranks that read the same of this file, each of them to one.
+
+        Args:
+            turn: This rank's place among these ranks.
+            num_turns: Their number.
+
+        Collective: none, but each of the ranks must do the same.
+        """
+        if self._is_shared:
+            self._turn, self._num_turns = turn, num_turns
+
+    def read(self, read: Read, target: memoryview, offset: int) -> None:
+        """Fill ``target`` from a byte offset, and verify the blocks that are this rank's to verify.
+
+        Args:
+            read: Reads the file.
+            target: Where the bytes go.
+            offset: Where they begin in the file.
+
+        Raises:
+            CheckpointError: If a block is not what was saved.
+        """
+        index = bisect_right(self._ends, offset)
+        while target and index < len(self._ends):
+            begin, end = self._ends[index] - self._blocks[index].nbytes, self._ends[index]
+            part = target[: end - offset]
+            is_ours = index % self._num_turns == self._turn
+            if len(part) == end - begin:
+                read(part, offset)
+                if is_ours:
+                    self._check(index, part)
+            elif is_ours and not self._is_checked[index] and (begin == offset or not self._is_shared):
+                part[:] = self._read_whole(index, read)[offset - begin : offset - begin + len(part)]
+            else:
+                read(part, offset)
+            target, offset, index = target[len(part) :], end, index + 1
+        if target:  # beyond the last block is beyond the end, which the reader reports
+            read(target, offset)
+
+    def end_of_block(self, position: int) -> int:
+        """Return where the block ends that contains the byte before a position."""
+        index = bisect_right(self._ends, position - 1)
+        return self._ends[index] if index < len(self._ends) else position
+
+    def verify_box(self, read: Read, offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> None:
+        """Verify the blocks of a box whose rows are apart in the file, those that are this rank's to verify.
+
+        Args:
+            read: Reads the file.
+            offset: Where the tensor's values begin, in bytes.
+            shape: Shape of the whole tensor.
+            itemsize: Bytes per element.
+            box: The part of the tensor that is read; not empty.
+
+        Raises:
+            CheckpointError: If a block is not what was saved.
+        """
+        first, last = (offset + edge * itemsize for edge in span_of(shape, box))
+        for index in range(bisect_right(self._ends, first), len(self._ends)):
+            begin = self._ends[index] - self._blocks[index].nbytes
+            if begin >= last:
+                break
+            is_first = begin >= offset and _contains(box, shape, (begin - offset) // itemsize)
+            if not self._is_checked[index] and (is_first or not self._is_shared):
+                self._read_whole(index, read)
+
+    def _read_whole(self, index: int, read: Read) -> memoryview:
+        whole = memoryview(bytearray(self._blocks[index].nbytes))
+        read(whole, self._ends[index] - self._blocks[index].nbytes)
+        self._check(index, whole)
+        return whole
+
+    def _check(self, index: int, content: memoryview) -> None:
+        block, found = self._blocks[index], checksum_of(content)
+        if found != block.checksum:
+            problem = difference(self._name, self._ends[index] - block.nbytes, block, found)
+            self._on_damage(problem)
+            msg = f"{problem}."
+            raise CheckpointError(msg)
+        self._is_checked[index] = 1
+
+
+def difference(name: str, begin: int, block: Block, found: str) -> str:
+    """Return, in words, that a block is not what was saved."""
+    where = f"bytes {begin} to {begin + block.nbytes}"
+    return f"'{name}' has the checksum {found} in {where}, and was saved with {block.checksum}"
+
+
+def _contains(box: Box, shape: tuple[int, ...], position: int) -> bool:
+    """Whether the element at a position of the row-major flattened tensor is in a box."""
+    if position >= math.prod(shape):
+        return False
+    for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
+        position, index = divmod(position, size)
+        if not start <= index < stop:
+            return False
+    return True

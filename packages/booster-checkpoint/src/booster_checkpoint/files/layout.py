@@ -1,0 +1,310 @@
+"""Where everything of a save goes: the names of its files, and which tensor is in which file.
+
+Names are those that Hugging Face libraries write and look for. Tensors are put in the natural order of their names, so
+that files do not depend on the plugin, on the number of ranks or on who owns what: the same state gives the same bytes.
+All of it is arithmetic on names and sizes, which every rank repeats alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.files.checksums import block_sizes
+from booster_core.errors import ConfigError
+from booster_core.state import tensor_references
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+
+    from booster_checkpoint.files.checksums import Block
+    from booster_checkpoint.save.parts import Part
+
+SAFETENSORS, TORCH = ".safetensors", ".bin"
+MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
+INTERRUPTED = ".interrupted"
+"""Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
+TEMPORARY = ".tmp"
+TOKEN_CHARACTERS = 16
+"""Length of the hexadecimal text in temporary names that no two saves share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileNames:
+    """The names of one checkpoint's files.
+
+    Args:
+        base: ``"model"``, ``"pytorch_model"`` or ``"optimizer"``.
+        suffix: ``".safetensors"`` or ``".bin"``.
+        prefix: Put between base and suffix, as Hugging Face does with a ``variant``: ``model.ema.safetensors``.
+    """
+
+    base: str
+    suffix: str = SAFETENSORS
+    prefix: str | None = None
+
+    @property
+    def stem(self) -> str:
+        """The name of the single file without its suffix."""
+        return self.base if not self.prefix else f"{self.base}.{self.prefix}"
+
+    @property
+    def single(self) -> str:
+        """The name of the one file of an undivided checkpoint."""
+        return f"{self.stem}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """The name of the index of a divided checkpoint."""
+        middle = "" if not self.prefix else f".{self.prefix}"
+        return f"{self.base}{self.suffix}.index{middle}.json"
+
+    @property
+    def mark(self) -> str:
+        """The name of the file that is there while the files of a divided checkpoint are replaced."""
+        return mark_of(self.index)
+
+    @property
+    def other_forms(self) -> tuple[FileNames, ...]:
+        """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
+        if self.base == TORCH_MODEL:
+            return (FileNames(base=MODEL, prefix=self.prefix),)
+        return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()
+
+    @property
+    def groups(self) -> str:
+        """The name of the file with an optimizer's parameter groups."""
+        return "param_groups.json" if not self.prefix else f"param_groups.{self.prefix}.json"
+
+    def part(self, number: int, total: int) -> str:
+        """Return the name of one file of a divided checkpoint; ``number`` counts from 1."""
+        return f"{self.stem}-{number:05d}-of-{total:05d}{self.suffix}"
+
+    def is_part(self, name: str) -> bool:
+        """Whether a name is that of a file of a divided checkpoint of this stem."""
+        return re.fullmatch(rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}", name) is not None
+
+    def includes(self, name: str) -> bool:
+        """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
+        return name in (self.single, self.index) or self.is_part(name)
+
+
+def mark_of(index: str) -> str:
+    """Return the name of the file that is there while the files of an index are replaced."""
+    return f".{index}{INTERRUPTED}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One whole tensor as a file holds it.
+
+    Args:
+        key: Name in the file.
+        shape: Shape of the whole tensor.
+        dtype: Element type in the file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's values in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def natural_order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
+    """Return a sort key under which ``layers.2`` comes before ``layers.10``, and no two names are equal."""
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)), name
+
+
+def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
+    """Distribute tensors over files in their order; one larger than the limit gets a file of its own.
+
+    Args:
+        specs: The tensors, in natural order.
+        max_bytes: Largest size of a file's values in bytes; one file for everything when ``None``.
+
+    Returns:
+        At least one file (which may be empty). Within a file tensors of wider elements come first, so that each
+        tensor's values are aligned to its element size.
+    """
+    files: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if max_bytes is not None and files[-1] and size + spec.nbytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(spec)
+        size += spec.nbytes
+    # A stable sort: by name among elements of one width.
+    return [tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize)) for specs in files]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """A file of tensors that a save writes.
+
+    Args:
+        name: Its name in the folder.
+        suffix: The kind of file.
+        specs: Its tensors, in the order of their values.
+        values: Its other values, as encoded JSON.
+    """
+
+    name: str
+    suffix: str
+    specs: tuple[TensorSpec, ...]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def block_sizes(self, nbytes: int) -> list[int]:
+        """Return the sizes of the blocks that get checksums, where the file has ``nbytes`` bytes."""
+        if self.suffix != SAFETENSORS:
+            return block_sizes([nbytes])
+        tensors = [spec.nbytes for spec in self.specs]
+        return block_sizes([nbytes - sum(tensors), *tensors])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenFile:
+    """A file that was written.
+
+    Args:
+        name: Its name in the folder.
+        nbytes: Its size.
+        blocks: Its blocks, where their checksums were asked for.
+        tensors: The names of its tensors.
+    """
+
+    name: str
+    nbytes: int
+    blocks: tuple[Block, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """The layout of a save; the same on every rank.
+
+    Args:
+        folder: Where the files go.
+        token: Text that no other save uses; part of temporary names.
+        files: The files of tensors.
+        texts: Other files and their content.
+        last: The names of the texts that make the others valid (indexes), which are renamed last.
+        homes: For each part, and each of its tensors, the position of its file in ``files``.
+        elsewhere: For each part, names of tensors that this rank holds but that another rank writes.
+        obsolete: Tells names of files of an older save that this one replaces.
+        marks: Names of the files that say so while several files are replaced.
+        healed: Names of such files of interrupted saves that this save replaces, and their indexes.
+    """
+
+    folder: Path
+    token: str
+    files: tuple[PlannedFile, ...]
+    texts: dict[str, str]
+    last: tuple[str, ...]
+    homes: tuple[dict[str, int], ...]
+    elsewhere: tuple[set[str], ...]
+    obsolete: Callable[[str], bool]
+    marks: tuple[str, ...] = ()
+    healed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The files in the order in which they get their names."""
+        return [
+            *(file.name for file in self.files),
+            *(text for text in self.texts if text not in self.last),
+            *self.last,
+        ]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all tensors' values."""
+        return sum(spec.nbytes for file in self.files for spec in file.specs)
+
+    def temporary(self, name: str) -> Path:
+        """Return a file's path until it is complete."""
+        return self.folder / f".{name}.{self.token}{TEMPORARY}"
+
+
+def new_token() -> str:
+    """Return text that no other save uses."""
+    return secrets.token_hex(TOKEN_CHARACTERS // 2)
+
+
+def make_plan(
+    folder: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
+) -> SavePlan:
+    """Return where everything goes, from what all ranks know alike.
+
+    Args:
+        folder: Where the files go.
+        token: Text that no other save uses.
+        parts: The parts; they have learned what all ranks said.
+        specs: For each part, its whole tensors, in natural order.
+        texts: Further files and their content.
+    """
+    files: list[PlannedFile] = []
+    homes, all_texts, last = [], dict(sorted(texts.items())), []
+    for part, part_specs in zip(parts, specs, strict=True):
+        divided = split_into_files(part_specs, part.max_bytes)
+        home: dict[str, int] = {}
+        for number, file_specs in enumerate(divided, start=1):
+            name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
+            values = part.values() if number == 1 else {}
+            home |= {spec.key: len(files) for spec in file_specs}
+            ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
+            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=ordered, values=values))
+        homes.append(home)
+        all_texts |= part.texts()
+        if part.is_divided:
+            all_texts[part.names.index] = _index_text(
+                {key: files[index].name for key, index in home.items()}, part_specs
+            )
+            last.append(part.names.index)
+    written = {file.name for file in files} | all_texts.keys()
+    for name in written:
+        if "/" in name or "\\" in name:
+            msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
+            raise ConfigError(msg)
+    # Another form would be read in place of this one by those who look for it first, or ask for it.
+    replaced = [form for part in parts if part.has_folder for form in (part.names, *part.names.other_forms)]
+    in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
+
+    def is_obsolete(name: str) -> bool:
+        return name not in written and any(names.includes(name) for names in replaced)
+
+    return SavePlan(
+        folder=folder,
+        token=token,
+        files=tuple(files),
+        texts=all_texts,
+        last=tuple(last),
+        homes=tuple(homes),
+        elsewhere=tuple(part.extra_elsewhere() for part in parts),
+        obsolete=is_obsolete,
+        marks=tuple(part.names.mark for part in parts if part.has_folder),
+        healed={names.mark: names.index for names in (*replaced, *in_one_file)},
+    )
+
+
+def _in_torch_order(specs: Iterable[TensorSpec], values: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Return tensors in the order of their values in a ``torch.save`` file: those inside of other values come last."""
+    inside = {key: place for place, key in enumerate(k for value in values.values() for k in tensor_references(value))}
+    return tuple(sorted(specs, key=lambda spec: inside.get(spec.key, -1)))
+
+
+def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:
+    """Return the content of an index as Hugging Face libraries write it: which file holds which tensor."""
+    total_bytes = sum(spec.nbytes for spec in specs)
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2) + "\n"

@@ -1,0 +1,149 @@
+"""``param_groups.json``: an optimizer's state without its tensors, as ranks tell each other and as files hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.files.layout import natural_order
+from booster_checkpoint.session import distinct
+from booster_core.errors import CheckpointError
+from booster_core.state import ParamGroup, decode_json, encode_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from booster_core.state import StateAdapter
+
+FORMAT_VERSION = 1
+"""Version of ``param_groups.json``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerInfo:
+    """An optimizer's state, its tensors left out.
+
+    Args:
+        groups: Parameter groups.
+        scalars: State that is not a tensor, by parameter and state name.
+        shapes: The shape of each parameter.
+    """
+
+    groups: tuple[ParamGroup, ...]
+    scalars: Mapping[str, Mapping[str, Any]]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON, ordered by name: the file does not depend on which rank held what."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "param_groups": [
+                {
+                    "params": sorted(group.params, key=natural_order),
+                    **{key: encode_json(group.options[key], key) for key in sorted(group.options)},
+                }
+                for group in self.groups
+            ],
+            "scalars": {
+                name: {state: encode_json(states[state], f"{name}/{state}") for state in sorted(states)}
+                for name, states in sorted(self.scalars.items(), key=lambda item: natural_order(item[0]))
+            },
+            "param_shapes": {name: list(self.shapes[name]) for name in sorted(self.shapes, key=natural_order)},
+        }
+
+    @classmethod
+    def from_json(cls, content: Any, where: str) -> OptimizerInfo:
+        """Return what `to_json` was made of.
+
+        Raises:
+            CheckpointError: If the content is something else; ``where`` names its file.
+        """
+        try:
+            if content["format_version"] > FORMAT_VERSION:
+                msg = (
+                    f"'{where}' has format version {content['format_version']}; this Booster reads up to "
+                    f"{FORMAT_VERSION}."
+                )
+                raise CheckpointError(msg)
+            groups = tuple(
+                ParamGroup(
+                    params=_names(group["params"]),
+                    options={key: decode_json(item) for key, item in group.items() if key != "params"},
+                )
+                for group in _list(content["param_groups"])
+            )
+            scalars = {
+                name: {state: decode_json(value) for state, value in states.items()}
+                for name, states in content["scalars"].items()
+            }
+            shapes = {name: _shape(shape) for name, shape in content["param_shapes"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            msg = f"'{where}' does not describe an optimizer's parameter groups: {error!r}."
+            raise CheckpointError(msg) from error
+        return cls(groups=groups, scalars=scalars, shapes=shapes)
+
+    @classmethod
+    def of(cls, adapter: StateAdapter) -> OptimizerInfo:
+        """Return what this rank knows."""
+        groups = tuple(adapter.param_groups())
+        members = {name for group in groups for name in group.params}
+        return cls(
+            groups=groups,
+            scalars=adapter.optimizer_scalars(),
+            shapes={shard.name: shard.global_shape for shard in adapter.model_shards() if shard.name in members},
+        )
+
+    def entries(self) -> list[Any]:
+        """Return what a rank tells the others, in parts: ranks that have all groups alike may differ in scalars."""
+        return [self.groups, self.scalars, self.shapes]
+
+    @classmethod
+    def merge(cls, gathered: Sequence[Sequence[Any]]) -> OptimizerInfo:
+        """Return what all ranks know together: a rank may hold only some of the parameters.
+
+        Args:
+            gathered: The `entries` of every rank; those that are equal are the same object.
+
+        Raises:
+            CheckpointError: If ranks disagree about a group's options.
+        """
+        rank_groups, rank_scalars, rank_shapes = (distinct(entries) for entries in zip(*gathered, strict=True))
+        groups = []
+        for index in range(max(len(held) for held in rank_groups)):
+            present: list[ParamGroup] = [held[index] for held in rank_groups if index < len(held)]
+            params = tuple(dict.fromkeys(name for group in present for name in group.params))
+            options = present[0].options
+            for group in present[1:]:
+                if group.options != options and encode_json(dict(group.options), "") != encode_json(dict(options), ""):
+                    msg = f"Ranks disagree about parameter group {index}: {dict(options)} and {dict(group.options)}."
+                    raise CheckpointError(msg)
+            groups.append(ParamGroup(params=params, options=options))
+        scalars: dict[str, dict[str, Any]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for named in rank_shapes:
+            shapes |= named
+        for named in rank_scalars:
+            for name, states in named.items():
+                scalars.setdefault(name, {}).update(states)
+        return cls(groups=tuple(groups), scalars=scalars, shapes=shapes)
+
+
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        msg = f"a list was expected, not a {type(values).__name__}"
+        raise TypeError(msg)
+    return values
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    if not all(isinstance(value, str) for value in _list(values)):
+        msg = "names are text"
+        raise TypeError(msg)
+    return tuple(values)
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in _list(values)):
+        msg = "sizes are numbers"
+        raise TypeError(msg)
+    return tuple(values)

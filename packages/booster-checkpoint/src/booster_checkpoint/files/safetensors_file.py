@@ -1,0 +1,226 @@
+"""Files in the safetensors format: an 8-byte length, a JSON header, and the tensors' values.
+
+Read here, and written in `booster_checkpoint.save.writer`, instead of by the safetensors library because ranks
+write parts of one file side by side, and because a header is checked in full before the first value is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from booster_checkpoint.files.reading import ByteFile, TensorFile, read_strided
+from booster_core.errors import CheckpointError
+from booster_core.state import TensorMeta, as_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from booster_checkpoint.files.checksums import CheckedReads
+    from booster_core.state import Box
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library accepts."""
+_LARGEST = 1 << 62
+"""Torch's sizes are smaller than this."""
+METADATA = "__metadata__"
+VALUES_PREFIX = "booster."
+"""Prefix of the metadata entries that hold values of ours."""
+
+
+class SafetensorsFile(TensorFile):
+    """Reads a safetensors file: whole tensors and rows by plain reads, columns through a mapping.
+
+    Args:
+        path: The file.
+        in_memory: Read all values at once, on first use.
+        checks: Verifies what is read.
+
+    Raises:
+        CheckpointError: If the file is truncated, its header is damaged, or its tensors overlap or leave the file.
+    """
+
+    def __init__(self, path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
+        self.path = path
+        self._bytes = ByteFile(path, checks)
+        try:
+            self._size = self._bytes.size
+            header, self._start = self._read_header()
+            metadata = header.pop(METADATA, None)
+            self.values = {} if metadata is None else _values_in(path, metadata)
+            self._offsets: dict[str, int] = {}
+            self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}
+            self._check_overlaps()
+        except BaseException:
+            self._bytes.close()
+            raise
+        self._in_memory = in_memory
+        self._content: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    @override
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        meta, offset = self.tensors[key], self._offsets[key]
+        itemsize = meta.dtype.itemsize
+        if self._in_memory:
+            content = self._whole()
+            whole = content[offset - self._start : offset - self._start + math.prod(meta.shape) * itemsize]
+            read_strided(as_bytes(whole), 0, meta.shape, itemsize, box, out)
+        else:
+            self._bytes.read_box(offset, meta.shape, itemsize, box, out)
+
+    @override
+    def take_turns(self, turn: int, num_turns: int) -> None:
+        """Verify what others that read the same of this file do not."""
+        self._bytes.take_turns(turn, num_turns)
+
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        return None if self._in_memory else (self._bytes, self._offsets[key])
+
+    @override
+    def close(self) -> None:
+        self._bytes.close()
+        self._content = None
+
+    def _whole(self) -> torch.Tensor:
+        with self._lock:
+            if self._content is None:
+                self._content = torch.empty(self._size - self._start, dtype=torch.uint8)
+                self._bytes.read_into(as_bytes(self._content), self._start)
+        return self._content
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        head = bytearray(LENGTH_BYTES)
+        if self._size >= LENGTH_BYTES:
+            self._bytes.read_into(memoryview(head), 0)
+        else:
+            msg = (
+                f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another "
+                "kind of file."
+            )
+            raise CheckpointError(msg)
+        length = struct.unpack("<Q", head)[0]
+        if length > min(self._size - LENGTH_BYTES, MAX_HEADER_BYTES):
+            msg = (
+                f"'{self.path}' announces a header of {length} bytes, but has {self._size} bytes. It is truncated, or "
+                "not "
+                "a safetensors file."
+            )
+            raise CheckpointError(msg)
+        text = bytearray(length)
+        self._bytes.read_into(memoryview(text), LENGTH_BYTES)
+        try:
+            header = json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
+        except (ValueError, RecursionError) as error:
+            msg = f"The header of '{self.path}' is damaged: {error}."
+            raise CheckpointError(msg) from error
+        if not isinstance(header, dict):
+            msg = f"The header of '{self.path}' is damaged: it is not a JSON object."
+            raise CheckpointError(msg)
+        return header, LENGTH_BYTES + length
+
+    def _check_entry(self, key: str, entry: Any) -> TensorMeta:
+        try:
+            dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if (type(dtype), type(shape), type(offsets)) != (str, list, list):
+                raise TypeError
+            begin, end = offsets
+            if not all(type(number) is int and 0 <= number < _LARGEST for number in (*shape, begin, end)):
+                raise ValueError
+            shape = tuple(shape)
+        except (KeyError, TypeError, ValueError) as error:
+            msg = f"The header of '{self.path}' is damaged: the entry of '{key}' is {_shown(entry)}."
+            raise CheckpointError(msg) from error
+        if dtype not in _DTYPES:
+            msg = f"'{key}' in '{self.path}' has dtype {dtype}; known are {', '.join(_DTYPES)}."
+            raise CheckpointError(msg)
+        meta = TensorMeta(shape=shape, dtype=_DTYPES[dtype])
+        nbytes = math.prod(shape) * meta.dtype.itemsize
+        available = self._size - self._start
+        if begin > end or end > available:
+            msg = (
+                f"'{key}' in '{self.path}' is at bytes {begin} to {end} of its values, but the file has {available}. "
+                "It is truncated or damaged."
+            )
+            raise CheckpointError(msg)
+        if end - begin != nbytes:
+            msg = (
+                f"'{key}' in '{self.path}' has {end - begin} bytes, but shape {shape} of {dtype} takes {nbytes}: "
+                "damaged."
+            )
+            raise CheckpointError(msg)
+        self._offsets[key] = self._start + begin
+        return meta
+
+    def _check_overlaps(self) -> None:
+        ranges = sorted(
+            (self._offsets[key], self._offsets[key] + math.prod(meta.shape) * meta.dtype.itemsize, key)
+            for key, meta in self.tensors.items()
+            if math.prod(meta.shape)
+        )
+        for (_, end, key), (begin, _, other) in itertools.pairwise(ranges):
+            if begin < end:
+                msg = f"The header of '{self.path}' is damaged: '{key}' and '{other}' share bytes."
+                raise CheckpointError(msg)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        msg = "a name occurs twice"
+        raise ValueError(msg)
+    return content
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value's text, for a message."""
+    try:
+        return str(value)[:200]
+    except (RecursionError, ValueError):  # nested too deeply, or with too many digits
+        return f"a {type(value).__name__}"
+
+
+def _values_in(path: Path, metadata: Any) -> dict[str, Any]:
+    """Return our values among the metadata."""
+    if not isinstance(metadata, dict):
+        msg = f"The header of '{path}' is damaged: its metadata is {_shown(metadata)}."
+        raise CheckpointError(msg)
+    values = {}
+    for name, text in metadata.items():
+        if name.startswith(VALUES_PREFIX):
+            try:
+                values[name.removeprefix(VALUES_PREFIX)] = json.loads(text)
+            except (TypeError, ValueError, RecursionError) as error:
+                msg = f"The header of '{path}' is damaged: its entry '{name}' is not JSON ({error})."
+                raise CheckpointError(msg) from error
+    return values

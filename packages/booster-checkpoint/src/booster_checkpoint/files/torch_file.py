@@ -1,0 +1,190 @@
+"""Files made by ``torch.save``: written in place like any other file, read without running what they hold.
+
+``torch.save`` can leave the tensors' values out and keep their room, so ranks fill it in side by side. The checksums
+of the zip records with values are left at zero: torch does not look at them, general zip tools complain. Reading
+accepts plain data only (``weights_only=True``).
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from booster_checkpoint.files.layout import SAFETENSORS
+from booster_checkpoint.files.reading import ByteFile, TensorFile
+from booster_checkpoint.storage import RemotePath
+from booster_core.errors import CheckpointError
+from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from booster_checkpoint.files.layout import TensorSpec
+    from booster_core.state import Box
+
+
+def create_torch_file(path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
+    """Write what ``torch.save`` of a plain dict writes, with room for the tensors' values instead of them.
+
+    Args:
+        path: The file; replaced if it exists.
+        specs: The tensors, in the order of their values.
+        values: Other entries of the dict: encoded JSON (`booster_core.state.json_values`) by name.
+
+    Collective: none.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
+
+    with FakeTensorMode():
+        tensors = {spec.key: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
+        content = _content(tensors, values)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, path)
+
+
+def offsets_in_torch_file(path: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Return where in a file that `create_torch_file` has made each tensor's values begin, in bytes.
+
+    Collective: none.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        content = torch.load(path, weights_only=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in content.items():
+        encode_json(value, name, tensors)
+    return {spec.key: _offset_of(tensors[spec.key]) for spec in specs}
+
+
+def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict to save: tensors that belong to a value are inside of it."""
+    decoded = {name: decode_json(value, tensors) for name, value in values.items()}
+    inside = {key for value in values.values() for key in tensor_references(value)}
+    return {**{key: tensor for key, tensor in tensors.items() if key not in inside}, **decoded}
+
+
+class TorchFile(TensorFile):
+    """Reads a file made by ``torch.save`` of a dict of tensors.
+
+    Like any other file, it is read in parts: torch tells the offset of a tensor's values. A file from before torch
+    1.6, or one with strided views, is read (or mapped) as a whole instead.
+
+    Args:
+        path: The file.
+        in_memory: Read all values at once.
+
+    Raises:
+        CheckpointError: If the file is damaged, holds something else, or holds objects that would have to be
+            executed to be read.
+    """
+
+    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
+        self.path = path
+        self._bytes: ByteFile | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        is_zip = _is_zip(path)
+        content = _load(path, is_zip=is_zip, mode="describe" if is_zip and not in_memory else "read")
+        self._collect(content)
+        if is_zip and not in_memory:
+            self._offsets = {name: _offset_of(tensor) for name, tensor in self._tensors.items()}
+            if all(tensor.is_contiguous() for tensor in self._tensors.values()):
+                self._bytes = ByteFile(path)
+                self._check_sizes()
+            else:
+                self._collect(_load(path, is_zip=is_zip, mode="map"))
+
+    @override
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        meta = self.tensors[key]
+        if self._bytes is None:
+            out.view(box_shape(box)).copy_(self._tensors[key].detach()[slices_of(box)])
+        else:
+            self._bytes.read_box(self._offsets[key], meta.shape, meta.dtype.itemsize, box, out)
+
+    @override
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        return None if self._bytes is None else (self._bytes, self._offsets[key])
+
+    @override
+    def close(self) -> None:
+        self._tensors = {}
+        if self._bytes is not None:
+            self._bytes.close()
+            self._bytes = None
+
+    def _collect(self, content: Any) -> None:
+        """Sort what the file holds into tensors and other values."""
+        if not isinstance(content, dict):
+            msg = f"'{self.path}' holds a {type(content).__name__}; a checkpoint is a dict from names to tensors."
+            raise CheckpointError(msg)
+        self._tensors = {}
+        self.values = {}
+        for name, value in content.items():
+            encoded = encode_json(value, str(name), self._tensors)
+            if not isinstance(value, torch.Tensor):
+                self.values[str(name)] = encoded
+        for name, tensor in self._tensors.items():
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+                msg = f"'{name}' in '{self.path}' is not a plain tensor ({tensor.layout}, {tensor.dtype})."
+                raise CheckpointError(msg)
+        self.tensors = {
+            name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
+        }
+
+    def _check_sizes(self) -> None:
+        size = self.path.stat().st_size
+        for name, meta in self.tensors.items():
+            nbytes = math.prod(meta.shape) * meta.dtype.itemsize
+            if nbytes and self._offsets[name] + nbytes > size:
+                self.close()
+                msg = (
+                    f"'{name}' is beyond the end of '{self.path}', which has {size} bytes. It is truncated or damaged."
+                )
+                raise CheckpointError(msg)
+
+
+def _offset_of(tensor: torch.Tensor) -> int:
+    """Return where in the file the values of a tensor begin, which was loaded as a description only."""
+    # torch's documentation of skip_data names this attribute, and no other way to the offsets.
+    offset = tensor.untyped_storage()._checkpoint_offset  # noqa: SLF001
+    assert offset is not None, "loaded as a description from a zip"
+    return int(offset) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _load(path: Path, *, is_zip: bool, mode: str) -> Any:
+    """Return the content of a file: read, mapped, or described (tensors without values)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
+            # Not by its path, where torch would go by the name's ending; only mapping takes nothing else.
+            if mode == "map" and is_zip and path.suffix != SAFETENSORS and not isinstance(path, RemotePath):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            with path.open("rb") as stream:
+                if mode == "describe":
+                    with FakeTensorMode():
+                        return torch.load(stream, weights_only=True)
+                return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        msg = (
+            f"'{path}' holds more than tensors and plain values, and was not loaded: reading such a file can run any "
+            f"program. Convert it where you trust it. ({str(error).splitlines()[0][:300]})"
+        )
+        raise CheckpointError(msg) from error
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        msg = f"'{path}' cannot be read: {reason}. It is damaged, truncated or another kind of file."
+        raise CheckpointError(msg) from error

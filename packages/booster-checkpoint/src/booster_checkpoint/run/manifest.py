@@ -1,0 +1,244 @@
+"""The manifest of a saved training state: its files, their sizes, checksums and tensors, and who wrote them.
+
+A folder without a manifest is not a checkpoint, and one that differs from its manifest is a damaged one. The manifest
+carries a checksum of itself. Files have a checksum for each of their blocks, so that a load verifies what it reads
+while it reads (`ReadChecks`); format version 1 had one checksum for each file, and is verified ahead of the load.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.files.checksums import (
+    LARGEST_READ_BYTES,
+    Block,
+    CheckedReads,
+    blocks_of_file,
+    checksum_of,
+    difference,
+)
+from booster_checkpoint.files.index import read_json
+from booster_checkpoint.save.writer import sync_folder, write_text
+from booster_checkpoint.storage import RemotePath, leaves_folder
+from booster_core.errors import CheckpointError, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+"""Version of the manifest and of the folder around it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What a manifest says of one file.
+
+    Args:
+        nbytes: Its size.
+        blocks: Its blocks, from its first byte to its last.
+        tensors: The names of its tensors.
+    """
+
+    nbytes: int
+    blocks: tuple[Block, ...]
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def is_read_checked(self) -> bool:
+        """Whether a load verifies its tensors' values while it reads them, not ahead."""
+        return bool(self.tensors) and all(block.nbytes <= LARGEST_READ_BYTES for block in self.blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as the manifest holds it."""
+        return {
+            "nbytes": self.nbytes,
+            "blocks": [block.nbytes for block in self.blocks],
+            "xxh3": " ".join(block.checksum for block in self.blocks),
+            "tensors": list(self.tensors),
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> FileEntry:
+        """Return the entry that the manifest holds, of this format version or version 1.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is damaged.
+        """
+        nbytes, checksums = content["nbytes"], content["xxh3"].split()
+        sizes = content.get("blocks", [nbytes])
+        if any(type(size) is not int or size < 0 for size in (nbytes, *sizes)) or sum(sizes) != nbytes:
+            msg = f"blocks of {sizes} bytes in a file of {nbytes}"
+            raise ValueError(msg)
+        blocks = tuple(Block(size, checksum) for size, checksum in zip(sizes, checksums, strict=True))
+        return cls(nbytes=nbytes, blocks=blocks, tensors=tuple(content["tensors"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The manifest of one step.
+
+    Args:
+        step: The step that was saved.
+        files: The files by their path in the folder, with ``/`` between its parts.
+        facts: What wrote them: versions, plugin, number of ranks; for people and ``booster inspect``.
+    """
+
+    step: int
+    files: Mapping[str, FileEntry]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into its folder and sync both.
+
+        Collective: none.
+        """
+        content: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            **self.facts,
+            "files": {name: entry.to_json() for name, entry in sorted(self.files.items())},
+        }
+        content["xxh3"] = _digest(content)
+        text = json.dumps(content, indent=1) + "\n"
+        if isinstance(folder, RemotePath):
+            (folder / MANIFEST).write_bytes(text.encode())
+            return
+        write_text(folder / MANIFEST, text)
+        sync_folder(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return the manifest of a folder.
+
+        Raises:
+            CheckpointError: If there is none, or it is damaged or of a newer format.
+
+        Collective: none.
+        """
+        path = folder / MANIFEST
+        if folder.is_dir() and not path.exists():
+            msg = f"'{folder}' has no '{MANIFEST}': it is not a saved training state, or not all of one."
+            raise CheckpointError(msg)
+        content = read_json(path)
+        try:
+            version = content["format_version"]
+            if version <= FORMAT_VERSION and content.pop("xxh3") != _digest(content):
+                msg = f"The manifest '{path}' is damaged: its content is not what its own checksum says."
+                raise CheckpointError(msg)
+            if version > FORMAT_VERSION:
+                msg = f"'{path}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
+                raise CheckpointError(msg)
+            files = {name: FileEntry.from_json(entry) for name, entry in content.pop("files").items()}
+            step = content.pop("step")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            msg = f"The manifest '{path}' is damaged: {error!r} where its entries should be."
+            raise CheckpointError(msg) from error
+        for name in files:
+            if not name or leaves_folder(name):
+                msg = f"The manifest '{path}' names the file '{name}', which is not in its folder: damaged or hostile."
+                raise CheckpointError(msg)
+        return cls(step=step, files=files, facts=content)
+
+    def size_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
+        """Return which of the named files are missing or have another size, in words.
+
+        Collective: none.
+        """
+        problems = []
+        for name in names:
+            entry = self.files[name]
+            try:
+                nbytes = (folder / name).stat().st_size
+            except OSError as error:
+                problems.append(f"'{name}' cannot be found ({error.strerror})")
+                continue
+            if nbytes != entry.nbytes:
+                problems.append(f"'{name}' has {nbytes} bytes, and was saved with {entry.nbytes}")
+        return problems
+
+    def content_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
+        """Return which of the named files have another content than the one that was saved, in words.
+
+        Collective: none; reads every byte of these files.
+        """
+        problems = []
+        for name in names:
+            saved, begin = self.files[name].blocks, 0
+            try:
+                found = blocks_of_file(folder / name, [block.nbytes for block in saved])
+            except OSError as error:
+                problems.append(f"'{name}' cannot be read ({error.strerror})")
+                continue
+            for block, other in zip(saved, found, strict=False):
+                if block != other:
+                    problems.append(difference(name, begin, block, other.checksum))
+                    break
+                begin += block.nbytes
+        return problems
+
+
+class ReadChecks:
+    """Verifies a step's files of tensors while they are read.
+
+    Args:
+        manifest: The step's manifest; ``None`` verifies nothing.
+        folder: Its folder.
+        is_shared: All ranks load the same tensors from the same disk, so that each block is verified by one of them.
+
+    Attributes:
+        problems: What this rank has found damaged, in words.
+    """
+
+    def __init__(self, manifest: Manifest | None, folder: Path, *, is_shared: bool) -> None:
+        self.problems: list[str] = []
+        self._files = {} if manifest is None else manifest.files
+        self._folder = folder
+        self._is_shared = is_shared
+
+    def __call__(self, path: Path) -> CheckedReads | None:
+        """Return what verifies a file while it is read; ``None`` for one that is verified ahead."""
+        name = path.relative_to(self._folder).as_posix()
+        entry = self._files.get(name)
+        if entry is None or not entry.is_read_checked:
+            return None
+        return CheckedReads(name, entry.blocks, is_shared=self._is_shared, on_damage=self.problems.append)
+
+
+def verify_folder(folder: Path) -> None:
+    """Check a saved training state against its manifest, every byte.
+
+    Raises:
+        CheckpointError: If anything is missing or differs; the message names the files.
+
+    Collective: none.
+    """
+    manifest = Manifest.read(folder)
+    problems = manifest.size_problems(folder, manifest.files) or manifest.content_problems(folder, manifest.files)
+    if problems:
+        raise damaged(folder, problems)
+
+
+def damaged(folder: Path, problems: list[str]) -> CheckpointError:
+    """Return the error that says what is wrong with a folder."""
+    shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+    return CheckpointError(f"The checkpoint '{folder}' is damaged: {shown}.")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return checksum_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def required(manifest: Manifest, folder: Path, names: Iterable[str]) -> None:
+    """Check that a saved training state has what a caller wants to load.
+
+    Raises:
+        CheckpointError: If one of the files or folders named is not part of it.
+    """
+    absent = [name for name in names if not any(f == name or f.startswith(f"{name}/") for f in manifest.files)]
+    if absent:
+        msg = f"'{folder}' was saved without {shorten(absent)}. Leave out what you do not want to load."
+        raise CheckpointError(msg)

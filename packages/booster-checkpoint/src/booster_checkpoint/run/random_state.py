@@ -1,0 +1,71 @@
+"""The states of a rank's random number generators, as tensors and JSON: Python's, NumPy's and torch's, CPU and CUDA."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from booster_core.errors import CheckpointError
+from booster_core.state import decode_json, encode_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def capture_random_state(device: torch.device, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the states of this process' global generators as JSON that refers to tensors.
+
+    Args:
+        device: The rank's device; its generator is included where it is a CUDA device.
+        name: Where the tensors' names begin.
+        tensors: Filled with the tensors.
+
+    Collective: none.
+    """
+    version, internal, gauss_next = random.getstate()
+    states: dict[str, Any] = {
+        "python": {"version": version, "internal": torch.tensor(internal), "gauss_next": gauss_next},
+        "numpy": _with_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global state is what is meant
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return encode_json(states, name, tensors)
+
+
+def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set this process' global generators to states that `capture_random_state` returned.
+
+    A CUDA generator's state is used where this rank runs on a CUDA device, too.
+
+    Raises:
+        CheckpointError: If a state is not one of these generators.
+
+    Collective: none.
+    """
+    states = decode_json(state, tensors)
+    try:
+        python = states["python"]
+        random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss_next"]))
+        np.random.set_state(_with_arrays(states["numpy"]))  # noqa: NPY002 - see above
+        torch.set_rng_state(states["torch"])
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        msg = f"The saved states of random numbers do not fit the generators of this process: {error}."
+        raise CheckpointError(msg) from error
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tensors(item) for key, item in value.items()}
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_arrays(item) for key, item in value.items()}
+    return value.numpy() if isinstance(value, torch.Tensor) else value

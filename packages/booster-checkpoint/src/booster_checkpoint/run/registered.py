@@ -1,0 +1,179 @@
+"""The states of objects that a user registered, and of data loaders that are not ours.
+
+A state is what ``state_dict`` returns: JSON values and tensors, never a pickle. One that all ranks share is compared
+between them by its values and a digest of its tensors, and stored once; else each rank's is stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.checkpoint_io import GlobalPosition
+from booster_core.errors import CheckpointError, shorten
+from booster_core.log import log
+from booster_core.state import as_bytes, decode_json, encode_json, tensor_references
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from booster_core.checkpoint_io import TrainingObjects
+
+LOADER = "dataloader/"
+"""The name of a data loader that is not ours; users' names contain no slash."""
+
+
+def registered_of(objects: TrainingObjects) -> dict[str, tuple[Any, bool]]:
+    """Return registered objects, and a data loader that counts its position in a way of its own on each rank.
+
+    Collective: none.
+    """
+    loader = objects.dataloader
+    is_own = loader is not None and not isinstance(loader, GlobalPosition)
+    return {**objects.registered, **({LOADER: (loader, True)} if is_own else {})}
+
+
+def check_plain(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CheckpointError` unless all of a user's tensors can be saved as they are."""
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor" or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
+            msg = f"'{name}' is no plain tensor ({kind}) and cannot be saved. Keep whole, dense tensors there."
+            raise CheckpointError(msg)
+
+
+class RegisteredStates:
+    """The present states of registered objects on this rank.
+
+    Args:
+        registered: The objects by name, and whether ranks' states differ.
+        rank: This rank.
+        tensors: Filled with the tensors that this rank writes.
+
+    Attributes:
+        facts: What ranks tell each other: for each name whether ranks differ, the state, and a digest of its tensors.
+
+    Raises:
+        CheckpointError: If something in a state can't be saved; its path is named.
+    """
+
+    def __init__(self, registered: Mapping[str, tuple[Any, bool]], rank: int, tensors: dict[str, torch.Tensor]) -> None:
+        self.facts: dict[str, tuple[bool, Any, str]] = {}
+        for name, (item, per_rank) in registered.items():
+            found: dict[str, torch.Tensor] = {}
+            prefix = f"registered/{name}"
+            state = encode_json(item.state_dict(), f"{prefix}/{rank}" if per_rank else prefix, found)
+            check_plain(found)
+            self.facts[name] = per_rank, state, "" if per_rank else _digest(found)
+            if per_rank or rank == 0:
+                tensors |= found
+
+    @staticmethod
+    def merge(facts: Sequence[Mapping[str, tuple[bool, Any, str]]]) -> dict[str, Any]:
+        """Return what is stored of all ranks' states.
+
+        Raises:
+            CheckpointError: If ranks have registered other objects, or differ in one that they share.
+        """
+        for rank, theirs in enumerate(facts):
+            if [(name, per_rank) for name, (per_rank, *_) in theirs.items()] != [
+                (name, per_rank) for name, (per_rank, *_) in facts[0].items()
+            ]:
+                msg = (
+                    f"Ranks 0 and {rank} have registered other objects: {list(facts[0])} and {list(theirs)}. Call "
+                    "`register_for_checkpointing` alike on all ranks."
+                )
+                raise CheckpointError(msg)
+        merged: dict[str, Any] = {}
+        for name, (per_rank, state, digest) in facts[0].items():
+            for rank, theirs in enumerate(facts):
+                if not per_rank and theirs[name][1:] != (state, digest):
+                    msg = (
+                        f"The registered object '{name}' has another state on rank {rank} than on rank 0. Keep it "
+                        "alike on all ranks, or register it with `per_rank=True`."
+                    )
+                    raise CheckpointError(msg)
+            merged[name] = {"per_rank": per_rank, "states": [own[name][1] for own in facts] if per_rank else [state]}
+        return merged
+
+
+def chosen_states(
+    saved: Any, objects: TrainingObjects, world_size: int, where: str, *, strict: bool
+) -> dict[str, list[Any]]:
+    """Return the saved states of what is registered now.
+
+    Args:
+        saved: What `RegisteredStates.merge` returned in the run that saved it.
+        objects: What is to be loaded.
+        world_size: Number of ranks that load.
+        where: The file, for messages.
+        strict: Raise unless saved and registered objects are the same, where any are registered.
+
+    Raises:
+        CheckpointError: If they don't fit.
+
+    Collective: none.
+    """
+    if not isinstance(saved, dict) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("states"), list) and entry["states"]
+        for entry in saved.values()
+    ):
+        msg = f"'{where}' is damaged: its states of registered objects are none."
+        raise CheckpointError(msg)
+    wanted = registered_of(objects)
+    missing = [name for name in wanted if name not in saved]
+    left = [name for name in saved if name not in wanted and name != LOADER] if objects.registered else []
+    problems = [f"It was saved without {shorten(missing)}."] if missing else []
+    problems += [f"It holds {shorten(left)}, which nobody registered here."] if left else []
+    chosen = {}
+    for name, (_, per_rank) in wanted.items():
+        entry = saved.get(name)
+        if entry is None:
+            continue
+        states, what = entry["states"], "The data loader" if name == LOADER else f"The registered object '{name}'"
+        if bool(entry.get("per_rank")) != per_rank:
+            problems.append(f"{what} was saved with `per_rank={not per_rank}`, and is registered with {per_rank}.")
+        elif per_rank and len(states) != world_size and any(state != states[0] for state in states):
+            problems.append(f"{what} has a state of each of {len(states)} ranks, and {world_size} load it.")
+        else:
+            chosen[name] = states
+    if problems and strict:
+        msg = f"'{where}' does not fit what is registered. {' '.join(problems)} Pass `strict=False` to load what fits."
+        raise CheckpointError(msg)
+    if problems:
+        log.warning("'%s' does not fit all that is registered. %s", where, " ".join(problems))
+    return chosen
+
+
+def restore_registered(
+    chosen: Mapping[str, Sequence[Any]],
+    objects: TrainingObjects,
+    rank: int,
+    read: Callable[[Sequence[str]], Mapping[str, torch.Tensor]],
+) -> None:
+    """Hand their states to registered objects.
+
+    Args:
+        chosen: What `chosen_states` returned.
+        objects: What is to be loaded.
+        rank: This rank.
+        read: Reads tensors by their names.
+
+    Collective: none.
+    """
+    for name, (item, _) in registered_of(objects).items():
+        if name in chosen:
+            state = chosen[name][rank % len(chosen[name])]
+            item.load_state_dict(decode_json(state, read(tensor_references(state))))
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of tensors' values."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(as_bytes(tensor.detach().to("cpu").contiguous()))
+    return str(digest.hexdigest())

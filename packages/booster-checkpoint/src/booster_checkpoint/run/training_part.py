@@ -1,0 +1,253 @@
+"""What a training state holds besides model and optimizer: schedulers, loss scale, position, random states, extra.
+
+Tensors go into ``training_state.safetensors``, everything else into ``training_state.json``. Random states are each
+rank's own; everything else is the same on all ranks, or an error. Registered objects are in
+`booster_checkpoint.run.registered`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_checkpoint.files.index import read_json
+from booster_checkpoint.files.layout import FileNames
+from booster_checkpoint.files.opening import open_tensor_file
+from booster_checkpoint.run.random_state import capture_random_state, restore_random_state
+from booster_checkpoint.run.registered import (
+    LOADER,
+    RegisteredStates,
+    check_plain,
+    chosen_states,
+    registered_of,
+    restore_registered,
+)
+from booster_checkpoint.run.scheduler import scheduler_from_json, scheduler_to_json
+from booster_checkpoint.save.parts import Part, whole_shards
+from booster_core.checkpoint_io import GlobalPosition
+from booster_core.errors import CheckpointError
+from booster_core.state import decode_json, encode_json, full_box, tensor_references
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from booster_core.checkpoint_io import TrainingObjects
+    from booster_core.state import TensorShard
+
+BASE = "training_state"
+VALUES = f"{BASE}.json"
+TENSORS = f"{BASE}.safetensors"
+FORMAT_VERSION = 1
+"""Version of ``training_state.json``."""
+
+
+class TrainingPart(Part):
+    """The state of training objects, and the user's own values.
+
+    Args:
+        objects: The objects; their state is taken at once.
+        rank: This rank.
+        step: The step that is saved.
+        extra: The user's JSON values and tensors; those of rank 0 are written.
+
+    Raises:
+        CheckpointError: If something has no JSON form (its path is named), or the loader has no position.
+    """
+
+    def __init__(self, objects: TrainingObjects, *, rank: int, step: int, extra: Any) -> None:
+        super().__init__(FileNames(base=BASE))
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._random = capture_random_state(objects.device, f"random/{rank}", self._tensors)
+        extra_tensors: dict[str, torch.Tensor] = {}
+        self._extra = encode_json(extra, "extra", extra_tensors)
+        check_plain(extra_tensors)
+        if rank == 0:
+            self._tensors |= extra_tensors
+        scaler, loader = objects.loss_scaler, objects.dataloader
+        if loader is not None:
+            _state_method(loader, "state_dict")
+        self._registered = RegisteredStates(registered_of(objects), rank, self._tensors)
+        position = loader.state_dict() if isinstance(loader, GlobalPosition) else None
+        self._shared = {
+            "lr_schedulers": [scheduler_to_json(scheduler) for scheduler in objects.schedulers],
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+            "dataloader": None if position is None else encode_json(position, "dataloader"),
+        }
+        self._step = step
+        self._content: dict[str, Any] = {}
+
+    @property
+    def keeps_values(self) -> bool:
+        return True
+
+    def owned_shards(self) -> Iterator[TensorShard]:
+        yield from whole_shards(self._tensors)
+
+    def local_facts(self) -> list[Any]:
+        return [self._shared, self._extra, self._random, self._registered.facts]
+
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
+        del rank
+        shared, extra, *_ = facts[0]
+        for other, (theirs, *_) in enumerate(facts):
+            for name, value in theirs.items():
+                if value != shared[name]:
+                    msg = (
+                        f"Rank {other} has another state of `{name}` than rank 0: {_cut(value)}, not "
+                        f"{_cut(shared[name])}. Step schedulers and loaders alike on all ranks."
+                    )
+                    raise CheckpointError(msg)
+        self._content = {
+            "format_version": FORMAT_VERSION,
+            "step": self._step,
+            **shared,
+            "extra": extra,
+            "random": [own for _, _, own, _ in facts],
+            "registered": RegisteredStates.merge([states for *_, states in facts]),
+        }
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+    def texts(self) -> dict[str, str]:
+        return {VALUES: json.dumps(self._content, indent=1) + "\n"}
+
+
+_ENTRIES = ("lr_schedulers", "loss_scaler", "dataloader", "extra", "random")
+
+
+class SavedTraining:
+    """What `TrainingPart` wrote, checked, ready to be put back.
+
+    Args:
+        folder: The step's folder.
+
+    Raises:
+        CheckpointError: If the files are not a training state's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._where = folder / VALUES
+        self._content = read_json(self._where)
+        version = self._content.get("format_version") if isinstance(self._content, dict) else None
+        if type(version) is not int:
+            msg = f"'{self._where}' does not hold a training state."
+            raise CheckpointError(msg)
+        if version > FORMAT_VERSION:
+            msg = f"'{self._where}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
+            raise CheckpointError(msg)
+        absent = [name for name in _ENTRIES if name not in self._content]
+        if absent or not all(isinstance(self._content[name], list) for name in ("lr_schedulers", "random")):
+            msg = (
+                f"'{self._where}' is damaged: it lacks {', '.join(absent) or 'lists of schedulers and random states'}."
+            )
+            raise CheckpointError(msg)
+        self._tensors = folder / TENSORS
+        self._states: Mapping[str, Any] = {}
+
+    def check(self, objects: TrainingObjects, world_size: int, *, strict: bool) -> None:
+        """Check that everything asked for was saved.
+
+        Args:
+            objects: What is to be loaded.
+            world_size: Number of ranks that load.
+            strict: Raise unless the objects that are registered are those that were; ``False`` loads what fits.
+
+        Raises:
+            CheckpointError: If it was not.
+        """
+        saved = self._content["lr_schedulers"]
+        if objects.schedulers and len(saved) != len(objects.schedulers):
+            msg = (
+                f"'{self._where}' holds the states of {len(saved)} learning rate schedulers; {len(objects.schedulers)} "
+                "are to be loaded. Pass those that were saved, in the same order, or none."
+            )
+            raise CheckpointError(msg)
+        if objects.dataloader is not None:
+            _state_method(objects.dataloader, "load_state_dict")
+            is_ours = isinstance(objects.dataloader, GlobalPosition)
+            saved_here = self._content["dataloader"] is not None
+            saved_apart = LOADER in (self._content.get("registered") or {})
+            if not saved_here and not saved_apart:
+                msg = f"'{self._where}' was saved without a data loader. Leave out `dataloader`."
+                raise CheckpointError(msg)
+            if is_ours != saved_here:
+                kind = "one that Booster made" if saved_here else "another class than Booster's"
+                msg = (
+                    f"'{self._where}' holds the position of a data loader of {kind}, and this one is a "
+                    f"`{type(objects.dataloader).__name__}`. Make the loader as in the run that saved it."
+                )
+                raise CheckpointError(msg)
+        self._states = chosen_states(
+            self._content.get("registered", {}), objects, world_size, str(self._where), strict=strict
+        )
+
+    def restore_objects(self, objects: TrainingObjects, rank: int) -> None:
+        """Put back the states of schedulers, loss scale, data loader and registered objects.
+
+        A loss scale that was not saved (the run was not fp16) stays as it is.
+
+        Collective: none.
+        """
+        for scheduler, content in zip(objects.schedulers, self._content["lr_schedulers"], strict=False):
+            scheduler_from_json(scheduler, content, str(self._where))
+        if objects.loss_scaler is not None and self._content["loss_scaler"] is not None:
+            objects.loss_scaler.load_state_dict(self._content["loss_scaler"])
+        if isinstance(objects.dataloader, GlobalPosition):
+            objects.dataloader.load_state_dict(decode_json(self._content["dataloader"]))
+        restore_registered(self._states, objects, rank, self._read)
+
+    def restore_random_state(self, device: torch.device, rank: int) -> None:
+        """Put back this rank's random states; with another number of ranks, those of rank ``rank % saved``.
+
+        Collective: none.
+        """
+        saved = self._content["random"]
+        state = saved[rank % len(saved)]
+        restore_random_state(device, state, self._read(tensor_references(state)))
+
+    def extra(self) -> Any:
+        """Return the user's own values, tensors on the CPU.
+
+        Collective: none.
+        """
+        value = self._content["extra"]
+        return decode_json(value, self._read(tensor_references(value)))
+
+    def _read(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        if not keys:
+            return {}
+        file = open_tensor_file(self._tensors)
+        try:
+            tensors = {}
+            for key in keys:
+                if key not in file.tensors:
+                    msg = f"'{self._where}' refers to the tensor '{key}', which '{self._tensors}' lacks."
+                    raise CheckpointError(msg)
+                meta = file.tensors[key]
+                tensors[key] = torch.empty(meta.shape, dtype=meta.dtype)
+                if math.prod(meta.shape):
+                    file.read(key, full_box(meta.shape), tensors[key].view(-1))
+            return tensors
+        finally:
+            file.close()
+
+
+def _state_method(loader: Any, name: str) -> Any:
+    method = getattr(loader, name, None)
+    if not callable(method):
+        msg = (
+            f"`dataloader` is a `{type(loader).__name__}`, which cannot tell its position. Pass the loader that "
+            "`Booster.boost` or `Booster.prepare_dataloader` returned, or keep the position yourself in `extra`."
+        )
+        raise CheckpointError(msg)
+    return method
+
+
+def _cut(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,450 @@
+"""Saves of ranks on several hosts: each file is written by one rank, its owner, from front to back.
+
+Two hosts that write into one page of a file damage it on NFS, in silence: each writes back the whole page as it knows
+it. So files are spread over hosts and ranks, and the pieces of a file's tensors travel to its owner. The checksum is
+computed from the values in memory as they are written, not read back.
+
+Time runs in rounds. An owner's files are cut into windows of a third of a bucket; in round ``k`` every owner fills its
+``k``-th window with its own pieces and those that the others send, and writes it. The other two thirds of the
+bucket hold what is sent and what is received. In step ``s`` of a round each rank sends to the rank ``s`` before it and
+receives from the rank ``s`` after it, so that ranks never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster_checkpoint.files.checksums import BlockHasher
+from booster_checkpoint.save.writer import EarlySync, create_file, offsets_in, synchronize_devices, write_at
+from booster_checkpoint.session import swap_bytes
+from booster_core.errors import CheckpointError
+from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from booster_checkpoint.files.checksums import Block
+    from booster_checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
+    from booster_checkpoint.save.remote import Uploads
+    from booster_checkpoint.save.writer import Fragment
+    from booster_checkpoint.session import Session
+    from booster_checkpoint.storage import WriteStream
+    from booster_core.ranks import Host
+    from booster_core.state import Box, Region
+
+_ALIGNMENT = 16
+"""Size of the widest element."""
+_GAP_BYTES = 1 << 20
+
+
+def choose_owners(
+    session: Session, folder: Path, token: str, *, shared_filesystem: bool | None, group: ProcessGroup | None
+) -> list[int]:
+    """Return the ranks that write files, in the order in which files are given to them.
+
+    Those are all ranks that see the folder as rank 0 sees it, the first of each host before the second of any.
+
+    Args:
+        session: The ranks.
+        folder: The folder, which rank 0 has made.
+        token: Text that no other save uses.
+        shared_filesystem: ``True`` refuses a folder that some ranks do not see; ``False`` leaves all to rank 0.
+        group: The group to communicate in; the default group when ``None``.
+
+    Raises:
+        CheckpointError: If ``shared_filesystem`` is ``True`` and it is not.
+
+    Collective: every rank.
+    """
+    if shared_filesystem is False:
+        return [0]
+    seeing = session.ranks_that_see(folder, token, group)
+    blind = [rank for rank in range(session.world_size) if rank not in seeing]
+    if shared_filesystem and blind:
+        msg = (
+            f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{folder}'. "
+            "Save to a folder that all hosts share, or leave `shared_filesystem` out."
+        )
+        raise CheckpointError(msg)
+    hosts = session.hosts(group)
+    # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
+    return spread_over_hosts(hosts, [rank for rank in seeing if not blind or hosts[rank] == hosts[0]])
+
+
+def spread_over_hosts(hosts: Sequence[Host], ranks: Iterable[int]) -> list[int]:
+    """Return ranks in an order in which the first of each host comes before the second of any."""
+    numbers = dict[Any, int]()
+    place = {}
+    for rank in ranks:
+        place[rank] = numbers.get(hosts[rank], 0)
+        numbers[hosts[rank]] = place[rank] + 1
+    return sorted(place, key=place.__getitem__)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A range of a tensor's values in a window.
+
+    Args:
+        file: Position of the file in the plan.
+        spec: The tensor.
+        start: First element of the flattened tensor.
+        stop: One past the last.
+        begin: Where the values begin in the window, in bytes.
+    """
+
+    file: int
+    spec: TensorSpec
+    start: int
+    stop: int
+    begin: int
+
+
+def _windows(files: Iterable[tuple[int, PlannedFile]], window_bytes: int) -> Iterator[list[_Cut]]:
+    """Cut the values of files into windows; none spans two files."""
+    for index, file in files:
+        window, used = list[_Cut](), 0
+        for spec in file.specs:
+            start, numel = 0, spec.nbytes // spec.dtype.itemsize
+            while start < numel:
+                used += -used % spec.dtype.itemsize
+                room = (window_bytes - used) // spec.dtype.itemsize
+                if room <= 0:
+                    yield window
+                    window, used = [], 0
+                    continue
+                stop = min(start + room, numel)
+                window.append(_Cut(index, spec, start, stop, used))
+                used += (stop - start) * spec.dtype.itemsize
+                start = stop
+        if window:
+            yield window
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """What one rank holds of a tensor, with its values where that is this rank."""
+
+    box: Box
+    flat: tuple[int, int]
+    data: Tensor | None = None
+
+
+_Held = dict[tuple[int, str], list[_Piece]]
+"""The pieces that one rank has for one owner, by file and tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """A box that a window takes from a piece.
+
+    Args:
+        cut: The range of the window.
+        target: The region of that range which contains the box.
+        piece: The piece.
+        source: The region of the piece which contains the box.
+        box: The index range of the whole tensor.
+        begin: Where its values begin among all that the window takes from the same rank, in bytes.
+    """
+
+    cut: _Cut
+    target: Region
+    piece: _Piece
+    source: Region
+    box: Box
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return box_numel(self.box) * self.cut.spec.dtype.itemsize
+
+    def in_piece(self) -> Tensor:
+        """Return the values where they are held."""
+        data = self.piece.data
+        assert data is not None, "of this rank"
+        shape = box_shape(self.source.box)
+        if tuple(data.shape) != shape:  # a flat range
+            flat = data.reshape(-1)
+            data = flat[self.source.start : self.source.start + self.source.numel].view(shape)
+        return data[slices_of(self.box, self.source.box)]
+
+    def in_message(self, message: Tensor) -> Tensor:
+        """Return their place among what travels from one rank to the other."""
+        values = message[self.begin : self.begin + self.nbytes].view(self.cut.spec.dtype)
+        return values.view(box_shape(self.box))
+
+    def in_window(self, window: Tensor) -> Tensor:
+        """Return their place in the window."""
+        dtype = self.cut.spec.dtype
+        first = self.cut.begin + self.target.start * dtype.itemsize
+        values = window[first : first + self.target.numel * dtype.itemsize].view(dtype)
+        return values.view(box_shape(self.target.box))[slices_of(self.box, self.target.box)]
+
+
+def _shares(window: Iterable[_Cut], held: _Held) -> list[_Share]:
+    """Return the boxes that a window takes from a rank's pieces; owner and sender compute the same list."""
+    shares, used = list[_Share](), 0
+    for cut in window:
+        pieces = held.get((cut.file, cut.spec.key), ())
+        targets = regions_of(full_box(cut.spec.shape), (cut.start, cut.stop)) if pieces else []
+        for piece in pieces:
+            for source in regions_of(piece.box, piece.flat):
+                for target in targets:
+                    common = intersect(target.box, source.box)
+                    if common is not None:
+                        used += -used % cut.spec.dtype.itemsize
+                        shares.append(_Share(cut, target, piece, source, common, used))
+                        used += shares[-1].nbytes
+    return shares
+
+
+class OwnerWrite:
+    """The part of one rank in a save by owners. Making it involves no other rank.
+
+    Args:
+        plan: The plan. Owners create their files.
+        fragments: What this rank holds; all of them are kept, and read when their window's turn comes.
+        owners: The ranks that write, see `choose_owners`.
+        rank: This rank.
+        world_size: Number of ranks.
+        bucket_bytes: Most memory to use besides the fragments, in bytes.
+        want_checksums: Compute checksums.
+        progress: Told the number of bytes after each write.
+        uploads: Where the files go if the folder is at a URL.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        fragments: Iterable[Fragment],
+        owners: Sequence[int],
+        *,
+        rank: int,
+        world_size: int,
+        bucket_bytes: int,
+        want_checksums: bool,
+        progress: Callable[[int], None],
+        uploads: Uploads | None = None,
+    ) -> None:
+        self._plan = plan
+        self._uploads = uploads
+        self._owners = owners
+        self._rank = rank
+        # Where each step of a round sends to, and receives from.
+        self._partners = [((rank - step) % world_size, (rank + step) % world_size) for step in range(1, world_size)]
+        self._want_checksums = want_checksums
+        self._progress = progress
+        self._held: dict[int, _Held] = {owner: {} for owner in owners}
+        for fragment in fragments:
+            index = plan.homes[fragment.part][fragment.key]
+            pieces = self._held[self._owner_of(index)].setdefault((index, fragment.key), [])
+            pieces.append(_Piece(fragment.box, fragment.flat, fragment.data))
+        window_bytes = max(bucket_bytes // 3 // _ALIGNMENT, 1) * _ALIGNMENT
+        self._filled, self._outgoing, self._incoming = (torch.empty(window_bytes, dtype=torch.uint8) for _ in range(3))
+        self._failure: Exception | None = None
+        self._stream: _Stream | None = None
+        self._told: dict[str, tuple[int, tuple[Block, ...]]] = {}
+
+    def run(self, group: ProcessGroup | None) -> dict[str, tuple[int, tuple[Block, ...]]]:
+        """Send this rank's pieces to the owners of their files, and write the files that this rank owns.
+
+        A failure to read or write does not stop what other ranks wait for; it is raised at the end.
+
+        Args:
+            group: A group of all ranks with a CPU backend, used for nothing else meanwhile; ``None`` for one rank.
+
+        Returns:
+            For each file of this rank its size, and its blocks.
+
+        Collective: every rank.
+        """
+        try:
+            theirs = self._exchange_tables(group)
+            turns = {owner: _windows(self._files_of(owner), self._filled.numel()) for owner in self._owners}
+            while windows := {owner: window for owner, turn in turns.items() if (window := next(turn, None))}:
+                self._run_round(windows, theirs, group)
+            with self._noting_failure():
+                self._finish_files()
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            if self._stream is not None:
+                self._stream.abandon()
+        return self._told
+
+    def _owner_of(self, index: int) -> int:
+        return self._owners[index % len(self._owners)]
+
+    def _files_of(self, owner: int) -> list[tuple[int, PlannedFile]]:
+        return [(index, file) for index, file in enumerate(self._plan.files) if self._owner_of(index) == owner]
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Run the body unless something has failed before, and keep its error."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - other ranks are waiting for what comes next
+            self._failure = self._failure or error
+
+    def _exchange_tables(self, group: ProcessGroup | None) -> dict[int, _Held]:
+        """Tell each owner what this rank holds for it; return what the others hold for this one."""
+        theirs: dict[int, _Held] = {}
+        for to, source in self._partners:
+            content = None
+            if to in self._held:
+                listed = [
+                    [*place, [[piece.box, piece.flat] for piece in pieces]] for place, pieces in self._held[to].items()
+                ]
+                content = json.dumps(listed).encode()
+            receives = self._rank in self._held
+            received = swap_bytes(content, to, source if receives else None, group)
+            if receives:
+                theirs[source] = {
+                    (file, key): [_Piece(tuple((a, b) for a, b in box), (flat[0], flat[1])) for box, flat in pieces]
+                    for file, key, pieces in json.loads(received)
+                }
+        return theirs
+
+    def _run_round(
+        self, windows: Mapping[int, list[_Cut]], theirs: Mapping[int, _Held], group: ProcessGroup | None
+    ) -> None:
+        """Fill and write this rank's window, and send what belongs into those of others."""
+        mine = windows.get(self._rank, [])
+        with self._noting_failure():
+            for share in _shares(mine, self._held.get(self._rank, {})):
+                share.in_window(self._filled).copy_(share.in_piece(), non_blocking=True)
+        for to, source in self._partners:
+            outgoing = _shares(windows.get(to, ()), self._held.get(to, {}))
+            sending = None
+            if outgoing:
+                with self._noting_failure():
+                    for share in outgoing:
+                        share.in_message(self._outgoing).copy_(share.in_piece(), non_blocking=True)
+                    synchronize_devices()
+                sending = dist.isend(self._outgoing[: outgoing[-1].begin + outgoing[-1].nbytes], dst=to, group=group)
+            incoming = _shares(mine, theirs.get(source, {}))
+            if incoming:
+                dist.recv(self._incoming[: incoming[-1].begin + incoming[-1].nbytes], src=source, group=group)
+                for share in incoming:
+                    share.in_window(self._filled).copy_(share.in_message(self._incoming))
+            if sending is not None:
+                sending.wait()
+        with self._noting_failure():
+            synchronize_devices()
+            for cut in mine if self._failure is None else ():
+                self._write(cut)
+
+    def _write(self, cut: _Cut) -> None:
+        file = self._plan.files[cut.file]
+        if self._stream is None or self._stream.file is not file:
+            self._finish_files(up_to=cut.file)
+            self._stream = self._open(file)
+        nbytes = (cut.stop - cut.start) * cut.spec.dtype.itemsize
+        self._stream.write(cut, as_bytes(self._filled[cut.begin : cut.begin + nbytes]))
+        self._progress(nbytes)
+
+    def _finish_files(self, up_to: int | None = None) -> None:
+        """End the file that is being written, and write those before another one that hold no values."""
+        if self._failure is not None:
+            return
+        if self._stream is not None:
+            self._told[self._stream.file.name] = self._stream.close()
+            self._stream = None
+        for index, file in self._files_of(self._rank) if self._rank in self._held else ():
+            if file.name not in self._told and (up_to is None or index < up_to):
+                self._told[file.name] = self._open(file).close()
+
+    def _open(self, file: PlannedFile) -> _Stream:
+        if self._uploads is None:
+            return _Stream(self._plan.temporary(file.name), file, want_checksum=self._want_checksums)
+        return _Stream(
+            self._uploads.layout_of(file), file, want_checksum=self._want_checksums, open_upload=self._uploads.open
+        )
+
+
+class _Stream:
+    """A file that one rank writes from front to back.
+
+    A file at a URL is laid out in a local file, whose room for the values stays a hole: it takes no space.
+
+    Args:
+        path: Its path, or that of its layout; created here.
+        file: What it holds.
+        want_checksum: Compute the checksums of its blocks on the way.
+        open_upload: Opens the file at a URL, given its name and size.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        file: PlannedFile,
+        *,
+        want_checksum: bool,
+        open_upload: Callable[[str, int], WriteStream] | None = None,
+    ) -> None:
+        self.file = file
+        self._path = path
+        create_file(path, file)
+        self._offsets = offsets_in(path, file)
+        self._descriptor = os.open(path, os.O_RDWR)
+        self._early = EarlySync()
+        self._upload: WriteStream | None = None
+        if open_upload is not None:
+            path.unlink()
+            self._upload = open_upload(file.name, os.fstat(self._descriptor).st_size)
+        self._position = 0
+        sizes = file.block_sizes(os.fstat(self._descriptor).st_size) if want_checksum else []
+        self._hasher = BlockHasher(sizes) if want_checksum else None
+
+    def write(self, cut: _Cut, values: memoryview) -> None:
+        """Write a range of a tensor's values, after those of all tensors before it in the file."""
+        offset = self._offsets[cut.spec.key] + cut.start * cut.spec.dtype.itemsize
+        self._pass_over(offset)
+        if self._upload is None:
+            write_at(self._descriptor, values, offset)
+            self._early.note(self._descriptor, len(values))
+        else:
+            self._upload.write(values)
+        if self._hasher is not None:
+            self._hasher.update(values)
+        self._position = offset + len(values)
+
+    def close(self) -> tuple[int, tuple[Block, ...]]:
+        """Wait until all of it is on disk; return its size and blocks. The end of an upload is not waited for."""
+        size = os.fstat(self._descriptor).st_size
+        self._pass_over(size)
+        if self._upload is None:
+            self._early.close()
+            os.fsync(self._descriptor)
+        self.abandon()
+        return size, () if self._hasher is None else tuple(self._hasher.blocks)
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._early.abandon()
+        os.close(self._descriptor)
+
+    def _pass_over(self, offset: int) -> None:
+        """Take what is between values, as it was laid out: the header, a zip's records."""
+        if self._hasher is None and self._upload is None:
+            return
+        assert offset >= self._position, "values are in the order of the file"
+        while self._position < offset:
+            content = os.pread(self._descriptor, min(offset - self._position, _GAP_BYTES), self._position)
+            if self._hasher is not None:
+                self._hasher.update(content)
+            if self._upload is not None:
+                self._upload.write(memoryview(content))
+            self._position += len(content)

@@ -1,0 +1,389 @@
+"""The parts of a save: a model's or an optimizer's state, as named tensors and other values.
+
+A part is asked on every rank for what it owns there, told what all ranks said, and then asked for values and shards.
+Which tensors all ranks own together is found in `booster_checkpoint.save.specs`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from booster_checkpoint.files.optimizer_info import OptimizerInfo
+from booster_core.errors import CheckpointError, shorten
+from booster_core.state import (
+    NamedTensors,
+    TensorShard,
+    encode_json,
+    full_box,
+    has_adapters,
+    own_class,
+    without_adapters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from booster_checkpoint.files.layout import FileNames
+    from booster_checkpoint.save.transformers_files import PretrainedNames
+    from booster_core.state import StateAdapter
+
+_EXTRA_STATE = "_extra_state"
+OwnedSpec = tuple[str, tuple[int, ...], "torch.dtype", int]
+"""A tensor's name, shape, dtype in the file, and number of elements that a rank writes."""
+
+
+class Part(ABC):
+    """State that is written under one set of file names.
+
+    Args:
+        names: How its files are called.
+        max_bytes: Largest size of a file's values; ``None`` writes one file.
+        file_name: Name of the one file, where it is not ``names.single``.
+
+    Attributes:
+        is_alone: Whether the folder is this part's, though it is one file: other forms there are removed.
+    """
+
+    def __init__(self, names: FileNames, *, max_bytes: int | None = None, file_name: str | None = None) -> None:
+        self.names = names
+        self.max_bytes = max_bytes
+        self.file_name = file_name
+        self.is_alone = False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the part is a set of numbered files with an index."""
+        return self.max_bytes is not None
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether the part is what its folder is read as, in one file or several."""
+        return self.is_divided or self.is_alone
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether a shard's values stay where they are when the next shard is asked for."""
+        return False
+
+    @abstractmethod
+    def owned_shards(self) -> Iterator[TensorShard]:
+        """Yield the shards that this rank writes."""
+
+    def extra_shards(self) -> Iterator[TensorShard]:
+        """Yield small tensors inside of values, which several ranks may have; one of them writes them."""
+        yield from ()
+
+    def extra_elsewhere(self) -> set[str]:
+        """Return the names of those `extra_shards` that another rank writes; known when all have heard from all."""
+        return set()
+
+    def file_dtype(self, shard: TensorShard) -> torch.dtype:
+        """Return the element type that a shard's tensor has in the file."""
+        return shard.dtype
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return, for each further name of a tied tensor, the first name."""
+        return {}
+
+    @abstractmethod
+    def local_facts(self) -> list[Any]:
+        """Return what the other ranks have to know, as many entries on every rank; each is pickled on the way."""
+
+    @abstractmethod
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
+        """Take in what every rank said, in rank order; entries that are equal are the same object."""
+
+    def learned_specs(self) -> list[OwnedSpec]:
+        """Return the tensors that ranks own only since all have heard from all."""
+        return []
+
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Return the values, as encoded JSON, that go into the first file."""
+
+    def texts(self) -> dict[str, str]:
+        """Return further files and their content."""
+        return {}
+
+
+class ModelPart(Part):
+    """A model's parameters, persistent buffers and extra state.
+
+    Args:
+        adapter: The model's state.
+        names: How the files are called.
+        max_bytes: Largest size of a file's values; ``None`` writes one file.
+        file_name: Name of the one file, where it is not ``names.single``.
+        dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
+            one are written as they are.
+        texts: Further files and their content.
+        module: The user's own model. State that only its ``state_dict`` shows is refused. Into a folder goes its
+            ``config.json``, and a model of transformers gets the names and shapes of its published files.
+    """
+
+    def __init__(
+        self,
+        adapter: StateAdapter,
+        names: FileNames,
+        *,
+        max_bytes: int | None = None,
+        file_name: str | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        texts: Mapping[str, str] | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        super().__init__(names, max_bytes=max_bytes, file_name=file_name)
+        self._adapter = adapter
+        self._module = module
+        self._dtype = dtype
+        self._dtype_of: dict[str, torch.dtype] = {}  # by the names in files
+        self._texts = dict(texts or {})
+        self._extra: dict[str, Any] = {}
+        self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._learned: list[OwnedSpec] = []
+        self._mine: list[str] = []
+        self._names_in_files: PretrainedNames | None = None
+
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return self._adapter.keeps_values
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the model is of a library whose ``from_pretrained`` reads a folder; not one with adapters."""
+        has_method = callable(getattr(self._module, "save_pretrained", None))
+        return self._module is not None and has_method and not has_adapters(self._module) and _has_config(self._module)
+
+    @override
+    def owned_shards(self) -> Iterator[TensorShard]:
+        by_name = self._dtype if isinstance(self._dtype, Mapping) else None
+        for shard in self._adapter.model_shards() if by_name is None else self._adapter.export_shards(by_name):
+            if shard.is_owner:
+                for part in [shard] if self._names_in_files is None else self._names_in_files.shards(shard):
+                    self._dtype_of[part.name] = self._dtype_in_file(shard)
+                    yield part
+
+    @override
+    def extra_shards(self) -> Iterator[TensorShard]:
+        for tensors in self._extra_tensors.values():
+            yield from whole_shards(tensors)
+
+    @override
+    def extra_elsewhere(self) -> set[str]:
+        elsewhere = self._extra_tensors.keys() - set(self._mine)
+        return {key for name in elsewhere for key in self._extra_tensors[name]}
+
+    @override
+    def file_dtype(self, shard: TensorShard) -> torch.dtype:
+        is_state = any(shard.name in tensors for tensors in self._extra_tensors.values())
+        return shard.dtype if is_state else self._dtype_of.get(shard.name) or self._dtype_in_file(shard)
+
+    def _dtype_in_file(self, shard: TensorShard) -> torch.dtype:
+        if self._dtype is None or not shard.dtype.is_floating_point:
+            return shard.dtype
+        return self._dtype.get(shard.name, shard.dtype) if isinstance(self._dtype, Mapping) else self._dtype
+
+    @override
+    def local_facts(self) -> list[Any]:
+        if self._module is not None:
+            _check_model_is_saved_whole(self._module)
+            if self.has_folder:
+                self._texts |= pretrained_files(self._module, self._first_dtype())
+                if _is_of_transformers(self._module):
+                    from booster_checkpoint.save.transformers_files import PretrainedNames
+
+                    self._names_in_files = PretrainedNames.of(self._module)
+        self._extra_tensors = {}
+        encoded = {}
+        for name, value in self._adapter.extra_state().items():
+            tensors: dict[str, torch.Tensor] = {}
+            encoded[name] = encode_json(value, name, tensors)
+            self._extra_tensors[name] = tensors
+        shapes = {
+            name: [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
+            for name, tensors in self._extra_tensors.items()
+        }
+        return [encoded, shapes]
+
+    def _first_dtype(self) -> torch.dtype | None:
+        """Return the format of the model's first floating parameter in the file, where that is not its own."""
+        if not isinstance(self._dtype, Mapping):
+            return self._dtype
+        buffers = NamedTensors.of(self._module).buffers if self._module is not None else set[str]()
+        return next((at for name, at in self._dtype.items() if name not in buffers and at.is_floating_point), None)
+
+    @override
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
+        self._extra, self._mine, self._learned = {}, [], []
+        for owner, (encoded, shapes) in enumerate(facts):
+            for name, value in encoded.items():
+                if name not in self._extra:  # of modules that are everywhere, the first rank writes
+                    self._extra[name] = value
+                    self._mine += [name] if owner == rank else []
+                    self._learned += [(key, shape, dtype, math.prod(shape)) for key, shape, dtype in shapes[name]]
+
+    @override
+    def learned_specs(self) -> list[OwnedSpec]:
+        return self._learned
+
+    @override
+    def aliases(self) -> Mapping[str, str]:
+        return self._adapter.tied_names()
+
+    def extra_here(self) -> dict[str, Any]:
+        """Return the extra state that this rank writes, not encoded."""
+        here = self._adapter.extra_state()
+        return {name: here[name] for name in self._mine}
+
+    @override
+    def values(self) -> dict[str, Any]:
+        return dict(sorted(self._extra.items()))
+
+    @override
+    def texts(self) -> dict[str, str]:
+        return self._texts
+
+
+def whole_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorShard]:
+    """Yield one shard for each tensor that this rank holds whole."""
+    for key, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        yield TensorShard(name=key, global_shape=shape, dtype=tensor.dtype, box=full_box(shape), data=tensor.detach())
+
+
+class OptimizerPart(Part):
+    """An optimizer's tensors, parameter groups and other state.
+
+    Args:
+        adapter: The optimizer's state.
+        names: How the files are called.
+        max_bytes: Largest size of a file's values; ``None`` writes one file, with the groups inside.
+        file_name: Name of the one file, where it is not ``names.single``.
+    """
+
+    def __init__(
+        self,
+        adapter: StateAdapter,
+        names: FileNames,
+        *,
+        max_bytes: int | None = None,
+        file_name: str | None = None,
+    ) -> None:
+        super().__init__(names, max_bytes=max_bytes, file_name=file_name)
+        self._adapter = adapter
+        self._info: dict[str, Any] = {}
+
+    @property
+    @override
+    def keeps_values(self) -> bool:
+        return self._adapter.keeps_values
+
+    @override
+    def owned_shards(self) -> Iterator[TensorShard]:
+        for shard in self._adapter.optimizer_shards():
+            if shard.is_owner:
+                yield shard
+
+    @override
+    def local_facts(self) -> list[Any]:
+        unsaved = self._adapter.unsaved_state()
+        if unsaved:
+            msg = (
+                f"{len(unsaved)} entries of the optimizer's state would be lost, since they belong to no parameter: "
+                f"{shorten(unsaved)}. Keep them in a parameter group, or in the state of a parameter."
+            )
+            raise CheckpointError(msg)
+        return OptimizerInfo.of(self._adapter).entries()
+
+    @override
+    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
+        del rank
+        self._info = OptimizerInfo.merge(facts).to_json()
+
+    @override
+    def values(self) -> dict[str, Any]:
+        return {} if self.is_divided else {"optimizer": self._info}
+
+    @override
+    def texts(self) -> dict[str, str]:
+        return {self.names.groups: json.dumps(self._info, indent=1) + "\n"} if self.is_divided else {}
+
+
+def _check_model_is_saved_whole(model: nn.Module) -> None:
+    """Raise if modules add entries to ``state_dict`` that are neither tensors of theirs nor extra state.
+
+    Quantised layers do so (``weight.absmax``), by an own ``_save_to_state_dict`` or by hooks.
+
+    Raises:
+        CheckpointError: If so; the message names the entries.
+
+    Collective: none.
+    """
+    if not any(_adds_entries(module) for module in model.modules()):
+        return
+    named = NamedTensors.of(model)
+    known = {*named.paths, *named.paths.values()}
+    # Not by the model's own method, which may take other arguments.
+    saved = nn.Module.state_dict(model, keep_vars=True)
+    added = [key for key in saved if key not in known and key.rpartition(".")[2] != _EXTRA_STATE]
+    if added:
+        msg = (
+            f"{len(added)} entries of the model's `state_dict` would be lost: {shorten(added)}. They come from an own "
+            "`_save_to_state_dict` or from hooks; checkpoints hold parameters, persistent buffers and what "
+            "`get_extra_state` returns. Keep them in one of these."
+        )
+        raise CheckpointError(msg)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+
+
+def _adds_entries(module: nn.Module) -> bool:
+    own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
+    return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
+
+
+def _has_config(model: nn.Module) -> bool:
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "to_json_string") or (isinstance(config, dict) and hasattr(model, "save_config"))
+
+
+def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Return ``config.json`` and ``generation_config.json`` of a model that has them, by name.
+
+    Args:
+        model: The user's own model. It is not changed.
+        dtype: The dtype that its weights are written in, where it is not their own.
+
+    Collective: none.
+    """
+    files = {}
+    model = without_adapters(model)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = copy.deepcopy(config)
+        if hasattr(config, "architectures"):
+            config.architectures = [own_class(model).__name__]
+            floating = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+            kept = dtype or (floating[0] if floating else None)
+            if kept is not None:
+                config.dtype = str(kept).removeprefix("torch.")
+        files["config.json"] = config.to_json_string()
+    elif isinstance(config, dict) and hasattr(model, "save_config"):  # diffusers
+        content = {**config, "_class_name": own_class(model).__name__}
+        files["config.json"] = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
+        files["generation_config.json"] = generation.to_json_string()
+    return files

@@ -1,0 +1,81 @@
+"""`Storage`: the four operations that checkpoints at URLs need, and which storage serves a URL's scheme.
+
+A third party brings a storage for its own scheme by the hook ``storage(scheme)``; every other scheme goes to fsspec.
+``file://`` is the local disk itself.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from booster_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class WriteStream(Protocol):
+    """A file that is being written, from front to back. Nobody sees it before `close`."""
+
+    def write(self, values: memoryview) -> None:
+        """Append bytes. The memory may change as soon as this returns."""
+
+    def finish(self) -> None:
+        """Wait until everything has reached the storage. Nothing can be appended afterwards."""
+
+    def close(self) -> None:
+        """Make the file visible at once, in place of an older one, which stays as it is until then."""
+
+    def discard(self) -> None:
+        """Delete what was written. Does nothing after `close`."""
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """Files at URLs of one scheme, used by all ranks and by several threads at a time."""
+
+    def list(self, url: str) -> Mapping[str, int]:
+        """Return the sizes of files at and below a URL, by their path below it (``""`` for a file at the URL)."""
+
+    def read(self, url: str, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of a file from ``start`` on; a file that ends earlier is an error."""
+
+    def open_write(self, url: str, nbytes: int) -> WriteStream:
+        """Return a stream that writes a file of ``nbytes`` bytes; folders need not be made first."""
+
+    def remove(self, url: str) -> None:
+        """Remove the file at a URL, or all files below it."""
+
+
+def leaves_folder(key: str) -> bool:
+    """Return whether a key, or a name with ``/`` between its parts, leads out of the folder it is joined to."""
+    is_absolute = key.startswith(("/", "\\")) or _DRIVE.match(key) is not None
+    return is_absolute or ".." in key.replace("\\", "/").split("/") or "\0" in key
+
+
+def storage_for(scheme: str) -> Storage:
+    """Return the storage of a scheme: a hook's, else fsspec's.
+
+    Raises:
+        CheckpointError: If a hook returned something else, fsspec or its driver is not installed, or nobody knows
+            the scheme.
+
+    Collective: none.
+    """
+    from booster_core.plugin import hook_relay
+
+    found = hook_relay().storage(scheme=scheme)
+    if found is None:
+        from booster_checkpoint.storage.fsspec_storage import storage_of_driver
+
+        return storage_of_driver(scheme)
+    if not isinstance(found, Storage):
+        msg = (
+            f"The hook `storage` returned a `{type(found).__name__}` for '{scheme}://', which lacks some of the "
+            "methods list, read, open_write, remove."
+        )
+        raise CheckpointError(msg)
+    return found

@@ -1,0 +1,201 @@
+"""Writes a checkpoint again in another form: safetensors, ``torch.save`` files, or a DCP folder. Streamed, never whole.
+
+The result is made under a temporary name in the same folder and renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.checkpoint_files import CheckpointFiles
+from booster_checkpoint.files.dcp_table import METADATA
+from booster_checkpoint.files.index import read_json
+from booster_checkpoint.files.layout import (
+    MODEL,
+    OPTIMIZER,
+    SAFETENSORS,
+    TEMPORARY,
+    TORCH,
+    TORCH_MODEL,
+    FileNames,
+    new_token,
+)
+from booster_checkpoint.load.source import Source, is_dcp_folder
+from booster_checkpoint.run.manifest import MANIFEST
+from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_checkpoint.save.writer import sync_folder
+from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.tools.dcp import clear_temporaries
+from booster_checkpoint.tools.source_adapter import SourceAdapter
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks import DistCoordinator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+DCP = "dcp"
+FORMS = {"safetensors": SAFETENSORS, "bin": TORCH, DCP: DCP}
+
+
+def kinds_at(path: Path) -> list[str]:
+    """Return what is at a path: ``"model"``, ``"optimizer"``, or both of them.
+
+    Raises:
+        CheckpointError: If it is neither, or damaged.
+
+    Collective: none.
+    """
+    if path.is_dir() and (path / MANIFEST).is_file():
+        msg = f"'{path}' holds a whole training state. Pass '{path / MODEL}' or '{path / OPTIMIZER}'."
+        raise CheckpointError(msg)
+    if path.is_file() or is_dcp_folder(path) or not path.exists():
+        source = Source(path, OPTIMIZER if path.name.startswith(OPTIMIZER) else MODEL)
+        try:
+            return [OPTIMIZER if "optimizer" in source.values or path.name.startswith(OPTIMIZER) else MODEL]
+        finally:
+            source.close()
+    names = [entry.name for entry in path.iterdir()]
+    has_optimizer = any(name.startswith((f"{OPTIMIZER}.", f"{OPTIMIZER}-")) for name in names)
+    has_model = any(name.endswith((SAFETENSORS, TORCH)) and not name.startswith(OPTIMIZER) for name in names)
+    return [MODEL] * (has_model or not has_optimizer) + [OPTIMIZER] * has_optimizer
+
+
+def convert(
+    source: Path, target: Path, form: str, *, size_per_shard: int = 1024, dtype: torch.dtype | None = None
+) -> list[Path]:
+    """Write a checkpoint again in another form.
+
+    Args:
+        source: A model's or an optimizer's file, index, or folder; of any form, at any place.
+        target: A file where the name ends like one (``.safetensors``, ``.bin``), else a folder; must not exist. Other
+            files of a source folder, such as ``config.json``, are copied to a target folder.
+        form: ``"safetensors"``, ``"bin"`` or ``"dcp"``.
+        size_per_shard: Largest size of a file in a folder, in MiB.
+        dtype: Convert a model's floating tensors to this dtype. An optimizer's stay as they are.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: If form and target do not fit, or there is no model for ``dtype``.
+        CheckpointError: If the source is damaged, or the target cannot be written.
+
+    Memory: 64 MiB. Collective: none.
+    """
+    suffix = FORMS[form]
+    kinds = kinds_at(source)
+    file_name = target.name if target.suffix in (SAFETENSORS, TORCH, ".pt", ".pth") else None
+    if file_name is not None and (form == DCP or (target.suffix == SAFETENSORS) != (suffix == SAFETENSORS)):
+        msg = f"'{target}' does not name what `--to {form}` writes. Pass a folder, or a name that ends accordingly."
+        raise ConfigError(msg)
+    if (file_name is not None or form == DCP) and len(kinds) > 1:
+        msg = f"'{source}' holds a model and an optimizer, which need a folder. Pass the path of one of their files."
+        raise ConfigError(msg)
+    if OPTIMIZER in kinds and suffix == TORCH:
+        msg = f"'{source}' holds an optimizer, which is written as safetensors or DCP. Use `--to safetensors`."
+        raise ConfigError(msg)
+    if dtype is not None and MODEL not in kinds:
+        msg = f"'{source}' holds an optimizer, whose state keeps its dtypes. Leave out `--dtype`."
+        raise ConfigError(msg)
+    if target.exists():
+        msg = f"'{target}' exists already. Remove it, or pass another path."
+        raise CheckpointError(msg)
+    if isinstance(target, RemotePath):
+        folder = target if file_name is None else target.parent
+        _write_from(source, kinds, folder, suffix, file_name, size_per_shard, dtype)
+        if file_name is None and form != DCP and source.is_dir():
+            _copy_others(source, target, dtype)
+        written = target.alone()
+        return [written] if written.is_file() else sorted(written / key for key in written.files())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clear_temporaries(target)
+    temporary = target.parent / f".{target.name}.{new_token()}{TEMPORARY}"
+    try:
+        _write_from(source, kinds, temporary, suffix, file_name, size_per_shard, dtype)
+        if file_name is None and form != DCP and source.is_dir():
+            _copy_others(source, temporary, dtype)
+        (temporary / file_name if file_name is not None else temporary).rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        msg = f"'{target}' cannot be written: {error.strerror or error}."
+        raise CheckpointError(msg) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+
+
+def _write_from(
+    source: Path,
+    kinds: Sequence[str],
+    folder: Path,
+    suffix: str,
+    file_name: str | None,
+    size_per_shard: int,
+    dtype: torch.dtype | None,
+) -> None:
+    with ExitStack() as stack:
+        sources = {kind: Source(source, kind) for kind in kinds}
+        for opened in sources.values():
+            stack.callback(opened.close)
+        _write(sources, folder, suffix, file_name, size_per_shard, dtype)
+
+
+def _write(
+    sources: dict[str, Source],
+    folder: Path,
+    suffix: str,
+    file_name: str | None,
+    size_per_shard: int,
+    dtype: torch.dtype | None,
+) -> None:
+    io = CheckpointFiles(DistCoordinator())
+    if suffix == DCP:
+        ((kind, source),) = sources.items()
+        adapter = SourceAdapter(source, is_optimizer=kind == OPTIMIZER)
+        if kind == OPTIMIZER:
+            io.save_optimizer(adapter, folder, gather_dtensor=False)
+        else:
+            io.save_model(adapter, folder, gather_dtensor=False, dtype=dtype)
+        return
+    max_bytes = None if file_name is not None else size_per_shard << 20
+    parts: list[Part] = []
+    for kind, source in sources.items():
+        adapter = SourceAdapter(source, is_optimizer=kind == OPTIMIZER)
+        base = OPTIMIZER if kind == OPTIMIZER else TORCH_MODEL if suffix == TORCH else MODEL
+        names = FileNames(base=base, suffix=suffix)
+        if kind == OPTIMIZER:
+            parts.append(OptimizerPart(adapter, names, max_bytes=max_bytes, file_name=file_name))
+        else:
+            parts.append(ModelPart(adapter, names, max_bytes=max_bytes, file_name=file_name, dtype=dtype))
+    io.write_folder("convert", folder, parts)
+
+
+def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy a folder's small files that are neither tensors nor about tensors; ``config.json`` names the new dtype."""
+    for path in sorted(source.iterdir()):
+        is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name == METADATA
+        is_described = path.name.startswith("param_groups") or path.name.startswith(".")
+        if path.is_file() and not is_tensors and not is_described:
+            content = path.read_bytes()
+            if path.name == "config.json" and dtype is not None:
+                content = _with_dtype(read_json(path), dtype) or content
+            (folder / path.name).write_bytes(content)
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> bytes | None:
+    """Return a model's configuration with another dtype; ``None`` if it is none."""
+    if not isinstance(config, dict):
+        return None
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return (json.dumps({**config, name: str(dtype).removeprefix("torch.")}, indent=2) + "\n").encode()
+
+
+def written_names(paths: Sequence[Path], target: Path) -> list[str]:
+    """Return paths as they are shown: below the target."""
+    return [path.relative_to(target).as_posix() if path != target else path.name for path in paths]

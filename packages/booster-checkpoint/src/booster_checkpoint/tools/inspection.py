@@ -1,0 +1,227 @@
+"""What a path holds, from headers and small files alone: for ``booster inspect`` and ``booster verify``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.files.index import read_index, read_json
+from booster_checkpoint.files.layout import MODEL, OPTIMIZER
+from booster_checkpoint.load.optimizer_check import read_optimizer_info
+from booster_checkpoint.load.source import Source
+from booster_checkpoint.run.manifest import MANIFEST, Manifest
+from booster_checkpoint.run.steps import LATEST, parse_name
+from booster_checkpoint.run.steps_remote import open_steps
+from booster_checkpoint.run.training_part import TENSORS, VALUES
+from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.tools.convert import kinds_at
+from booster_core.errors import CheckpointError
+from booster_core.state import tensor_references
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRow:
+    """One tensor of a checkpoint.
+
+    Args:
+        name: Its name.
+        dtype: Its element type.
+        shape: Its shape.
+        nbytes: Size of its values.
+        file: The file that holds it, below the path that was asked about.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What a path holds.
+
+    Args:
+        kind: ``"root"``, ``"training state"``, ``"model"``, ``"optimizer"``, or ``"model and optimizer"``.
+        facts: What is known of it, in the order in which it is shown.
+        tensors: Its tensors.
+    """
+
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    tensors: list[TensorRow] = field(default_factory=list)
+
+
+def is_root(path: Path) -> bool:
+    """Whether a folder holds steps of training states."""
+    return path.is_dir() and ((path / LATEST).is_file() or bool(open_steps(path).names()))
+
+
+def inspect(path: Path) -> Inspection:
+    """Describe what is at a path. No tensor's values are read.
+
+    Raises:
+        CheckpointError: If it is no checkpoint, or its headers are damaged.
+
+    Collective: none.
+    """
+    if is_root(path):
+        return _inspect_root(path)
+    if (path / MANIFEST).is_file():
+        return _inspect_step(path)
+    kinds = kinds_at(path)
+    facts: dict[str, Any] = {}
+    tensors: list[TensorRow] = []
+    for kind in kinds:
+        more, rows = _inspect_part(path, kind, path if path.is_dir() else path.parent)
+        facts |= more
+        tensors += rows
+    return Inspection(kind=" and ".join(kinds), facts=facts, tensors=tensors)
+
+
+def _inspect_root(path: Path) -> Inspection:
+    steps = open_steps(path)
+    facts: dict[str, Any] = {"latest": steps.latest_name()}
+    for name in steps.names():
+        manifest = Manifest.read(path / name)
+        nbytes = sum(entry.nbytes for entry in manifest.files.values())
+        facts[name] = f"{nbytes:,} bytes in {len(manifest.files)} files, saved {manifest.facts.get('saved_at')}"
+    return Inspection(kind="root", facts=facts)
+
+
+def _inspect_step(path: Path) -> Inspection:
+    manifest = Manifest.read(path)
+    facts: dict[str, Any] = {"step": manifest.step, **manifest.facts}
+    tensors: list[TensorRow] = []
+    for kind in (MODEL, OPTIMIZER):
+        if (path / kind).is_dir():
+            more, rows = _inspect_part(path / kind, kind, path)
+            facts |= more
+            tensors += rows
+    saved = read_json(path / VALUES)
+    facts["lr_schedulers"] = [content["scheduler"] for content in saved["lr_schedulers"]]
+    facts["loss_scale"] = saved["loss_scaler"] and saved["loss_scaler"]["scale"]
+    facts["dataloader"] = saved["dataloader"]
+    extra = saved["extra"]
+    facts["extra"] = sorted(extra) if isinstance(extra, dict) else extra
+    facts["random states"] = f"of {len(saved['random'])} rank(s)"
+    return Inspection(kind="training state", facts=facts, tensors=tensors)
+
+
+def _inspect_part(path: Path, kind: str, base: Path) -> tuple[dict[str, Any], list[TensorRow]]:
+    source = Source(path, kind)
+    try:
+        rows = [
+            TensorRow(
+                name=name,
+                dtype=str(meta.dtype).removeprefix("torch."),
+                shape=meta.shape,
+                nbytes=math.prod(meta.shape) * meta.dtype.itemsize,
+                file=_relative(source.home_of(name), base),
+            )
+            for name, meta in source.tensors.items()
+        ]
+        facts: dict[str, Any] = {}
+        if kind == OPTIMIZER:
+            info = read_optimizer_info(source)
+            facts["parameter groups"] = [
+                f"{len(group.params)} parameters, " + ", ".join(f"{k}={v}" for k, v in group.options.items())
+                for group in info.groups
+            ]
+        else:
+            if source.values:
+                facts["extra state"] = sorted(source.values)
+            config = (path if path.is_dir() else path.parent) / "config.json"
+            if path.is_dir() and config.is_file():
+                content = read_json(config)
+                known = ("architectures", "model_type", "dtype", "transformers_version")
+                facts["config"] = {key: content[key] for key in known if key in content}
+        return facts, rows
+    finally:
+        source.close()
+
+
+def _relative(path: Path, base: Path) -> str:
+    return path.relative_to(base).as_posix() if path != base else path.name
+
+
+def verify(path: Path) -> tuple[list[str], str]:
+    """Check what is at a path as far as possible.
+
+    Returns:
+        What is wrong, in words; and what was checked.
+
+    Collective: none; reads every byte where there are checksums, else headers.
+    """
+    try:
+        if is_root(path):
+            return _verify_root(path)
+        if (path / MANIFEST).is_file():
+            return _verify_step(path), "sizes and checksums of all files, headers, and indices"
+        problems = [problem for kind in kinds_at(path) for problem in _part_problems(path, kind)]
+        above = path.parent / MANIFEST
+        if (above.alone() if isinstance(above, RemotePath) else above).is_file():
+            manifest = Manifest.read(path.parent)
+            names = [name for name in manifest.files if name == path.name or name.startswith(f"{path.name}/")]
+            problems += manifest.size_problems(path.parent, names) or manifest.content_problems(path.parent, names)
+            return problems, "sizes and checksums of its files, headers, and indices"
+    except CheckpointError as error:
+        return [str(error)], ""
+    return problems, "sizes, headers and indices; there is no manifest with checksums"
+
+
+def _verify_root(path: Path) -> tuple[list[str], str]:
+    steps, problems = open_steps(path), list[str]()
+    try:
+        steps.find(LATEST)
+    except CheckpointError as error:
+        problems.append(str(error))
+    for entry in sorted(path.iterdir()):
+        if parse_name(entry.name) and entry.is_dir():
+            problems += [f"{entry.name}: {problem}" for problem in verify(entry)[0]]
+    return problems, f"sizes and checksums of all files of {len(steps.names())} steps, headers, and indices"
+
+
+def _verify_step(path: Path) -> list[str]:
+    manifest = Manifest.read(path)
+    problems = manifest.size_problems(path, manifest.files)
+    present = [name for name in manifest.files if (path / name).is_file()]
+    problems += [
+        problem
+        for problem in manifest.content_problems(path, present)
+        if not any(problem.partition(" has ")[0] == other.partition(" has ")[0] for other in problems)
+    ]
+    for kind in (MODEL, OPTIMIZER):
+        if any(name.startswith(f"{kind}/") for name in manifest.files):
+            problems += _part_problems(path / kind, kind)
+    if not (path / VALUES).is_file() or not (path / TENSORS).is_file():
+        problems.append(f"'{VALUES}' or '{TENSORS}' is missing")
+    return problems
+
+
+def _part_problems(path: Path, kind: str) -> list[str]:
+    """Return what is wrong with headers and index; opening the files checks each header against its file."""
+    try:
+        source = Source(path, kind)
+    except CheckpointError as error:
+        return [str(error)]
+    try:
+        if kind == OPTIMIZER:
+            read_optimizer_info(source)
+        problems = []
+        if source.index is not None:
+            listed = read_index(source.index)
+            inside = {key for value in source.values.values() for key in tensor_references(value)}
+            unlisted = [name for name in source.tensors if name not in listed and name not in inside]
+            problems += [f"'{name}' is in a file, but not in the index '{source.index}'" for name in unlisted[:10]]
+    except CheckpointError as error:
+        return [str(error)]
+    else:
+        return problems
+    finally:
+        source.close()

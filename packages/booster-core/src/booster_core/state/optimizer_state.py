@@ -1,0 +1,101 @@
+"""One parameter's optimizer state as named tensors and JSON values, and back.
+
+State may be tensors, numbers, or lists and dicts of these (LBFGS keeps lists of tensors). What is inside of something
+is named by its path: ``old_dirs/3``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.errors import CheckpointError
+from booster_core.state.json_values import decode_json, encode_json, tensor_references
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from booster_core.state.adapter import JSONValue, TensorMeta
+
+
+def unsaved_state(optimizer: Optimizer) -> list[str]:
+    """Return names of an optimizer's state that belongs to no parameter, and so is in no checkpoint.
+
+    Collective: none.
+    """
+    found = [f"optimizer.state[{key!r}]" for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    has_own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if has_own or optimizer._optimizer_state_dict_post_hooks:  # noqa: SLF001 - torch lists them nowhere else
+        added = optimizer.state_dict().keys() - {"state", "param_groups"}
+        found += [f"optimizer.state_dict()[{key!r}]" for key in sorted(added, key=str)]
+    return found
+
+
+def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSONValue]]:
+    """Return the tensors of a parameter's state by their path, and what is not a tensor by its key.
+
+    Args:
+        name: The parameter's name, for errors.
+        state: As in ``optimizer.state[parameter]``.
+
+    Raises:
+        CheckpointError: If something in it is neither a tensor nor a JSON value.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, JSONValue] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            tensors[str(key)] = value
+            continue
+        try:
+            scalars[str(key)] = encode_json(value, str(key), tensors)
+        except CheckpointError as error:
+            msg = f"The optimizer's state of '{name}' cannot be saved: {error}"
+            raise CheckpointError(msg) from error
+    return tensors, scalars
+
+
+def restore_state(
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    present: Mapping[str, Any],
+    stored: Mapping[str, TensorMeta],
+    scalars: Mapping[str, JSONValue],
+) -> dict[str, Any]:
+    """Return a parameter's state with room for what a checkpoint holds; tensors are still to be filled.
+
+    Tensors that exist and fit are kept. New ones are made as torch's ``load_state_dict`` makes them: elementwise state
+    like the parameter, a step count on the CPU unless the optimizer wants it on the device.
+
+    Args:
+        parameter: The parameter.
+        group: Its parameter group.
+        present: Its state now.
+        stored: What the checkpoint holds.
+        scalars: The state that is not a tensor, as `flatten_state` returned it.
+    """
+    room = {key: _room_for(parameter, group, present.get(key), meta, key) for key, meta in stored.items()}
+    others = {key: decode_json(value, room) for key, value in scalars.items()}
+    inside = {key for value in scalars.values() for key in tensor_references(value)}
+    restored = {**{key: tensor for key, tensor in room.items() if key not in inside}, **others}
+    # The order of an existing state is kept: some optimizers unpack it.
+    return {key: restored[key] for key in (*(key for key in present if key in restored), *restored)}
+
+
+def _room_for(parameter: Tensor, group: Mapping[str, Any], present: Any, meta: TensorMeta, key: str) -> Tensor:
+    if isinstance(present, torch.Tensor) and tuple(present.shape) == meta.shape:
+        return present
+    is_elementwise = meta.shape == tuple(parameter.shape)
+    if key == "step":
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=parameter.device if on_device else "cpu")
+    dtype = meta.dtype
+    if dtype.is_floating_point and parameter.is_floating_point():
+        dtype = parameter.dtype
+    if is_elementwise:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return torch.zeros(meta.shape, dtype=dtype, device=parameter.device)

@@ -1,9 +1,0 @@
-"""Comparing a run under a plugin with the same training in one process, before it costs anything."""
-
-from __future__ import annotations
-
-from booster_runtime.verification.comparison import verify
-from booster_runtime.verification.report import Difference, Verification
-from booster_runtime.verification.script import function_of, module_of
-
-__all__ = ["Difference", "Verification", "function_of", "module_of", "verify"]

@@ -1,0 +1,1 @@
+"""Verbs of the ``booster`` command that try out machines, plan and verify."""

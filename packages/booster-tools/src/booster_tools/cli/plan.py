@@ -1,0 +1,107 @@
+"""Predict memory and communication of a script's training under the installed plugins, and rank them.
+
+The work is in `booster_tools.planning`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S": 1e9, "TB/S": 1e12}
+
+
+@click.command()
+@click.argument("build", metavar="FILE:FUNCTION")
+@click.option("--devices", required=True, type=click.IntRange(min=1), help="Number of devices; one rank each.")
+@click.option("--memory", required=True, help="Memory of each device, such as 80GiB.")
+@click.option("--interconnect", default="400Gbps", show_default=True, help="What each device can send: Gbps or GB/s.")
+@click.option("--tflops", default=150.0, show_default=True, help="What each device attains in training.")
+@click.option("--plugin", "plugins", multiple=True, help="Compare only this plugin; repeatable.  [default: all]")
+@click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "pure-bf16"]),
+    help="As for Booster.  [default: by the model]",
+)
+@click.option("--processes", type=click.IntRange(min=1), help="Plans made at a time.  [default: one for each core]")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .svg or .png.")
+def command(
+    *,
+    build: str,
+    devices: int,
+    memory: str,
+    interconnect: str,
+    tflops: float,
+    plugins: tuple[str, ...],
+    batch: str,
+    precision: str | None,
+    processes: int | None,
+    picture: Path | None,
+) -> None:
+    """Predict memory and communication of a script's training under the installed plugins, and rank them.
+
+    FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
+    criterion); another one of that file returns the whole batch, as for `booster verify-plugin`. The plugins' own code
+    runs on this machine, on tensors without values. The exit status is 1 where no setting fits.
+    """
+    from booster_core.errors import BoosterError
+    from booster_runtime.pictures import write_png
+    from booster_tools.planning import Devices, default_processes, draw_plan, plan
+    from booster_tools.verification.script import function_of, module_of
+
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        msg = f"`--picture {picture}` must end in .svg or .png."
+        raise click.BadParameter(msg)
+    try:
+        file, _, function = build.partition(":")
+        module = module_of(Path(file))
+        found = plan(
+            function_of(module, function or "build", file),
+            function_of(module, batch, file),
+            Devices(
+                number=devices,
+                memory_bytes=int(_parse("memory", memory, _BYTES)),
+                interconnect_bytes_per_second=_parse("interconnect", interconnect, _RATES),
+                flops_per_second=tflops * 1e12,
+            ),
+            plugins=plugins or None,
+            mixed_precision=precision,
+            progress=lambda line: click.echo(line, err=True),
+            num_processes=processes or default_processes(),
+        )
+        if picture is not None:
+            drawing = draw_plan(found)
+            if picture.suffix == ".svg":
+                picture.write_text(drawing, encoding="utf-8")
+            else:
+                write_png(drawing, picture)
+    except (BoosterError, TypeError) as error:
+        click.echo(f"booster plan: {error}", err=True)
+        sys.exit(2)
+    click.echo(str(found))
+    if found.code is None:
+        is_planned = any(each.prediction is not None or each.is_too_large for each in found.settings)
+        advice = "No setting fits. Use more devices, a smaller batch, or activation checkpointing."
+        click.echo(advice if is_planned else "No setting could be planned, for the reasons above.")
+        sys.exit(1)
+    click.echo(f"\n{found.code}")
+
+
+def _parse(option: str, text: str, units: dict[str, float] | dict[str, int]) -> float:
+    from booster_core.errors import ConfigError
+
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z/]+)\s*", text)
+    factor = None if match is None else units.get(match[2].upper())
+    try:
+        if match is None or factor is None:
+            raise ValueError
+        return float(match[1]) * factor
+    except ValueError:
+        known = {"memory": "80GiB or 80GB", "interconnect": "400Gbps or 50GB/s"}[option]
+        msg = f"`--{option} {text}` is not a number with a unit, such as {known}."
+        raise ConfigError(msg) from None

@@ -1,0 +1,46 @@
+"""Train a script's model under a plugin and in one process, and say where the two differ.
+
+The work is in `booster_tools.verification`, on ranks that torchrun starts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+
+
+@click.command()
+@click.argument("build", metavar="FILE:FUNCTION")
+@click.option("--plugin", required=True, help="Name of an installed plugin.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An argument of the plugin; repeatable.")
+@click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
+@click.option("--nproc", default=2, show_default=True, help="Number of ranks on this machine.")
+@click.option("--steps", default=2, show_default=True, help="Number of training steps.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "pure-bf16"]),
+    help="As for Booster.  [default: by the model]",
+)
+def command(
+    *, build: str, plugin: str, options: tuple[str, ...], batch: str, nproc: int, steps: int, precision: str | None
+) -> None:
+    """Train a script's model under a plugin and in one process, and say where the two differ.
+
+    FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
+    criterion); another one of that file returns the whole batch. The exit status is 1 where outputs, losses, gradients
+    or updates differ by more than rounding.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    rank = [
+        "-m",
+        "booster_tools.cli._verify_plugin_rank",
+        build,
+        batch,
+        plugin,
+        str(steps),
+        precision or "",
+        *options,
+    ]
+    raise SystemExit(subprocess.run([*torchrun, *rank], check=False).returncode)  # noqa: S603 - our own module

@@ -1,0 +1,31 @@
+"""Predicting memory and communication of a training before there are devices to run it on.
+
+`plan` runs the plugins' own code in one process: `boost`, forward, backward and step, on tensors without values, as one
+rank of a world of any size. It has no formulas for what a plugin does.
+"""
+
+from __future__ import annotations
+
+from booster_tools.planning.candidates import Candidate
+from booster_tools.planning.choice import choose_plugin
+from booster_tools.planning.ledger import Traffic
+from booster_tools.planning.picture import draw_plan
+from booster_tools.planning.prediction import Prediction, measure, predict, predict_ranks
+from booster_tools.planning.processes import default_processes
+from booster_tools.planning.ranking import Devices, Plan, Planned, plan
+
+__all__ = [
+    "Candidate",
+    "Devices",
+    "Plan",
+    "Planned",
+    "Prediction",
+    "Traffic",
+    "choose_plugin",
+    "default_processes",
+    "draw_plan",
+    "measure",
+    "plan",
+    "predict",
+    "predict_ranks",
+]

@@ -1,0 +1,22 @@
+"""Track a run: each optimizer step's metrics, and values of your own, go to files or services."""
+
+from __future__ import annotations
+
+from booster_tools.tracking.interface import Tracker
+from booster_tools.tracking.json_lines import JsonLines, read_json_lines
+from booster_tools.tracking.memory import MemoryTimeline, watch_memory
+from booster_tools.tracking.run import TrackedRun, track
+from booster_tools.tracking.tensorboard import TensorBoard
+from booster_tools.tracking.weights_and_biases import WeightsAndBiases
+
+__all__ = [
+    "JsonLines",
+    "MemoryTimeline",
+    "TensorBoard",
+    "TrackedRun",
+    "Tracker",
+    "WeightsAndBiases",
+    "read_json_lines",
+    "track",
+    "watch_memory",
+]

@@ -1,0 +1,9 @@
+"""Comparing a run under a plugin with the same training in one process, before it costs anything."""
+
+from __future__ import annotations
+
+from booster_tools.verification.comparison import verify
+from booster_tools.verification.objects import verify_objects
+from booster_tools.verification.report import Difference, Verification
+
+__all__ = ["Difference", "Verification", "verify", "verify_objects"]

@@ -1,0 +1,273 @@
+"""Checksums by blocks: what ranks read is verified while they read it, whatever parts of a file each of them reads."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+from booster_checkpoint.files import checksums
+from booster_checkpoint.files.checksums import BlockHasher, CheckedReads, block_sizes, blocks_of_file
+from booster_checkpoint.files.reading import ByteFile
+from booster_checkpoint.run.manifest import Manifest, verify_folder
+from booster_core import Booster
+from booster_core.errors import CheckpointError
+from booster_core.state import regions_of
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.mutants import ReferencePlugin
+
+SHAPE = (40, 30)
+ITEMSIZE = 4
+OFFSET = 100
+SIZE = OFFSET + SHAPE[0] * SHAPE[1] * ITEMSIZE + 70
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 256)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "sizes"),
+    [
+        ([100, 100], [200]),
+        ([100, 200], [100, 200]),
+        ([256, 0, 1], [256, 1]),
+        ([10, 600, 20, 30], [10, 256, 256, 88, 50]),
+        ([512], [256, 256]),
+        ([0], []),
+    ],
+)
+def test_blocks_join_small_pieces_and_cut_large_ones(pieces, sizes, small_blocks):
+    assert block_sizes(pieces) == sizes
+
+
+def test_blocks_are_hashed_from_any_portions():
+    content = random.Random(1).randbytes(1000)
+    hasher = BlockHasher([300, 1, 699])
+    for start in range(0, 1000, 7):
+        hasher.update(content[start : start + 7])
+    assert [block.checksum for block in hasher.blocks] == [
+        xxhash.xxh3_64_hexdigest(part) for part in (content[:300], content[300:301], content[301:])
+    ]
+
+
+def parts_of_ranks(kind, world_size):
+    """Return the boxes of the tensor that each rank reads."""
+    rows, columns = SHAPE
+    if kind == "flat":
+        cuts = [rows * columns * rank // world_size for rank in range(world_size + 1)]
+        full = ((0, rows), (0, columns))
+        return [[region.box for region in regions_of(full, (a, b))] for a, b in itertools.pairwise(cuts)]
+    if kind == "columns":
+        cuts = [columns * rank // world_size for rank in range(world_size + 1)]
+        return [[((0, rows), (a, b))] for a, b in itertools.pairwise(cuts)]
+    return [[((0, rows), (0, columns))] for _ in range(world_size)]
+
+
+def read_on(rank_boxes, path, blocks, is_shared):
+    """Read like one rank; return what it found damaged."""
+    found = []
+    file = ByteFile(path, CheckedReads("f", blocks, is_shared=is_shared, on_damage=found.append))
+    try:
+        file.read_into(memoryview(bytearray(OFFSET)), 0)
+        file.read_into(memoryview(bytearray(70)), SIZE - 70)
+        for box in rank_boxes:
+            shape = tuple(stop - start for start, stop in box)
+            file.read_box(OFFSET, SHAPE, ITEMSIZE, box, torch.empty(shape, dtype=torch.int32).view(-1))
+    except CheckpointError:
+        assert found, "told before it is raised"
+    finally:
+        file.close()
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("kind", ["flat", "columns", "whole"])
+def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared, small_blocks, tmp_path):
+    path, content = tmp_path / "f", bytearray(random.Random(2).randbytes(SIZE))
+    path.write_bytes(content)
+    blocks = blocks_of_file(path, block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
+    assert sum(block.nbytes for block in blocks) == SIZE
+    for world_size in (1, 3, 7):
+        boxes = parts_of_ranks(kind, world_size)
+        assert not any(read_on(each, path, blocks, is_shared) for each in boxes)
+        for position in range(0, SIZE, 97):
+            damaged = bytearray(content)
+            damaged[position] ^= 1
+            path.write_bytes(damaged)
+            found = [read_on(each, path, blocks, is_shared) for each in boxes]
+            assert any(found), (world_size, position)
+        path.write_bytes(content)
+
+
+def test_reads_return_the_bytes_of_the_file(small_blocks, tmp_path):
+    path, numbers = tmp_path / "f", torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int32).view(SHAPE)
+    path.write_bytes(bytes(OFFSET) + numbers.numpy().tobytes() + bytes(70))
+    blocks = blocks_of_file(path, block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
+    generator = random.Random(3)
+    for is_shared in (True, False):
+        file = ByteFile(path, CheckedReads("f", blocks, is_shared=is_shared, on_damage=print))
+        for _ in range(200):
+            box = tuple(tuple(sorted(generator.sample(range(size + 1), 2))) for size in SHAPE)
+            shape = tuple(stop - start for start, stop in box)
+            out = torch.empty(shape, dtype=torch.int32)
+            file.read_box(OFFSET, SHAPE, ITEMSIZE, box, out.view(-1))
+            assert torch.equal(out, numbers[slice(*box[0]), slice(*box[1])])
+        file.close()
+
+
+# ---- a training state
+
+
+def make(seed=0, plugin_class=None):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 301), nn.Linear(301, 5))
+    booster = Booster(plugin=plugin_class and plugin_class())
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    booster.backward(model(torch.ones(2, 300)).sum(), optimizer)
+    optimizer.step()
+    return booster, model, optimizer
+
+
+def save_steps(root):
+    booster, model, optimizer = make()
+    for step in (1, 2):
+        booster.save_checkpoint(root, step=step, model=model, optimizer=optimizer)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
+    save_steps(tmp_path)
+    booster, model, optimizer = make(seed=1)
+    read, real = [], ByteFile._read
+
+    def counted(self, target, offset):
+        read.append(len(target))
+        real(self, target, offset)
+
+    monkeypatch.setattr(ByteFile, "_read", counted)
+    booster.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    manifest = Manifest.read(tmp_path / "step-00000002")
+    size = sum(entry.nbytes for entry in manifest.files.values())
+    assert size > 4 << 20
+    assert size * 0.95 < sum(read) < size * 1.05 + 2 * checksums.BLOCK_BYTES
+
+
+def blocks_verified_in_a_load(root, plugin_class):
+    """Return the position in its file and the checksum of each block that this rank verifies."""
+    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
+    seen, real = [], CheckedReads._check
+
+    def recorded(self, index, content):
+        real(self, index, content)
+        seen.append((self._name, index))
+
+    CheckedReads._check = recorded
+    try:
+        booster.load_checkpoint(root, model=model, optimizer=optimizer)
+    finally:
+        CheckedReads._check = real
+    return seen
+
+
+def test_ranks_of_a_host_that_read_the_same_verify_each_block_once_between_them(tmp_path):
+    save_steps(tmp_path)
+    of_one = set(blocks_verified_in_a_load(tmp_path, None))
+    of_ranks = run_on_ranks(blocks_verified_in_a_load, 2, str(tmp_path), ReferencePlugin)
+    assert set().union(*of_ranks) == of_one
+    whole = [{block for block in seen if block[1]} for seen in of_ranks]  # headers are read by every rank
+    assert all(whole)
+    assert not whole[0] & whole[1]
+
+
+def damage_values(folder, name="optimizer"):
+    path = next((folder / name).glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def load(root, step, plugin_class=None):
+    booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
+    found = booster.load_checkpoint(root, model=model, optimizer=optimizer, step=step).step
+    return found, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_damage_met_halfway_is_an_error_that_says_so(tmp_path):
+    save_steps(tmp_path)
+    damage_values(tmp_path / "step-00000002")
+    message = (
+        r"'optimizer/optimizer-00001-of-00001.safetensors' has the checksum \w+ in bytes \d+ to \d+, and was saved "
+        r"with .* partly .*load it with `step=1`"
+    )
+    expect_on_ranks(CheckpointError, message, load, 2, str(tmp_path), "latest", ReferencePlugin)
+
+
+def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
+    expected = save_steps(tmp_path)
+    damage_values(tmp_path / "step-00000002")
+    damage_values(tmp_path / "step-00000002", "model")
+    for step, values in run_on_ranks(load, 2, str(tmp_path), "newest-whole", ReferencePlugin):
+        assert step == 1
+        assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
+
+
+# ---- the format before
+
+
+def as_version_1(folder):
+    """Rewrite a step's manifest as format version 1 had it: one checksum for each file."""
+    content = json.loads((folder / "manifest.json").read_text())
+    assert content["format_version"] == 2
+    content["format_version"] = 1
+    del content["xxh3"]
+    for name, entry in content["files"].items():
+        del entry["blocks"]
+        entry["xxh3"] = xxhash.xxh3_64_hexdigest((folder / name).read_bytes())
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
+
+
+@pytest.mark.parametrize("largest", [16 << 20, 1 << 10])
+def test_a_manifest_of_format_version_1_is_verified_as_before(largest, tmp_path, monkeypatch):
+    monkeypatch.setattr("booster_checkpoint.run.manifest.LARGEST_READ_BYTES", largest)
+    expected = save_steps(tmp_path)
+    as_version_1(tmp_path / "step-00000002")
+    verify_folder(tmp_path / "step-00000002")
+    step, values = load(tmp_path, "latest")
+    assert step == 2
+    assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
+    damage_values(tmp_path / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"optimizer-00001.*has the checksum"):
+        verify_folder(tmp_path / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"has the checksum .*load it with `step=1`"):
+        load(tmp_path, "latest")
+
+
+@pytest.mark.parametrize("blocks", [[-1, 5], [1], ["4"], None, 7])
+def test_blocks_that_do_not_make_up_the_file_are_a_damaged_manifest(blocks, tmp_path):
+    save_steps(tmp_path)
+    folder = tmp_path / "step-00000002"
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"]["training_state.json"]["blocks"] = blocks
+    content.pop("xxh3")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Manifest.read(folder)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(tmp_path):
+    path = Path(tmp_path / "f")
+    path.write_bytes(b"12345678")
+    file = ByteFile(path)
+    file.close()
+    path.unlink()
+    path.write_bytes(b"abcdefghi")
+    with pytest.raises(CheckpointError, match="was replaced or changed"):
+        file.read_into(memoryview(bytearray(4)), 0)

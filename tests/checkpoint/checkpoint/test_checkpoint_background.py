@@ -1,0 +1,278 @@
+"""Saves in the background: what is on disk is what was there when the call returned, and no error is lost."""
+
+import textwrap
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from booster_checkpoint import CheckpointFiles, ModelPart
+from booster_checkpoint.files.layout import MODEL, FileNames
+from booster_checkpoint.save import saver as saver_module
+from booster_core import Booster, hookimpl
+from booster_core.errors import CheckpointError
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import ReplicatedStateAdapter
+from booster_testing import run_on_ranks
+from booster_testing.mutants import ReferencePlugin
+
+
+def make(**options):
+    coordinator = DistCoordinator()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    return CheckpointFiles(coordinator, **options), ReplicatedStateAdapter(model, None, coordinator), model
+
+
+class Gate:
+    """Holds all writing back until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.event = threading.Event()
+        real = saver_module.write_directly
+
+        def held_back(*args):
+            assert self.event.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(saver_module, "write_directly", held_back)
+
+
+def test_the_file_holds_what_was_there_when_the_call_returned(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    io, adapter, model = make(bucket_bytes=4096)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    io.save_model(adapter, tmp_path / "m.safetensors", use_async=True)
+    for parameter in model.parameters():
+        parameter.data.fill_(7)
+    assert not (tmp_path / "m.safetensors").exists()
+    gate.event.set()
+    io.wait()
+    for name, tensor in load_file(tmp_path / "m.safetensors").items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("then", ["save", "load", "wait", "close"])
+def test_the_next_call_waits(then, tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    io, adapter, _ = make()
+    path = tmp_path / "m.safetensors"
+    io.save_model(adapter, path, use_async=True)
+    threading.Timer(0.2, gate.event.set).start()
+    if then == "save":
+        io.save_model(adapter, tmp_path / "n.safetensors")
+    elif then == "load":
+        assert io.load_model(adapter, path).is_complete
+    else:
+        getattr(io, then)()
+    assert gate.event.is_set(), "the call came back before the write went on"
+    assert path.exists()
+
+
+def test_buffers_are_used_again(tmp_path):
+    io, adapter, _ = make(bucket_bytes=4096)
+    sizes = []
+    for index in range(3):
+        io.save_model(adapter, tmp_path / f"{index}.safetensors", use_async=True)
+        io.wait()
+        sizes.append(io._saver.buffers.nbytes)
+    state = sum(shard.data.nbytes for shard in adapter.model_shards())
+    assert len(set(sizes)) == 1
+    assert state <= sizes[0] <= state + 4096
+    io.close()
+    assert io._saver.buffers.nbytes == 0
+
+
+def fail_on(rank, folder, then):
+    io, adapter, _ = make()
+    if io._session.rank == rank:
+        (folder / "m").mkdir()  # a folder takes the file's place once the save is on its way
+    real = saver_module.write_directly
+
+    def fail(*args):
+        if io._session.rank == rank:
+            raise OSError(28, "No space left on device")
+        real(*args)
+
+    saver_module.write_directly = fail
+    try:
+        io.save_model(adapter, folder / "new" / "m.safetensors", use_async=True)
+        next_call = {
+            "wait": io.wait,
+            "save": lambda: io.save_model(adapter, folder / "other.safetensors"),
+            "load": lambda: io.load_model(adapter, folder / "other.safetensors"),
+        }[then]
+        with pytest.raises(CheckpointError, match="The disk is full"):
+            next_call()
+    finally:
+        saver_module.write_directly = real
+    io.wait()  # an error is raised once
+
+
+@pytest.mark.covering(1)  # every next call once; the other pairs are slow
+@pytest.mark.parametrize("then", ["wait", "save", "load"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
+    run_on_ranks(fail_on, 2, rank, tmp_path, then)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"], "nothing is left, not even the new folder"
+
+
+def snapshot_fails(folder):
+    io, adapter, _ = make()
+    if io._session.rank == 1:
+        io._saver.buffers.take = lambda pieces: (_ for _ in ()).throw(MemoryError("no room for the copy"))
+    io.save_model(adapter, folder / "m.safetensors", use_async=True)
+    with pytest.raises(MemoryError, match="no room for the copy"):
+        io.wait()
+
+
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path):
+    run_on_ranks(snapshot_fails, 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def commit_in_background(folder):
+    io, adapter, _ = make()
+    committed = []
+    step = folder / "step"
+    part = ModelPart(adapter, FileNames(base=MODEL), max_bytes=1 << 20)
+
+    def commit(files):
+        assert all((step / file.name).stat().st_size == file.nbytes for file in files)
+        committed.extend(files)
+        step.rename(folder / "done")
+
+    texts = {f"rank{io._session.rank}.json": "{}"}
+    assert io.write_folder("save", step, [part], texts=texts, use_async=True, want_checksums=True, commit=commit) == []
+    torch.distributed.barrier()  # training goes on
+    io.wait()
+    return [(file.name, [(block.nbytes, block.checksum) for block in file.blocks]) for file in committed]
+
+
+def test_a_folder_is_committed_in_the_background_with_its_checksums(tmp_path):
+    import xxhash
+
+    results = run_on_ranks(commit_in_background, 2, tmp_path)
+    assert results[1] == [], "only rank 0 commits"
+    written = dict(results[0])
+    assert list(written) == [
+        "model-00001-of-00001.safetensors",
+        "rank0.json",
+        "rank1.json",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(path.name for path in (tmp_path / "done").iterdir()) == sorted(written)
+    for name, blocks in written.items():
+        content = (tmp_path / "done" / name).read_bytes()
+        for nbytes, checksum in blocks:
+            assert xxhash.xxh3_64_hexdigest(content[:nbytes]) == checksum
+            content = content[nbytes:]
+        assert not content
+
+
+def commit_fails(folder, use_async):
+    io, adapter, _ = make()
+
+    def commit(files):
+        raise OSError(30, "Read-only file system")
+
+    def save():
+        part = ModelPart(adapter, FileNames(base=MODEL))
+        io.write_folder("save", folder / "step", [part], use_async=use_async, commit=commit)
+        io.wait()
+
+    with pytest.raises(CheckpointError, match="The file system is read-only"):
+        save()
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
+    run_on_ranks(commit_fails, 2, tmp_path, use_async)
+
+
+SCRIPT = """
+import sys
+from torch import nn
+from booster_checkpoint import CheckpointFiles
+from booster_checkpoint.save import saver as saver_module
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import ReplicatedStateAdapter
+if sys.argv[2] == "fail":
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+    saver_module.write_directly = fail
+c = DistCoordinator()
+CheckpointFiles(c).save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, c), sys.argv[1], use_async=True)
+"""
+
+
+@pytest.mark.parametrize(("mode", "code"), [("succeed", 0), ("fail", 1)])
+def test_the_interpreter_waits_before_it_ends_and_fails_with_the_save(mode, code, scripts, tmp_path):
+    path, script = tmp_path / "m.safetensors", tmp_path / "save.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    ended = scripts.run(script, [[path, mode]])
+    assert ended.codes == [code], ended.output
+    assert path.exists() == (mode == "succeed")
+    assert ("The disk is full" in ended.output) == (mode == "fail")
+
+
+def close_early(folder):
+    io, adapter, _ = make()
+    io.save_model(adapter, folder / "m.safetensors", use_async=True)
+    DistCoordinator().destroy()
+    return Path(folder / "m.safetensors").exists()
+
+
+def test_destroying_the_process_group_waits(tmp_path):
+    assert run_on_ranks(close_early, 2, tmp_path) == [True, True]
+
+
+class MeetingHook:
+    """Meets when a save has ended, which ranks may hear of in different threads."""
+
+    def __init__(self):
+        self.kinds = []
+
+    @hookimpl
+    def after_save(self, kind):
+        DistCoordinator().block_all(name="after the save")
+        self.kinds.append(kind)
+
+
+def boost_beside_a_save(folder):
+    rank, real = DistCoordinator().rank, saver_module.write_directly
+    may_write, hook = threading.Event(), MeetingHook()
+    register_hooks(hook)
+
+    def held_back(*args):
+        # On rank 0 in the middle of the main thread's meetings, on rank 1 before them.
+        assert rank == 1 or may_write.wait(30)
+        return real(*args)
+
+    booster = Booster("cpu", plugin=ReferencePlugin())
+    model, *_ = booster.boost(nn.Linear(64, 64))
+    with mock.patch.object(saver_module, "write_directly", held_back):
+        for index in range(3):
+            booster.save_model(model, folder / f"{index}.safetensors", use_async=True)
+            if rank == 1:
+                time.sleep(0.1)
+            booster.boost(nn.Linear(8, 8))
+            may_write.set()
+            for _ in range(20):
+                DistCoordinator().block_all(name="training")
+                DistCoordinator().agree("training", index)
+            booster.wait()
+            may_write.clear()
+    unregister_hooks(hook)
+    return hook.kinds
+
+
+def test_meetings_of_the_main_thread_and_of_a_save_do_not_mix(tmp_path):
+    assert run_on_ranks(boost_beside_a_save, 2, tmp_path) == [["model"] * 3] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {f"{index}.safetensors" for index in range(3)}

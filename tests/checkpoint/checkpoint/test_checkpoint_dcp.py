@@ -1,0 +1,179 @@
+"""`gather_dtensor=False`: torch's own tools read what we write, and we read what they write."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from booster_checkpoint import CheckpointFiles
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import ReplicatedStateAdapter
+from booster_testing import run_on_ranks
+from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
+]
+
+TENSORS = [
+    ("embed.weight", (33, 20), torch.float32),
+    ("layers.0.weight", (12, 18), torch.bfloat16),
+    ("scale", (), torch.float32),
+    ("count", (), torch.int64),
+    ("double", (9, 4), torch.float64),
+]
+
+
+def save(folder, layout):
+    c = DistCoordinator()
+    io = CheckpointFiles(c)
+    adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
+    for _ in range(2):  # the second time over the first
+        io.save_model(adapter, Path(folder) / "model", gather_dtensor=False)
+        io.save_optimizer(adapter, Path(folder) / "optimizer", gather_dtensor=False)
+
+
+def load_all(folder, layouts):
+    c = DistCoordinator()
+    io = CheckpointFiles(c, bucket_bytes=1024)
+    for layout in layouts:
+        adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, is_filled=False)
+        io.load_model(adapter, Path(folder) / "model", num_threads=2)
+        io.load_optimizer(adapter, Path(folder) / "optimizer")
+        assert adapter.wrong() == []
+        assert adapter.extra["block._extra_state"]["scale"].tolist() == [2.0, 2.0, 2.0]
+        assert adapter.options == {"lr": 0.5, "betas": (0.9, 0.99)}
+        assert all(adapter.scalars[name] == {"step": 7} for name in adapter.scalars)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_and_we_read_what_we_write(layout, tmp_path):
+    run_on_ranks(save, 2, str(tmp_path), layout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "optimizer"]
+    state = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in TENSORS}
+    state["tied"] = torch.zeros(TENSORS[0][1])
+    dcp.load(state, checkpoint_id=tmp_path / "model", no_dist=True)
+    for name, shape, dtype in TENSORS:
+        assert torch.equal(state[name], value_of(name, shape, dtype)), name
+    assert torch.equal(state["tied"], state["embed.weight"])
+    run_on_ranks(load_all, 2, str(tmp_path), LAYOUTS)
+
+
+def _trained(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torch_reads_an_optimizer_into_its_own_form(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, optimizer = _trained(0)
+    io = CheckpointFiles(DistCoordinator())
+    io.save_optimizer(ReplicatedStateAdapter(model, optimizer, DistCoordinator()), tmp_path / "o", gather_dtensor=False)
+    other_model, other = _trained(1)
+    state = get_optimizer_state_dict(other_model, other)
+    dcp.load(state, checkpoint_id=tmp_path / "o", no_dist=True)
+    set_optimizer_state_dict(other_model, other, state)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for ours, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_we_read_what_torch_writes(tmp_path):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer = _trained(0)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "m", no_dist=True)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path / "o", no_dist=True)
+    other_model, other = _trained(1)
+    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(other_model, other, DistCoordinator())
+    assert io.load_model(adapter, tmp_path / "m").is_complete
+    io.load_optimizer(adapter, tmp_path / "o")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for ours, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+class _Evil:
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, ("hacked",)
+
+
+def test_a_hostile_table_is_refused_and_not_run(tmp_path, monkeypatch):
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    adapter = ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
+    with pytest.raises(CheckpointError, match=r"was not loaded: it refers to posix.mkdir"):
+        CheckpointFiles(DistCoordinator()).load_model(adapter, folder)
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_truncated_file_is_found_before_anything_changes(tmp_path):
+    model, _ = _trained(0)
+    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(model, None, DistCoordinator())
+    io.save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    file = next((tmp_path / "m").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"which has .* bytes. It is truncated"):
+        io.load_model(adapter, tmp_path / "m")
+
+
+def test_does_not_replace_a_folder_of_other_things(tmp_path):
+    model, optimizer = _trained(0)
+    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds other files"):
+        io.save_model(adapter, tmp_path / "a", gather_dtensor=False)
+    io.save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    with pytest.raises(CheckpointError, match=r"holds a model; .* need a folder each"):
+        io.save_optimizer(adapter, tmp_path / "m", gather_dtensor=False)
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", [{"use_async": True}, {"prefix": "ema"}])
+def test_options_without_meaning_are_refused(option, tmp_path):
+    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
+    with pytest.raises(ConfigError, match="has no meaning with `gather_dtensor=False`"):
+        io.save_model(adapter, tmp_path / "m", gather_dtensor=False, **option)
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from booster_checkpoint.tools import dcp as ours
+
+    storages, most = [], []
+    real = ours._ShardPlanner.resolve_data
+
+    def resolve(self, item):
+        most.append(sum(not storage.expired() for storage in storages))
+        data = real(self, item)
+        if isinstance(data, torch.Tensor):
+            storages.append(StorageWeakRef(data.untyped_storage()))
+        return data
+
+    monkeypatch.setattr(ours._ShardPlanner, "resolve_data", resolve)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
+    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    assert len(most) == 20
+    assert max(most) == 0, "the one before has gone when the next one is asked for"

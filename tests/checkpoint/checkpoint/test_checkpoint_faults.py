@@ -1,0 +1,383 @@
+"""What goes wrong is an error on every rank, with path and remedy in it, and nothing is lost or half-written."""
+
+import errno
+import json
+import os
+import pickle
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from booster_checkpoint import CheckpointFiles
+from booster_checkpoint.save import writer
+from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import ReplicatedStateAdapter
+from booster_testing import run_on_ranks
+
+
+def make(seed=0, width=16):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def parts(seed=0, width=16, **options):
+    coordinator = DistCoordinator()
+    model, optimizer = make(seed, width)
+    return CheckpointFiles(coordinator, **options), ReplicatedStateAdapter(model, optimizer, coordinator), model
+
+
+def values(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def is_same(model, before):
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def outcome(action, path, *, rank=None, **options):
+    """Do something on this rank, and return the error's kind and text, and whether the model is as before."""
+    io, adapter, model = parts(seed=1)
+    before = values(model)
+    try:
+        getattr(io, action)(adapter, path, **options)
+    except (CheckpointError, ConfigError) as error:
+        return type(error).__name__, str(error), is_same(model, before)
+    return None, "", is_same(model, before)
+
+
+def fails_on_every_rank(action, path, match, kind="CheckpointError", **options):
+    for found, text, unchanged in run_on_ranks(outcome, 2, action, str(path), **options):
+        assert found == kind, text
+        assert match in text
+        assert unchanged
+
+
+def write(path, header, content=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    Path(path).write_bytes(struct.pack("<Q", len(text)) + text + content)
+
+
+ONE_BYTE = b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+F4 = {"dtype": "F32", "shape": [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("action", "name", "match"),
+    [
+        ("load_model", "absent", "There is no model checkpoint at"),
+        ("load_optimizer", "absent", "There is no optimizer checkpoint at"),
+        ("load_model", "empty", "holds no model checkpoint; it holds nothing"),
+        ("load_model", "file/below", "There is no model checkpoint at"),
+        ("save_model", "empty", "is a folder, but a file is to be written"),
+        ("save_optimizer", "empty", "is a folder, but a file is to be written"),
+        ("save_model", "file/below.safetensors", "A part of the path is a file"),
+    ],
+)
+def test_paths_that_cannot_be(action, name, match, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    fails_on_every_rank(action, tmp_path / name, match)
+
+
+def test_a_file_where_a_folder_is_to_be_written(tmp_path):
+    (tmp_path / "file").write_text("text")
+    fails_on_every_rank("save_model", tmp_path / "file", "is a file, but `shard=True` writes a folder", shard=True)
+    assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "match"),
+    [
+        ({"use_safetensors": False}, "m.safetensors", "Use a name that ends in '.bin', or `use_safetensors=True`"),
+        ({}, "m.pt", "Use a name that ends in '.safetensors', or `use_safetensors=False`"),
+        ({"shard": True, "size_per_shard": 0}, "m", "`size_per_shard=0` is not a size"),
+        ({"prefix": "ema"}, "m.safetensors", "names the files of a folder"),
+    ],
+)
+def test_arguments_that_contradict_each_other(options, name, match, tmp_path):
+    fails_on_every_rank("save_model", tmp_path / name, match, "ConfigError", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file immutable, and only others lack permissions")
+def test_a_folder_without_permission(tmp_path):
+    # Permissions do not bind root, who usually runs these tests in a container; the immutable flag does.
+    folder = tmp_path / "frozen"
+    folder.mkdir()
+    if subprocess.run(["chattr", "+i", folder], check=False, capture_output=True).returncode:
+        pytest.skip("this file system has no immutable flag")
+    try:
+        fails_on_every_rank("save_model", folder / "m.safetensors", "Permission is denied")
+    finally:
+        subprocess.run(["chattr", "-i", folder], check=True)
+    assert list(folder.iterdir()) == []
+
+
+def save_over(path, *, use_async, failing_rank):
+    """Save; then save other values while writing fails on one rank; return the error and what then loads."""
+    io, adapter, model = parts(seed=0)
+    io.save_model(adapter, path, shard=True)
+    io2, other, _ = parts(seed=1)
+    real = os.pwrite
+
+    def full(descriptor, content, offset):
+        if DistCoordinator().rank == failing_rank and offset > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, content, offset)
+
+    writer.os.pwrite = full
+    text = ""
+    try:
+        io2.save_model(other, path, shard=True, use_async=use_async)
+        io2.wait()
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        writer.os.pwrite = real
+    return text, is_same(model, torch_values(path))
+
+
+def torch_values(path):
+    from safetensors.torch import load_file
+
+    return load_file(Path(path) / "model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_keeps_the_old_checkpoint(use_async, failing_rank, tmp_path):
+    path = str(tmp_path / "m")
+    for text, is_old in run_on_ranks(save_over, 2, path, use_async=use_async, failing_rank=failing_rank):
+        assert "The disk is full" in text
+        assert is_old
+    names = sorted(path.name for path in (tmp_path / "m").iterdir())
+    assert names == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+def save_wide(path, shared):
+    io, adapter, _ = parts(width=100_000, shared_filesystem=shared)
+    try:
+        io.save_model(adapter, path, shard=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_small_disk_fills_up(shared, tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        for text in run_on_ranks(save_wide, 2, str(tmp_path / "m"), shared):
+            assert "The disk is full" in text
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "match"),
+    [
+        (b"", 0, "is damaged"),
+        (b"not json", 0, "is damaged"),
+        (b"[]", 0, "it is not a JSON object"),
+        (b"[" * 100_000, 0, "is damaged"),
+        ({"a": F4 | {"data_offsets": [0, 16]}}, 8, "It is truncated or damaged"),
+        ({"a": F4 | {"data_offsets": [8, 16]}}, 16, "takes 16: damaged"),
+        ({"a": F4 | {"data_offsets": [-8, 8]}}, 16, "is damaged"),
+        ({"a": F4 | {"data_offsets": [16, 0]}}, 16, "It is truncated or damaged"),
+        ({"a": F4 | {"data_offsets": [0, 16]}, "b": F4 | {"data_offsets": [8, 24]}}, 24, "'a' and 'b' share bytes"),
+        ({"a": {"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}}, 8, "has dtype F7"),
+        ({"a": {"dtype": "F32"}}, 8, "the entry of 'a'"),
+        (b'{"a":%s,"a":%s}' % (ONE_BYTE, ONE_BYTE), 1, "a name occurs twice"),
+    ],
+)
+def test_headers_that_lie(header, size, match, tmp_path):
+    write(tmp_path / "m.safetensors", header, bytes(size))
+    io, adapter, model = parts()
+    before = values(model)
+    with pytest.raises(CheckpointError, match=match):
+        io.load_model(adapter, tmp_path / "m.safetensors", strict=False)
+    assert is_same(model, before)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", struct.pack("<Q", 1 << 40) + b"{}", struct.pack("<Q", 3) + b"{}"])
+def test_files_that_end_too_early(content, tmp_path):
+    (tmp_path / "m.safetensors").write_bytes(content)
+    io, adapter, _ = parts()
+    with pytest.raises(CheckpointError, match="truncated"):
+        io.load_model(adapter, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_truncated_file_is_found_on_every_rank_before_anything_changes(suffix, tmp_path):
+    io, adapter, _ = parts()
+    path = tmp_path / f"m.{suffix}"
+    io.save_model(adapter, path, use_safetensors=suffix == "safetensors")
+    path.write_bytes(path.read_bytes()[:-10])
+    fails_on_every_rank("load_model", path, "truncated")
+
+
+def test_an_index_that_names_absent_files(tmp_path):
+    io, adapter, _ = parts()
+    io.save_model(adapter, tmp_path, shard=True)
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    fails_on_every_rank("load_model", tmp_path, "names 1 files that are not there: 'model-00001-of-00001.safetensors'")
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ".."])
+def test_an_index_that_leads_out_of_its_folder(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    io, adapter, _ = parts()
+    with pytest.raises(CheckpointError, match="which is not in its folder"):
+        io.load_model(adapter, tmp_path)
+
+
+def test_an_interrupted_replacement_is_not_read(tmp_path):
+    io, adapter, _ = parts()
+    io.save_model(adapter, tmp_path, shard=True)
+    (tmp_path / ".model.safetensors.index.json.interrupted").touch()
+    with pytest.raises(CheckpointError, match="was interrupted while it replaced"):
+        io.load_model(adapter, tmp_path)
+    io.save_model(adapter, tmp_path, shard=True)
+    assert io.load_model(adapter, tmp_path).is_complete
+
+
+def test_leftovers_of_a_killed_save_go_with_the_next(tmp_path):
+    io, adapter, _ = parts()
+    left = tmp_path / ".m.safetensors.0123456789abcdef.tmp"
+    left.write_bytes(b"half")
+    io.save_model(adapter, tmp_path / "m.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def save_tensors(path, tensors):
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+
+
+def test_all_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
+    _, _, model = parts(seed=3)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    del tensors["0.bias"]
+    tensors["1.weight"] = tensors["1.weight"].T.contiguous()
+    tensors["1.bias"] = tensors["1.bias"].to(torch.int64)
+    tensors |= {f"more.{index}": torch.zeros(1) for index in range(12)}
+    save_tensors(tmp_path / "m.safetensors", tensors)
+    for match in (
+        "1 tensors are missing: '0.bias'",
+        "12 tensors are unexpected: 'more.0'",
+        "and 2 more.",
+        "shape (16, 2) in the checkpoint, (2, 16) here",
+        "torch.int64 in the checkpoint, torch.float32 here",
+        "Pass `strict=False`",
+    ):
+        fails_on_every_rank("load_model", tmp_path / "m.safetensors", match)
+
+
+def test_what_fits_is_loaded_if_asked_for(tmp_path):
+    io, adapter, model = parts(seed=3)
+    save_tensors(
+        tmp_path / "m.safetensors", {"0.weight": torch.ones(16, 8), "1.bias": torch.ones(3), "x": torch.ones(1)}
+    )
+    bias = model[1].bias.detach().clone()
+    report = io.load_model(adapter, tmp_path / "m.safetensors", strict=False)
+    assert report.loaded == ("0.weight",)
+    assert report.missing == ("0.bias", "1.weight")
+    assert report.unexpected == ("x",)
+    assert list(report.mismatched) == ["1.bias"]
+    assert torch.equal(model[0].weight, torch.ones(16, 8))
+    assert torch.equal(model[1].bias, bias)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("hacked",)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_malicious_pickle_is_refused_and_not_run(legacy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"0.weight": Evil()}, tmp_path / "m.bin", _use_new_zipfile_serialization=not legacy)
+    io, adapter, _ = parts()
+    with pytest.raises(CheckpointError, match="holds more than tensors and plain values, and was not loaded"):
+        io.load_model(adapter, tmp_path / "m.bin")
+    (tmp_path / "p.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError):
+        io.load_model(adapter, tmp_path / "p.bin")
+    assert not (tmp_path / "hacked").exists()
+
+
+def load_other_optimizer(path, width):
+    coordinator = DistCoordinator()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2))
+    if width == 16:
+        model.append(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    try:
+        CheckpointFiles(coordinator).load_optimizer(ReplicatedStateAdapter(model, optimizer, coordinator), path)
+    except CheckpointError as error:
+        return str(error), optimizer.param_groups[0]["lr"], len(optimizer.state)
+    return "", 0, 0
+
+
+@pytest.mark.parametrize(
+    ("width", "match"),
+    [
+        (16, "group 0 lists other parameters. It lacks 2: '2.weight', '2.bias'."),
+        (12, "3 parameters have other shapes: '0.bias ((16,) in the checkpoint, (12,) here)'"),
+    ],
+)
+def test_the_optimizer_of_another_model_changes_nothing(width, match, tmp_path):
+    io, adapter, _ = parts()
+    io.save_optimizer(adapter, tmp_path, shard=True)
+    for text, rate, num_states in run_on_ranks(load_other_optimizer, 2, str(tmp_path), width):
+        assert match in text
+        assert (rate, num_states) == (0.25, 0)
+
+
+def test_a_model_is_no_optimizer(tmp_path):
+    io, adapter, _ = parts()
+    io.save_model(adapter, tmp_path / "m.safetensors")
+    fails_on_every_rank("load_optimizer", tmp_path / "m.safetensors", "without parameter groups")
+
+
+def call_on_rank_0_only(path, action):
+    io, adapter, _ = parts(timeout_seconds=1.0)
+    coordinator = DistCoordinator()
+    if coordinator.rank == 0:
+        with pytest.raises(MissingRanksError, match=rf"(?s){action}.*rank 1"):
+            getattr(io, action)(adapter, path)
+    return Path(path).exists()
+
+
+@pytest.mark.parametrize("action", ["save_model", "save_optimizer"])
+def test_a_save_on_one_rank_only_names_the_missing_ranks(action, tmp_path):
+    assert run_on_ranks(call_on_rank_0_only, 2, str(tmp_path / "m.safetensors"), action) == [False, False]
+
+
+def save_what_has_no_json(path):
+    class Odd(nn.Module):
+        def get_extra_state(self):
+            return {"thing": object()}
+
+    coordinator = DistCoordinator()
+    adapter = ReplicatedStateAdapter(nn.Sequential(nn.Linear(2, 2), Odd()), None, coordinator)
+    with pytest.raises(CheckpointError, match=r"'1\._extra_state/thing' is a builtins\.object"):
+        CheckpointFiles(coordinator).save_model(adapter, path)
+
+
+def test_extra_state_that_has_no_json_form_is_named(tmp_path):
+    run_on_ranks(save_what_has_no_json, 2, str(tmp_path / "m.safetensors"))
+    assert list(tmp_path.iterdir()) == []

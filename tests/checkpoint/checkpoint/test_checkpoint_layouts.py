@@ -1,0 +1,115 @@
+"""Saved in any layout at any number of ranks and loaded in any other, values are the same, and so are the files."""
+
+import hashlib
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from booster_checkpoint import CheckpointFiles
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import run_on_ranks
+from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter
+
+TENSORS = [
+    ("embed.weight", (33, 20), torch.float32),
+    ("layers.0.weight", (12, 18), torch.bfloat16),
+    ("layers.10.weight", (7, 5, 3), torch.float16),
+    ("layers.2.bias", (61,), torch.float32),
+    ("scale", (), torch.float32),
+    ("empty", (0, 4), torch.float32),
+    ("fp8", (8, 9), torch.float8_e4m3fn),
+    ("count", (), torch.int64),
+    ("mask", (11, 13), torch.bool),
+    ("bytes", (40, 40), torch.uint8),
+    ("double", (9, 4), torch.float64),
+]
+
+
+def save(folder, layout, shared, use_async, suffix):
+    c = DistCoordinator()
+    io = CheckpointFiles(c, bucket_bytes=1024, shared_filesystem=shared)
+    adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
+    folder = Path(folder)
+    io.save_model(adapter, folder, shard=True, size_per_shard=1, use_safetensors=suffix == "st", use_async=use_async)
+    io.save_optimizer(adapter, folder, shard=True, use_async=use_async)
+    io.save_model(adapter, folder / f"one.{'safetensors' if suffix == 'st' else 'bin'}", use_safetensors=suffix == "st")
+    io.save_optimizer(adapter, folder / "one-optimizer.safetensors", use_async=use_async)
+    io.wait()
+
+
+def load(folder, layout, num_threads, low_cpu_mem_mode, single):
+    c = DistCoordinator()
+    io = CheckpointFiles(c, bucket_bytes=1024)
+    adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, is_filled=False)
+    folder = Path(folder)
+    model = next(folder.glob("one.*")) if single else folder
+    optimizer = folder / "one-optimizer.safetensors" if single else folder
+    report = io.load_model(adapter, model, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
+    io.load_optimizer(adapter, optimizer, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
+    extra = adapter.extra["block._extra_state"]
+    assert extra["scale"].tolist() == [2.0, 2.0, 2.0]
+    assert (extra["names"], extra["n"]) == (["a", "b"], 3)
+    assert adapter.options == {"lr": 0.5, "betas": (0.9, 0.99)}
+    assert all(adapter.scalars[name] == {"step": 7} for name in adapter.scalars)
+    assert adapter.finished == [(True, False), (False, True)]
+    assert report.is_complete
+    return adapter.wrong(), report.loaded
+
+
+def load_all(folder, layouts, *args):
+    return [load(folder, layout, *args) for layout in layouts]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [*itertools.product(LAYOUTS, [1, 2]), ("flat", 3), ("columns_flat", 4)]
+)
+def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tmp_path):
+    run_on_ranks(save, world_size, str(tmp_path), layout, None, False, "st")
+    for other in {1: (2,), 2: (1, 3), 3: (2,), 4: (2,)}[world_size]:
+        for results in run_on_ranks(load_all, other, str(tmp_path), LAYOUTS, 1, True, False):
+            assert all(wrong == [] for wrong, _ in results)
+
+
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
+@pytest.mark.parametrize("suffix", ["st", "bin"])
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("shared", [None, True, False])
+def test_every_route_and_container_holds_the_same(shared, use_async, suffix, tmp_path):
+    run_on_ranks(save, 2, str(tmp_path), "columns_flat", shared, use_async, suffix)
+    for single in (False, True):
+        for results in run_on_ranks(load_all, 2, str(tmp_path), ["flat", "columns"], 1, True, single):
+            assert all(wrong == [] for wrong, _ in results)
+
+
+@pytest.mark.covering(1)  # every way in one of the containers; the other pairs are slow
+@pytest.mark.parametrize("suffix", ["st", "bin"])
+@pytest.mark.parametrize(("num_threads", "low_cpu_mem_mode"), [(3, True), (1, False), (3, False)])
+def test_threads_and_whole_files_give_the_same(num_threads, low_cpu_mem_mode, suffix, tmp_path):
+    run_on_ranks(save, 2, str(tmp_path), "flat", None, False, suffix)
+    for results in run_on_ranks(
+        load_all, 2, str(tmp_path), ["columns", "chunks"], num_threads, low_cpu_mem_mode, False
+    ):
+        assert all(wrong == [] for wrong, _ in results)
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+def test_files_do_not_depend_on_layout_route_or_number_of_ranks(tmp_path):
+    found = []
+    for index, (layout, world_size, shared, use_async) in enumerate(
+        [
+            ("replicated", 1, None, False),
+            ("columns", 3, None, False),
+            ("flat", 2, False, True),
+            ("stages", 2, None, True),
+        ]
+    ):
+        folder = tmp_path / str(index)
+        run_on_ranks(save, world_size, str(folder), layout, shared, use_async, "st")
+        found.append(digests(folder))
+    assert found[0].keys() == found[1].keys()
+    assert all(other == found[0] for other in found[1:])

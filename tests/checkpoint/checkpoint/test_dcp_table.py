@@ -1,0 +1,291 @@
+"""Tables of DCP folders that are damaged or hostile: a `CheckpointError`, and nothing stays changed in the process."""
+
+import collections
+import contextlib
+import inspect
+import io
+import pathlib
+import pickle
+import random
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from booster_checkpoint.files.index import read_json
+from booster_checkpoint.load.source import Source
+from booster_core.errors import CheckpointError
+from booster_core.state import decode_json, encode_json
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
+]
+
+CLASSES = [
+    torch.Size,
+    torch.dtype,
+    collections.OrderedDict,
+    filesystem._StorageInfo,
+    *(item for _, item in inspect.getmembers(metadata, inspect.isclass) if item.__module__ == metadata.__name__),
+    *(item for _, item in inspect.getmembers(pathlib, inspect.isclass)),
+    torch.serialization._get_layout,
+]
+META = "torch.distributed.checkpoint.metadata"
+
+
+def attributes():
+    """Return what the classes, functions and modules consist of, but for a note that `pickle.dumps` leaves."""
+    return [
+        {name: value for name, value in vars(item).items() if name != "__slotnames__"}
+        for item in (*CLASSES, metadata, pathlib)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """The classes and functions that a table may name are as they were."""
+    torch.serialization._get_layout("torch.strided")  # fills its cache
+    before = attributes()
+    yield
+    assert attributes() == before
+
+
+@pytest.fixture
+def folder(tmp_path):
+    state = {"w": torch.arange(12.0).view(3, 4), "n": 3, "deep": {"b": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=tmp_path / "m", no_dist=True)
+    return tmp_path / "m"
+
+
+def refused(folder, content, match="is damaged"):
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=match):
+        Source(folder, "model").close()
+
+
+def name(module, qualname):
+    return b"c" + module.encode() + b"\n" + qualname.encode() + b"\n"
+
+
+def text(value):
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+PROTO = b"\x80\x02"
+STATE = b"}" + text("absolute") + b"Ns"  # {"absolute": None}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_reads_every_protocol(protocol, folder):
+    table = pickle.loads((folder / ".metadata").read_bytes())  # our own file
+    (folder / ".metadata").write_bytes(pickle.dumps(table, protocol))
+    source = Source(folder, "model")
+    try:
+        assert torch.equal(source.read_whole("w"), torch.arange(12.0).view(3, 4))
+        assert source.values == {"n": 3}
+    finally:
+        source.close()
+
+
+def test_torchs_own_unpickler_does_not_read_what_dcp_writes(folder):
+    """Where this fails, torch can: then its unpickler may replace ours."""
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"):
+        torch._weights_only_unpickler.load(io.BytesIO((folder / ".metadata").read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("module", "qualname"),
+    [
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+        (META, "Metadata"),
+        (META, "TensorProperties"),
+        (META, "MetadataIndex"),
+        (META, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dict", "slots", "tuple"])
+def test_state_set_on_a_class(module, qualname, kind, folder):
+    """With `pickle`, state in the form of slots sets the class' own attributes, for the whole process."""
+    state = {"dict": STATE, "slots": b"N" + STATE + b"\x86", "tuple": b"NNNNN\x85"}[kind]
+    refused(folder, PROTO + name(module, qualname) + state + b"b.")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        name("os", "system") + b"(" + text("true") + b"tR.",
+        name("builtins", "eval") + b"(" + text("1") + b"tR.",
+        name("torch", "load") + b"(" + text("x") + b"tR.",
+        name("torch", "dtype") + b")R.",
+        name("torch", "nn") + STATE + b"b.",
+        name("torch", "os.system") + b".",
+        name("torch", "Size") + b"K\x01R.",
+        name("torch", "Size") + b"(" + text("abc") + b"tR.",
+        name("torch", "Size") + b"(K\x01K\x02K\x03tR.",
+        name("torch.serialization", "_get_layout") + b"(]tR.",
+        name("torch.serialization", "_get_layout") + b")R.",
+        name("pathlib", "Path") + b"(K\x01tR.",
+        name("pathlib", "PosixPath") + b")\x81.",
+        name(META, "Metadata") + b"(K\x01tR.",
+        name(META, "Metadata") + b")\x81" + STATE + b"bb.",
+        name(META, "Metadata") + b")\x81" + STATE + b"b" + STATE + b"b.",
+        name(META, "Metadata") + b")\x81.",
+        name(META, "MetadataIndex") + b"(" + text("a") + b"t\x81.",
+        name(META, "torch") + b".",
+        name(META, "torch.load") + b"(" + text("x") + b"tR.",
+        name("collections", "OrderedDict") + b"(K\x01tR.",
+        name("torch", "float32") + b")R.",
+        name("torch", "float32") + b")\x81.",
+        b"K\x01)R.",
+        b"K\x01" + STATE + b"b.",
+        b"}]Ns.",  # a list as a key
+        b"}" + name("torch", "Size") + b"Ns.",
+        b"]K\x01a" + b"]" * 3 + b"u.",
+        b"i",
+        b"(ios\nsystem\n.",
+        b"P1\n.",
+        b"Q.",
+        b"\x82\x01.",
+        b"h\x07.",
+        b"r\xff\xff\xff\xff.",
+        b"N" + b"r\xff\xff\xff\xff" + b".",
+        b"X\xff\xff\xff\xff.",
+        b"\x8d" + b"\xff" * 8 + b".",
+        b"\x8b\xff\xff\xff\xff.",
+        b"X\x02\x00\x00\x00\xff\xfe.",
+        b"t.",
+        b"\x87.",
+        b"s.",
+        b"u.",
+        b".",
+        b"",
+        b"N.",
+        b"]\x94h\x00a.",
+    ],
+)
+def test_handwritten_pickles(content, folder):
+    refused(folder, PROTO + content, "damaged|is not the table")
+
+
+@pytest.mark.parametrize("depth", [1_000, 200_000])
+@pytest.mark.parametrize(
+    ("opening", "closing"), [(b"]", b"a"), (b"(", b"t"), (b"N", b"\x85"), (b"}" + text("a"), b"s")]
+)
+def test_deep_nesting(opening, closing, depth, folder):
+    value = opening + closing * depth if opening == b"N" else opening * depth + b"N" + closing * depth
+    refused(folder, PROTO + value + b".", "damaged|is not the table")
+    refused(folder, PROTO + b"}" + value + b"Ns.", "damaged|is not the table")  # as a key
+    entry = PROTO + name(META, "Metadata") + b")\x81}(" + text("state_dict_metadata") + b"}" + text("storage_data")
+    refused(folder, entry + b"}" + text("planner_data") + b"}" + text("a") + value + b"sub.", "'a' of the table")
+
+
+def properties(**changes):
+    made = TensorProperties(dtype=torch.float32)
+    for key, value in changes.items():
+        setattr(made, key, value)
+    return made
+
+
+def tensor(size=(2,), offsets=(0,), sizes=(2,), **changes):
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return TensorStorageMetadata(properties(**changes), torch.Size(size), [chunk])
+
+
+def test_loop_in_the_memo(folder):
+    table = Metadata(state_dict_metadata={}, storage_data={})
+    table.planner_data = {"a": table}
+    table.storage_data[MetadataIndex("a")] = table
+    refused(folder, pickle.dumps(table), "'a' of the table")
+
+
+@pytest.mark.parametrize(
+    ("entries", "data"),
+    [
+        ({"a": 1}, {}),
+        ({1: BytesStorageMetadata()}, {}),
+        ({"a": tensor(dtype="float32")}, {}),
+        ({"a": tensor(dtype=None)}, {}),
+        ({"a": tensor(offsets=(1,))}, {}),
+        ({"a": tensor(offsets=(0, 0))}, {}),
+        ({"a": tensor(size=(1 << 40, 1 << 40), offsets=(0, 0), sizes=(1, 1))}, {}),
+        ({"a": TensorStorageMetadata(properties(), "ab", [])}, {}),
+        ({"a": TensorStorageMetadata(properties(), torch.Size([2]), 3)}, {}),
+        ({"a": TensorStorageMetadata(None, torch.Size([2]), [])}, {}),
+        ([], {}),
+        ({}, {"a": filesystem._StorageInfo("f", 0, 1)}),
+        ({}, {MetadataIndex("a"): filesystem._StorageInfo("f", -1, 1)}),
+        ({}, {MetadataIndex("a"): filesystem._StorageInfo("f", 0, "1")}),
+        ({}, {MetadataIndex("a"): filesystem._StorageInfo(3, 0, 1)}),
+        ({}, {MetadataIndex("a"): filesystem._StorageInfo("f", 0, 1, 5)}),
+        ({}, {MetadataIndex("a"): None}),
+        ({}, {MetadataIndex("a"): filesystem._StorageInfo("../f", 0, 1)}),
+        ({}, {MetadataIndex("a"): filesystem._StorageInfo("a\0b", 0, 1)}),
+        ({"w": BytesStorageMetadata()}, {}),
+        ({}, None),
+    ],
+)
+def test_malformed_entries(entries, data, folder):
+    table = Metadata(state_dict_metadata=entries, storage_data=data)
+    refused(folder, pickle.dumps(table), "damaged|is not the table")
+
+
+def test_chunk_that_is_not_what_the_table_says(folder):
+    table = pickle.loads((folder / ".metadata").read_bytes())  # our own file
+    info = table.storage_data
+    table.state_dict_metadata["deep.b"] = tensor(size=(4,), sizes=(4,))
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    source = Source(folder, "model")
+    with pytest.raises(CheckpointError, match="is not what the table says"):
+        source.read_whole("deep.b")
+    source.close()
+    info[MetadataIndex("w", torch.Size([0, 0]))] = info[MetadataIndex("n")]
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    source = Source(folder, "model")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        source.read_whole("w")
+    source.close()
+
+
+def test_random_damage(folder):
+    content = (folder / ".metadata").read_bytes()
+    draw = random.Random(0)
+    for _ in range(400):
+        changed = bytearray(content)
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        if draw.random() < 0.2:
+            del changed[draw.randrange(len(changed)) :]
+        (folder / ".metadata").write_bytes(bytes(changed))
+        with contextlib.suppress(CheckpointError):
+            Source(folder, "model").close()
+
+
+def test_values_nested_too_deeply(tmp_path):
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        encode_json(deep, "extra")
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        decode_json(deep)
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
+        read_json(tmp_path / "a.json")

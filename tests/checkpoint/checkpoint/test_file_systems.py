@@ -1,0 +1,185 @@
+"""Saves on several file systems, some of which cannot reserve space, and on a full disk."""
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from tests.shared.fuse_mirror import mounted_mirror
+
+from booster_checkpoint import CheckpointFiles
+from booster_checkpoint.run.manifest import verify_folder
+from booster_checkpoint.save import strided
+from booster_core.errors import CheckpointError
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
+from booster_testing.synthetic_state import SyntheticAdapter
+
+TENSORS = [
+    ("embed.weight", (33, 20), torch.float32),
+    ("layers.0.weight", (12, 18), torch.bfloat16),
+    ("layers.2.bias", (61,), torch.float32),
+    ("count", (), torch.int64),
+]
+
+
+@contextlib.contextmanager
+def mounted(kind, base):
+    """Mount a file system while the body runs, and give its folder."""
+    point = base / "mount"
+    point.mkdir()
+    with contextlib.ExitStack() as stack:
+        options = []
+        if kind == "fuse":
+            (base / "shown").mkdir()
+            stack.enter_context(mounted_mirror(base / "shown", point))
+        else:
+            if kind == "overlay":  # on a tmpfs, because it can't be on another overlay
+                inner = stack.enter_context(mounted("tmpfs", base / "layers"))
+                lower, upper, work = (inner / name for name in ("lower", "upper", "work"))
+                for folder in (lower, upper, work):
+                    folder.mkdir()
+                options = ["-o", f"lowerdir={lower},upperdir={upper},workdir={work}"]
+            command = ["mount", "-t", kind, *options, "none", str(point)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(done.stderr.strip())
+            stack.callback(subprocess.run, ["umount", str(point)], check=True)
+        yield point
+
+
+# ramfs and this FUSE refuse ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 does.
+@pytest.fixture(params=["ramfs", "tmpfs", "overlay", "fuse"])
+def file_system(request, tmp_path):
+    (tmp_path / "layers").mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(mounted(request.param, tmp_path))
+        except OSError as error:
+            pytest.skip(f"{request.param} can't be mounted here: {error}")
+        yield folder
+
+
+def save_every_form(folder, use_async=False):
+    c = DistCoordinator()
+    io = CheckpointFiles(c, bucket_bytes=1024)
+    adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
+    folder = Path(folder)
+    io.save_model(adapter, folder / "sharded", shard=True, use_async=use_async)
+    io.save_optimizer(adapter, folder / "sharded", shard=True, use_async=use_async)
+    io.save_model(adapter, folder / "one.safetensors", use_async=use_async)
+    io.save_model(adapter, folder / "one.bin", use_safetensors=False, use_async=use_async)
+    io.save_optimizer(adapter, folder / "optimizer.safetensors", use_async=use_async)
+    io.wait()
+
+
+def wrong_values(folder):
+    c = DistCoordinator()
+    io = CheckpointFiles(c)
+    wrong = []
+    for model, optimizer in (
+        ("sharded", "sharded"),
+        ("one.safetensors", "optimizer.safetensors"),
+        ("one.bin", "optimizer.safetensors"),
+    ):
+        adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size, is_filled=False)
+        io.load_model(adapter, Path(folder) / model)
+        io.load_optimizer(adapter, Path(folder) / optimizer)
+        wrong += adapter.wrong()
+    return wrong
+
+
+def digests(folder):
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def save_and_resume(root, use_async=False):
+    run = Run()
+    run.train(3)
+    run.save(root, use_async=use_async)
+    run.booster.wait()
+    other = Run(seed=1)
+    return other.load(root).step
+
+
+# ---- file systems
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_saves_on_a_file_system(use_async, file_system):
+    run_on_ranks(save_every_form, 2, str(file_system), use_async)
+    assert run_on_ranks(wrong_values, 2, str(file_system)) == [[], []]
+    assert not list(file_system.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_training_state_on_a_file_system(use_async, file_system):
+    root = file_system / "root"
+    assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]
+    verify_folder(root / "step-00000003")
+
+
+def refuse_reservation(code):
+    return mock.patch.object(strided.os, "posix_fallocate", side_effect=OSError(code, os.strerror(code)))
+
+
+def mapped_writes():
+    """Return a patch that counts mappings that are written through."""
+    real = mmap.mmap
+    count = []
+
+    def counted(descriptor, length, flags, protection=mmap.PROT_READ | mmap.PROT_WRITE, **options):
+        if protection & mmap.PROT_WRITE:
+            count.append(length)
+        return real(descriptor, length, flags, protection, **options)
+
+    return mock.patch.object(strided.mmap, "mmap", counted), count
+
+
+def save_refused(folder, code):
+    patch, count = mapped_writes()
+    with refuse_reservation(code), patch:
+        save_every_form(folder)
+    return len(count)
+
+
+def save_counted(folder):
+    patch, count = mapped_writes()
+    with patch:
+        save_every_form(folder)
+    return len(count)
+
+
+def test_columns_are_written_through_mappings_of_reserved_space(tmp_path):
+    assert min(run_on_ranks(save_counted, 2, str(tmp_path))) > 0
+    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL, errno.ENOSYS])
+def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_path):
+    """A write through a mapping that finds the disk full ends the process with SIGBUS; a plain write raises."""
+    assert run_on_ranks(save_refused, 2, str(tmp_path), code) == [0, 0]
+    assert run_on_ranks(wrong_values, 2, str(tmp_path)) == [[], []]
+
+
+def save_over_on_full_disk(folder):
+    c = DistCoordinator()
+    io = CheckpointFiles(c)
+    adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
+    with refuse_reservation(errno.ENOSPC):
+        io.save_model(adapter, Path(folder) / "sharded", shard=True)
+
+
+def test_no_space_while_reserving_is_an_error_that_keeps_the_old_checkpoint(tmp_path):
+    run_on_ranks(save_every_form, 2, str(tmp_path))
+    before = digests(tmp_path)
+    expect_on_ranks(CheckpointError, "The disk is full", save_over_on_full_disk, 2, str(tmp_path))
+    assert digests(tmp_path) == before

@@ -1,0 +1,166 @@
+"""Old steps that cannot be removed: saves go on, half a step is never loaded, and the next save tries again."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from folder_storage import FolderStorage, StorageHooks
+
+from booster_checkpoint.run import steps
+from booster_checkpoint.run.steps_remote import open_steps
+from booster_core.errors import CheckpointError
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
+from booster_testing.resumable import ResumableRun as Run
+
+
+def names_in(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def save(root, step, keep_last=1, **options):
+    run = Run()
+    run.step = step
+    run.save(root, keep_last=keep_last, **options)
+    run.booster.wait()
+
+
+def load(root, step="latest"):
+    return Run(seed=1).load(root, step=step).step
+
+
+@pytest.fixture
+def busy_files(monkeypatch):
+    """Removing a folder fails halfway, as where a network file system keeps a file that is still open."""
+    real, is_busy = shutil.rmtree, [True]
+
+    def rmtree(path, ignore_errors=False, **options):
+        if not is_busy[0] or ".step-" not in Path(path).name:
+            return real(path, ignore_errors=ignore_errors, **options)
+        (Path(path) / "training_state.json").unlink(missing_ok=True)
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        return None
+
+    monkeypatch.setattr(steps.shutil, "rmtree", rmtree)
+    return is_busy
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_step_that_cannot_be_removed_fails_no_save(use_async, busy_files, tmp_path, caplog):
+    for step in (1, 2, 3):
+        save(tmp_path, step, use_async=use_async)
+    shown = [name for name in names_in(tmp_path) if not name.startswith(".")]
+    assert shown == ["latest", "lease.json", "step-00000003"]
+    assert len(names_in(tmp_path)) == 5, "halves of two steps are left, under hidden names"
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert messages
+    assert all("could not be removed" in message and "busy" in message for message in messages)
+    assert load(tmp_path) == 3
+    with pytest.raises(CheckpointError, match="There is no step 2"):
+        load(tmp_path, 2)
+    busy_files[0] = False
+    save(tmp_path, 4)
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
+
+
+def test_step_that_cannot_be_renamed_stays_whole_and_is_removed_later(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 1)
+    real = Path.rename
+
+    def rename(self, target):
+        if self.name == "step-00000001":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(self))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path, 2)
+    assert "step-00000001' could not be removed" in caplog.text
+    assert load(tmp_path) == 2
+    assert load(tmp_path, 1) == 1
+    monkeypatch.setattr(Path, "rename", real)
+    save(tmp_path, 3)
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
+
+
+def test_step_of_an_earlier_attempt_that_cannot_be_removed_does_not_stop_the_next(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 1, keep_last=None)
+    save(tmp_path, 2, keep_last=None)
+    (tmp_path / "latest").write_text("step-00000001\n")  # the run went back, and comes to step 2 again
+    real = Path.rename
+
+    def rename(self, target):
+        if self.name == "step-00000002":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(self))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path, 2, keep_last=None)
+    assert "step-00000002' could not be removed" in caplog.text
+    assert (tmp_path / "latest").read_text() == "step-00000002.1\n"
+    assert load(tmp_path) == 2
+    monkeypatch.setattr(Path, "rename", real)
+    save(tmp_path, 3)
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000003"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file immutable")
+def test_immutable_file_in_an_old_step(tmp_path):
+    save(tmp_path, 1)
+    inner = tmp_path / "step-00000001" / "model"
+    if subprocess.run(["chattr", "+i", inner], check=False, capture_output=True).returncode:
+        pytest.skip("this file system has no immutable flag")
+    try:
+        save(tmp_path, 2)
+        save(tmp_path, 3)
+        assert load(tmp_path) == 3
+        assert [name for name in names_in(tmp_path) if not name.startswith(".")] == [
+            "latest",
+            "lease.json",
+            "step-00000003",
+        ]
+    finally:
+        for folder in tmp_path.rglob("model"):
+            subprocess.run(["chattr", "-i", folder], check=True)
+    save(tmp_path, 4)
+    assert names_in(tmp_path) == ["latest", "lease.json", "step-00000004"]
+
+
+class StubbornStorage(FolderStorage):
+    """Refuses to remove some files."""
+
+    refused = ()
+
+    def remove(self, url):
+        if url.endswith(self.refused):
+            msg = f"no right to delete {url}"
+            raise PermissionError(errno.EACCES, msg)
+        super().remove(url)
+
+
+@pytest.fixture
+def stubborn(tmp_path):
+    storage = StubbornStorage(tmp_path / "stubborn")
+    hooks = StorageHooks(storage, "stubborn")
+    register_hooks(hooks)
+    yield storage
+    unregister_hooks(hooks)
+
+
+@pytest.mark.parametrize("refused", ["step-00000001", "step-00000001/manifest.json"])
+def test_step_at_a_url_that_cannot_be_removed(refused, stubborn, caplog):
+    root = "stubborn://run"
+    save(root, 1)
+    stubborn.refused = (refused,)
+    save(root, 2)
+    save(root, 3)
+    assert "step-00000001' could not be removed" in caplog.text
+    assert load(root) == 3
+    is_whole = refused.endswith("json")
+    assert open_steps(root).names() == ["step-00000001"] * is_whole + ["step-00000003"]
+    stubborn.refused = ()
+    save(root, 4)
+    assert {path.partition("/")[0] for path in stubborn.list(root)} == {"latest", "lease.json", "step-00000004"}

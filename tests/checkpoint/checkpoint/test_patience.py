@@ -1,0 +1,62 @@
+"""A rank that reads for long: the others wait for it, as they wait for each other's disks in a save."""
+
+import time
+from unittest import mock
+
+import pytest
+
+from booster_checkpoint.load.reader import ShardReader
+from booster_core.errors import MissingRanksError
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
+
+LIMIT, READ = 2.0, 6.0
+
+
+def save(root):
+    run = Run()
+    run.train(2)
+    run.save(root)
+    run.booster.save_model(run.model, f"{root}/m.safetensors")
+    run.booster.save_optimizer(run.optimizer, f"{root}/o.safetensors")
+
+
+def load_slowly(root, call):
+    run = Run()
+    run.booster.context  # noqa: B018 - made with the launch's limit
+    real, slept = ShardReader.fill, []
+
+    def fill(self, shard, key):
+        if DistCoordinator().rank == 1 and not slept:
+            slept.append(True)
+            time.sleep(READ)
+        real(self, shard, key)
+
+    run.booster.checkpoint_io._session._timeout_seconds = 60.0
+    with mock.patch.object(ShardReader, "fill", fill), mock.patch.object(DistCoordinator, "timeout_seconds", LIMIT):
+        if call == "load_checkpoint":
+            run.load(root)
+        elif call == "load_model":
+            run.booster.load_model(run.model, f"{root}/m.safetensors")
+        else:
+            run.booster.load_optimizer(run.optimizer, f"{root}/o.safetensors")
+    return len(slept)
+
+
+@pytest.mark.parametrize("call", ["load_model", "load_optimizer", "load_checkpoint"])
+def test_ranks_wait_for_one_that_reads_for_long(call, tmp_path):
+    run_on_ranks(save, 2, str(tmp_path))
+    assert run_on_ranks(load_slowly, 2, str(tmp_path), call) == [0, 1]
+
+
+def meet_late():
+    coordinator = DistCoordinator()
+    with mock.patch.object(DistCoordinator, "timeout_seconds", LIMIT):
+        if coordinator.rank == 1:
+            time.sleep(READ)
+        coordinator.block_all(name="meet")
+
+
+def test_other_calls_keep_the_limit():
+    expect_on_ranks(MissingRanksError, "meet", meet_late, 2)

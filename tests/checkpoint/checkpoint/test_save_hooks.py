@@ -1,0 +1,91 @@
+"""The hook ``after_save`` is called when what was saved can be loaded, also where it is written in the background."""
+
+import threading
+
+import pytest
+from torch import nn
+
+from booster_checkpoint.save.async_writer import BackgroundWriter
+from booster_core import Booster, hookimpl
+from booster_core.errors import CheckpointError
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    @hookimpl
+    def after_save(self, kind, checkpoint):
+        self.heard.append((kind, self.is_there(checkpoint), threading.current_thread() is threading.main_thread()))
+
+    def is_there(self, checkpoint):
+        return checkpoint.is_file() or (checkpoint / "latest").is_file()
+
+
+@pytest.fixture
+def listener():
+    hooks = Listener()
+    register_hooks(hooks)
+    yield hooks
+    unregister_hooks(hooks)
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_the_files_are_there_when_it_is_called(use_async, listener, tmp_path):
+    booster = Booster("cpu")
+    model, *_ = booster.boost(nn.Linear(300, 300))
+    booster.save_model(model, tmp_path / "model.safetensors", use_async=use_async)
+    booster.wait()
+    booster.save_checkpoint(tmp_path / "run", step=1, model=model, use_async=use_async)
+    booster.wait()
+    assert [heard[:2] for heard in listener.heard] == [("model", True), ("checkpoint", True)]
+
+
+def test_it_is_not_called_for_a_save_that_failed(listener, tmp_path, monkeypatch):
+    booster = Booster("cpu")
+    model, *_ = booster.boost(nn.Linear(3, 3))
+
+    def fail(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("booster_checkpoint.save.saver.write_directly", fail)
+    booster.save_model(model, tmp_path / "model.safetensors", use_async=True)
+    with pytest.raises(CheckpointError, match="No space left"):
+        booster.wait()
+    assert listener.heard == []
+
+
+def test_followers_run_after_the_work_and_late_ones_at_once():
+    writer, go, order = BackgroundWriter(), threading.Event(), []
+
+    def work():
+        go.wait()
+        order.append("work")
+
+    writer.start("save", work)
+    writer.follow(lambda: order.append("early"))
+    assert order == []
+    go.set()
+    writer.settle()
+    writer.follow(lambda: order.append("late"))
+    assert order == ["work", "early", "late"]
+    assert writer.join() is None
+
+
+def test_a_follower_that_fails_fails_the_save():
+    writer = BackgroundWriter()
+    go = threading.Event()
+    writer.start("save", go.wait)
+    writer.follow(lambda: 1 / 0)
+    go.set()
+    assert isinstance(writer.join(), ZeroDivisionError)
+
+
+def test_a_follower_of_a_failed_job_is_not_called():
+    writer, heard = BackgroundWriter(), []
+    writer.start("save", lambda: 1 / 0)
+    writer.settle()
+    writer.follow(lambda: heard.append(1))
+    assert heard == []
+    assert isinstance(writer.join(), ZeroDivisionError)

@@ -1,0 +1,375 @@
+"""Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from folder_storage import FolderStorage, StorageHooks
+
+import booster_runtime
+from booster_checkpoint.cli import convert, inspect, verify
+from booster_checkpoint.files.checksums import Block
+from booster_checkpoint.run.manifest import FileEntry, Manifest
+from booster_checkpoint.run.steps_remote import open_steps
+from booster_checkpoint.storage import leaves_folder, local_path, path_at, scheme_of, storage_for
+from booster_checkpoint.storage.fsspec_storage import storage_of_driver
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
+
+
+@pytest.fixture
+def ours(tmp_path):
+    storage = FolderStorage(tmp_path / "ours")
+    hooks = StorageHooks(storage)
+    register_hooks(hooks)
+    yield storage
+    unregister_hooks(hooks)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def train_save_resume(root, use_async, base=None):
+    """In one function, because the store may be of this process alone."""
+    if base is not None:
+        register_hooks(StorageHooks(FolderStorage(base)))
+    run = Run()
+    expected = run.train(8)
+    run = Run()
+    run.train(3)
+    run.save(root, extra={"t": torch.ones(2)}, use_async=use_async)
+    run.booster.wait()
+    run = Run()
+    run.train(5)
+    run.save(root, keep_last=1, use_async=use_async)
+    run.booster.wait()
+    other = Run(seed=4)
+    assert other.booster.has_checkpoint(root)
+    loaded = other.load(root)
+    losses = other.train(8)
+    names = open_steps(root).names() if DistCoordinator().rank == 0 else ["step-00000005"]
+    return loaded.step, losses == expected[5:], names, loaded.path
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+def test_a_training_state_at_a_url(world_size, scheme, use_async, tmp_path):
+    root = f"{scheme}://run-{world_size}-{use_async}"
+    base = str(tmp_path) if scheme == "ours" else None
+    for step, is_equal, names, path in run_on_ranks(train_save_resume, world_size, root, use_async, base):
+        assert (step, is_equal, names) == (5, True, ["step-00000005"])
+        assert path == f"{root}/step-00000005"
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_storage_that_ranks_do_not_share_is_refused(use_async):
+    match = r"Ranks \[1\] do not see what rank 0 wrote to 'memory://alone"
+    expect_on_ranks(CheckpointError, match, train_save_resume, 2, "memory://alone", use_async)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_training_state_at_a_file_url(world_size, tmp_path):
+    root = f"file://{tmp_path}/a run"
+    for step, is_equal, _, _ in run_on_ranks(train_save_resume, world_size, root, False):
+        assert (step, is_equal) == (5, True)
+    assert (tmp_path / "a run" / "latest").read_text() == "step-00000005\n"
+
+
+def save_and_load_model(base, folder=None, use_async=False):
+    if folder is not None:
+        register_hooks(StorageHooks(FolderStorage(folder)))
+    run, other = Run(), Run(seed=1)
+    run.train(2)
+    run.booster.save_model(run.model, f"{base}/folder", shard=True, use_async=use_async)
+    run.booster.save_model(run.model, f"{base}/one.safetensors", use_async=use_async)
+    run.booster.save_model(run.model, f"{base}/one.bin", use_safetensors=False, use_async=use_async)
+    run.booster.save_optimizer(run.optimizer, f"{base}/folder", shard=True, use_async=use_async)
+    run.booster.save_lr_scheduler(run.scheduler, f"{base}/scheduler.json")
+    other.booster.load_model(other.model, f"{base}/folder")
+    other.booster.load_optimizer(other.optimizer, f"{base}/folder")
+    other.booster.load_lr_scheduler(other.scheduler, f"{base}/scheduler.json")
+    assert same(run.tensors(), other.tensors())
+    assert other.scheduler.last_epoch == 2
+    for path in ("one.safetensors", "one.bin", "folder/model.safetensors.index.json"):
+        fresh = Run()
+        fresh.booster.load_model(fresh.model, f"{base}/{path}")
+        assert same(run.model.state_dict(), fresh.model.state_dict())
+    ema = booster_runtime.ema(run.booster, run.model)
+    ema.save(f"{base}/ema", shard=True)
+    ema.load(f"{base}/ema")
+    run.booster.save_model(run.model, f"{base}/dcp", gather_dtensor=False)
+    fresh = Run()
+    fresh.booster.load_model(fresh.model, f"{base}/dcp")
+    assert same(run.model.state_dict(), fresh.model.state_dict())
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path, monkeypatch):
+    folder = str(tmp_path) if scheme == "ours" else None
+    run_on_ranks(save_and_load_model, world_size, f"{scheme}://parts-{use_async}", folder, use_async)
+
+
+def test_models_and_optimizers_at_a_file_url(tmp_path):
+    run_on_ranks(save_and_load_model, 2, f"file://{tmp_path}")
+    assert (tmp_path / "folder" / "model.safetensors.index.json").is_file()
+
+
+def test_a_hook_brings_a_storage_and_the_index_and_manifest_come_last(ours):
+    run = Run()
+    run.save("ours://runs/a")
+    step = "ours://runs/a/step-00000000"
+    assert ours.written[-2:] == [f"{step}/manifest.json", "ours://runs/a/latest"]
+    run.booster.save_model(run.model, "ours://model", shard=True)
+    assert ours.written[-1] == "ours://model/model.safetensors.index.json"
+    assert Run().load("ours://runs/a").step == 0
+
+
+def test_fewer_files_replace_more(ours):
+    booster = Run().booster
+    large, small = (torch.nn.ModuleList(torch.nn.Linear(512, 1024) for _ in range(n)) for n in (3, 1))
+    booster.save_model(large, "ours://model", shard=True, size_per_shard=1)
+    booster.save_model(small, "ours://model", shard=True)
+    assert sorted(ours.list("ours://model")) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+def test_an_upload_that_was_cut_off_is_no_step_and_is_cleared_away(ours):
+    run = Run()
+    run.save("ours://runs/b")
+    run.step = 1
+    whole = ours.open_write
+
+    def fail(url, nbytes):
+        if url.endswith("training_state.json"):
+            raise OSError(28, "No space left on device")
+        return whole(url, nbytes)
+
+    ours.open_write = fail
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.save("ours://runs/b")
+    assert "step-00000001/model/model-00001-of-00001.safetensors" in ours.list("ours://runs/b")
+    assert Run().load("ours://runs/b").step == 0
+    ours.open_write = whole
+    run.step = 2
+    run.save("ours://runs/b")
+    assert not any(name.startswith("step-00000001/") for name in ours.list("ours://runs/b"))
+
+
+def test_a_flipped_bit_at_a_url_is_found(ours):
+    run = Run()
+    for run.step in (1, 2):
+        run.save("ours://runs/c")
+    path = ours.base / "runs/c/step-00000002/model/model-00001-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model-00001.* has the checksum .* load it with `step=1`"):
+        Run().load("ours://runs/c")
+    assert Run().load("ours://runs/c", step=1).step == 1
+
+
+def load_missing(url):
+    run = Run()
+    run.booster.load_model(run.model, url)
+
+
+def test_nothing_at_a_url_is_an_error_on_every_rank():
+    expect_on_ranks(
+        CheckpointError, "There is no model checkpoint at 'memory://none'", load_missing, 2, "memory://none"
+    )
+
+
+def test_an_unknown_scheme_is_an_error_on_every_rank():
+    expect_on_ranks(CheckpointError, "No storage is known for 'nope://'", load_missing, 2, "nope://a/b")
+
+
+def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"pip install fsspec.*booster-checkpoint\[storage\]"):
+        storage_of_driver("memory")
+
+
+def test_a_scheme_without_its_driver_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(CheckpointError, match=r"'s3://' need a driver that is not installed: .*s3fs"):
+        storage_of_driver("s3")
+
+
+def test_a_hook_that_returns_no_storage_is_named():
+    hooks = StorageHooks(object())
+    register_hooks(hooks)
+    try:
+        with pytest.raises(CheckpointError, match="returned a `object` for 'ours://', which lacks"):
+            storage_for("ours")
+    finally:
+        unregister_hooks(hooks)
+
+
+@pytest.mark.parametrize(
+    ("path", "scheme"),
+    [("s3://b/k", "s3"), ("S3://b", "s3"), ("/a/b", None), ("a://b", "a"), ("file:///x", None), (Path("s3:/b"), None)],
+)
+def test_schemes(path, scheme):
+    assert scheme_of(path) == scheme
+
+
+def test_file_urls_become_paths():
+    assert local_path("file:///a%20b/c") == "/a b/c"
+    assert local_path("file://localhost/a") == "/a"
+    assert local_path("hdfs:///a/b..c") == "hdfs:///a/b..c"
+    with pytest.raises(CheckpointError, match="names the host 'elsewhere'"):
+        local_path("file://elsewhere/a")
+
+
+# ---- keys that leave the folder
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+class ExtraKey(FolderStorage):
+    """Lists one more key, as an object store may, whose keys are any text."""
+
+    key = "model/../../../outside.bin"
+
+    def list(self, url):
+        found = super().list(url)
+        return found if "" in found else {**found, self.key: 3}
+
+
+@pytest.fixture
+def extra_key(tmp_path):
+    storage = ExtraKey(tmp_path / "ours")
+    hooks = StorageHooks(storage)
+    register_hooks(hooks)
+    yield storage
+    unregister_hooks(hooks)
+
+
+@pytest.mark.parametrize("key", ["model/../../../outside.bin", "model/a/../../../../b", "model/.."])
+def test_key_of_a_step_that_leaves_its_folder(key, extra_key, tmp_path):
+    extra_key.key = "harmless"
+    run = Run()
+    run.save("ours://runs/a")
+    extra_key.key = key
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
+        Run().load("ours://runs/a")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("key", ["..", "/absolute", "C:\\windows", "..\\b", "\\\\host\\share", "a/../../b"])
+def test_key_of_a_model_that_leaves_its_folder(key, extra_key):
+    extra_key.key = "harmless.txt"
+    run = Run()
+    run.booster.save_model(run.model, "ours://model", shard=True)
+    extra_key.key = key
+    with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
+        run.booster.load_model(run.model, "ours://model")
+    with pytest.raises(CheckpointError, match=re.escape(f"holds the key '{key}'")):
+        run.booster.save_model(run.model, "ours://model", shard=True)
+    assert leaves_folder(key)
+
+
+def use_url(root):
+    run = Run()
+    calls = [
+        lambda: run.save(root),
+        lambda: run.load(root),
+        lambda: run.booster.has_checkpoint(root),
+        lambda: run.booster.save_model(run.model, f"{root}/m.safetensors"),
+        lambda: run.booster.save_model(run.model, root, shard=True),
+        lambda: run.booster.load_model(run.model, f"{root}/m.safetensors"),
+        lambda: run.booster.save_optimizer(run.optimizer, root, shard=True),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"has a part '\.\.'"):
+            call()
+
+
+@pytest.mark.parametrize("root", ["memory://a/../b", "memory://a/.."])
+def test_url_with_parent_folders_is_an_error_on_every_rank(root):
+    run_on_ranks(use_url, 2, root)
+
+
+@pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "model/../../x", ""])
+def test_manifest_that_names_a_file_outside_of_its_folder(name, tmp_path):
+    entry = FileEntry(nbytes=1, blocks=(Block(1, "0"),))
+    Manifest(step=1, files={name: entry, "a": entry}).write(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"names the file '{name}', which is not in its folder")):
+        Manifest.read(tmp_path)
+
+
+# ---- names that leave the folder, when writing
+
+
+@pytest.mark.parametrize("prefix", ["../x", "a/b"])
+def test_prefix_that_leaves_the_folder(prefix, ours, tmp_path):
+    run = Run()
+    for base in ("ours://model", str(tmp_path / "model")):
+        before = tree(tmp_path)
+        with pytest.raises(ConfigError, match="leads out of"):
+            run.booster.save_model(run.model, base, shard=True, prefix=prefix)
+        assert tree(tmp_path) == before
+
+
+def test_names_below_a_path_at_a_url(ours):
+    path = path_at("ours://run")
+    for name in ("../x", "/etc/passwd", "a/../../b", "C:\\x", "\\\\host"):
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            path / name
+    assert str(path / "a" / "b.bin") == "ours://run/a/b.bin"
+    assert (path / "a" / "b.bin").parent == path / "a"
+    assert ((path / "a" / "b.bin").name, (path / "a" / "b.bin").suffix) == ("b.bin", ".bin")
+
+
+# ---- the command line
+
+
+def test_commands_take_urls(tmp_path):
+    run = Run()
+    run.step = 3
+    run.save(f"file://{tmp_path}/run")
+    commands = CliRunner()
+    for root in (f"file://{tmp_path}/run",):
+        assert "step-00000003" in commands.invoke(inspect.command, [root]).output
+        assert "whole" in commands.invoke(verify.command, [f"{root}/step-00000003"]).output
+        target = f"file://{tmp_path}/converted"
+        done = commands.invoke(convert.command, [f"{root}/step-00000003/model", target, "--to", "bin"])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "converted" / "pytorch_model.bin.index.json").is_file()
+    done = commands.invoke(verify.command, ["nope://x"])
+    assert done.exit_code == 1
+    assert "No storage is known for 'nope://'" in done.output
+
+
+def test_commands_at_a_storage(ours):
+    run = Run()
+    run.step = 3
+    run.save("ours://run")
+    commands = CliRunner()
+    shown = commands.invoke(inspect.command, ["ours://run/step-00000003", "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert "first.weight" in {row["name"] for row in json.loads(shown.output)["tensors"]}
+    assert "ours://run: root" in commands.invoke(inspect.command, ["ours://run"]).output
+    assert "whole" in commands.invoke(verify.command, ["ours://run"]).output
+    for form in ("safetensors", "bin", "dcp"):
+        done = commands.invoke(convert.command, ["ours://run/step-00000003/model", f"ours://{form}", "--to", form])
+        assert done.exit_code == 0, done.output
+        fresh = Run(seed=1)
+        fresh.booster.load_model(fresh.model, f"ours://{form}")
+        assert same(run.model.state_dict(), fresh.model.state_dict())
+    path = ours.base / "run/step-00000003/model/model-00001-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    done = commands.invoke(verify.command, ["ours://run"])
+    assert done.exit_code == 1
+    assert "has the checksum" in done.output

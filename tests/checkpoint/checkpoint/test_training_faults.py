@@ -1,0 +1,386 @@
+"""Faults while a training state is saved or loaded: an error on every rank, and the step before is still whole."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import booster_runtime
+from booster_checkpoint.run import manifest, steps
+from booster_checkpoint.run.manifest import verify_folder
+from booster_checkpoint.save import saver, writer
+from booster_core.errors import CheckpointError, MissingRanksError
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
+
+FILES = [
+    "model/model-00001-of-00001.safetensors",
+    "model/model.safetensors.index.json",
+    "optimizer/optimizer-00001-of-00001.safetensors",
+    "optimizer/optimizer.safetensors.index.json",
+    "optimizer/param_groups.json",
+    "training_state.json",
+    "training_state.safetensors",
+]
+
+
+def save_steps(root, numbers, width=32):
+    run = Run(width=width)
+    for number in numbers:
+        run.train(number)
+        run.save(root)
+
+
+def load(root, options):
+    run = Run()
+    return run.load(root, **options).step
+
+
+def names_in(root):
+    return sorted(path.name for path in Path(root).iterdir())
+
+
+def flip_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_steps")
+    run_on_ranks(save_steps, 2, str(folder), [3, 6])
+    return folder
+
+
+@pytest.fixture
+def root(two_steps, tmp_path):
+    """A copy of a root with the steps 3 and 6, to be damaged."""
+    shutil.copytree(two_steps, tmp_path / "root")
+    return tmp_path / "root"
+
+
+# ---- what lies on the disk is damaged
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_in_any_file_is_named_with_the_step_to_load(name, root):
+    flip_bit(root / "step-00000006" / name)
+    message = rf"'{name}' has the checksum .* The newest older step that is whole is 3: load it with `step=3`\."
+    expect_on_ranks(CheckpointError, message, load, 2, str(root), {})
+    assert run_on_ranks(load, 2, str(root), {"step": 3}) == [3, 3]
+
+
+def test_without_verify_contents_are_taken_as_they_are(root):
+    flip_bit(root / "step-00000006" / FILES[0])
+    assert run_on_ranks(load, 2, str(root), {"verify": False}) == [6, 6]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_truncated_file_is_found_by_its_size(verify, root):
+    path = root / "step-00000006" / FILES[0]
+    path.write_bytes(path.read_bytes()[:-8])
+    message = rf"'{FILES[0]}' has \d+ bytes, and was saved with \d+.*`step=3`"
+    expect_on_ranks(CheckpointError, message, load, 2, str(root), {"verify": verify})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(name, root):
+    (root / "step-00000006" / name).unlink()
+    expect_on_ranks(CheckpointError, f"'{name}' cannot be found.*`step=3`", load, 2, str(root), {})
+
+
+@pytest.mark.parametrize("cut", [0, 200, -3])
+def test_a_truncated_manifest_is_named(cut, root):
+    path = root / "step-00000006" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:cut])
+    expect_on_ranks(CheckpointError, r"manifest\.json'.*`step=3`", load, 2, str(root), {})
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"step-00000009\n", b"../elsewhere\n"])
+def test_a_file_latest_that_names_no_step_is_an_error(content, root):
+    (root / "latest").write_bytes(content)
+    expect_on_ranks(CheckpointError, r"latest.*load it with `step=6`", load, 2, str(root), {})
+
+
+def test_when_no_step_is_whole_it_says_so(root):
+    for step in ("step-00000003", "step-00000006"):
+        flip_bit(root / step / FILES[0])
+    expect_on_ranks(CheckpointError, "No other step there is whole", load, 2, str(root), {})
+
+
+# ---- a run that restarts by itself goes back to the newest step that is whole
+
+
+def damage_manifest(root):
+    (root / "step-00000006" / "manifest.json").write_bytes(b"{")
+
+
+def damage_latest(root):
+    (root / "latest").write_bytes(b"\xff")
+
+
+def remove_latest_step(root):
+    shutil.rmtree(root / "step-00000006")
+
+
+@pytest.mark.parametrize(
+    ("damage", "step"),
+    [
+        (lambda root: None, 6),
+        (lambda root: flip_bit(root / "step-00000006" / FILES[0]), 3),
+        (lambda root: (root / "step-00000006" / FILES[-2]).unlink(), 3),
+        (damage_manifest, 3),
+        (damage_latest, 6),
+        (remove_latest_step, 3),
+    ],
+    ids=["none", "bit", "missing", "manifest", "latest", "step"],
+)
+def test_newest_whole_goes_back_to_a_step_that_is_whole(damage, step, root):
+    damage(root)
+    assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [step, step]
+
+
+def test_newest_whole_says_what_it_leaves_out(root, caplog):
+    flip_bit(root / "step-00000006" / FILES[0])
+    assert load(root, {"step": "newest-whole"}) == 3
+    assert f"'{FILES[0]}' has the checksum" in caplog.text
+    assert "Trying 'step-00000003' instead." in caplog.text
+
+
+def test_newest_whole_prefers_the_steps_before_the_latest(root):
+    (root / "latest").write_text("step-00000003\n")  # the run went back
+    assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [3, 3]
+    flip_bit(root / "step-00000003" / FILES[0])
+    assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [6, 6]
+
+
+def test_newest_whole_without_a_whole_step_is_an_error(root, tmp_path):
+    for step in ("step-00000003", "step-00000006"):
+        flip_bit(root / step / FILES[0])
+    options = {"step": "newest-whole"}
+    expect_on_ranks(CheckpointError, "No other step there is whole", load, 2, str(root), options)
+    expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / "absent"), options)
+
+
+def load_with_average(root):
+    run = Run()
+    average = booster_runtime.ema(run.booster, run.model)
+    run.booster.load_checkpoint(root, step="newest-whole", **run.objects(), ema=average)
+
+
+def test_newest_whole_goes_back_from_damage_alone(root):
+    expect_on_ranks(CheckpointError, "step-00000006' was saved without 'ema'", load_with_average, 2, str(root))
+
+
+def load_and_compare(root):
+    run = Run(seed=8)
+    before = run.tensors()
+    with pytest.raises(CheckpointError, match="has the checksum"):
+        run.load(root)
+    after = run.tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_damaged_step_changes_nothing(root):
+    flip_bit(root / "step-00000006" / FILES[-1])
+    run_on_ranks(load_and_compare, 2, str(root))
+
+
+# ---- the disk fails while a step is written
+
+
+def fail_at(place, rank, code=errno.ENOSPC):
+    """Return a patch that makes one function of the save fail on one rank."""
+
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code), "somewhere")
+
+    write_text = steps.LocalSteps.write_text
+
+    def fail_for_latest(self, name, text):
+        return fail() if name == steps.LATEST else write_text(self, name, text)
+
+    if DistCoordinator().rank != rank:
+        return mock.patch.object(writer, "__doc__", writer.__doc__)
+    targets = {
+        "write": (writer, "_write_fragment"),
+        "sync": (writer.os, "fsync"),
+        "manifest": (manifest.Manifest, "write"),
+        "rename": (steps.LocalSteps, "place"),
+        "latest": (steps.LocalSteps, "write_text"),
+    }
+    return mock.patch.object(*targets[place], fail_for_latest if place == "latest" else fail)
+
+
+def save_failing(root, place, rank, use_async):
+    run = Run()
+    run.train(9)
+    with fail_at(place, rank):
+        run.save(root, use_async=use_async)
+        run.booster.wait()
+
+
+@pytest.mark.covering(1)  # every place in one of the ways; the other pairs are slow
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize(
+    ("place", "rank"), [("write", 0), ("write", 1), ("sync", 1), ("manifest", 0), ("rename", 0), ("latest", 0)]
+)
+def test_a_disk_that_fills_up_at_any_point_leaves_the_step_before(place, rank, use_async, root):
+    expect_on_ranks(CheckpointError, "The disk is full", save_failing, 2, str(root), place, rank, use_async)
+    assert names_in(root)[:4] == ["latest", "lease.json", "step-00000003", "step-00000006"]
+    assert not list(root.glob(".*"))
+    assert run_on_ranks(load, 2, str(root), {}) == [6, 6]
+
+
+def save_async_and_again(root):
+    run = Run()
+    run.train(9)
+    with fail_at("manifest", 0):
+        run.save(root, use_async=True)
+        with pytest.raises(CheckpointError, match="The disk is full"):
+            run.save(root)
+    run.save(root)
+    return run.booster.has_checkpoint(root)
+
+
+def test_an_error_in_the_background_surfaces_at_the_next_save(root):
+    assert run_on_ranks(save_async_and_again, 2, str(root)) == [True, True]
+    verify_folder(root / "step-00000009")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system takes root's rights")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_disk_that_is_truly_full(use_async, small_disk):
+    root = small_disk / "root"
+    run_on_ranks(save_steps, 2, str(root), [1], 4000)
+    expect_on_ranks(CheckpointError, "The disk is full", save_large, 2, str(root), use_async)
+    assert names_in(root) == ["latest", "lease.json", "step-00000001"]
+    verify_folder(root / "step-00000001")
+
+
+def save_large(root, use_async):
+    run = Run(width=20_000)
+    run.train(2)
+    run.save(root, use_async=use_async)
+    run.booster.wait()
+
+
+@contextlib.contextmanager
+def without_the_rights_of_root():
+    """Act as a user whom the mode of a folder stops."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_folder_without_permission_is_an_error(tmp_path):
+    run = Run()
+    run.save(tmp_path / "open")  # what a save imports is imported now
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with without_the_rights_of_root(), pytest.raises(CheckpointError, match="Permission is denied: check the folder"):
+        run.save(locked / "root")
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_root_that_is_a_file_is_an_error(name, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    expect_on_ranks(CheckpointError, "is a file", save_steps, 2, str(tmp_path / name), [1])
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+def test_a_root_that_is_a_file_holds_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    expect_on_ranks(CheckpointError, "There is no checkpoint in", load, 2, str(tmp_path / "file"), {})
+
+
+# ---- calls at the wrong time, or on the wrong ranks
+
+
+def save_on_rank_0_only(root):
+    run = Run()
+    if DistCoordinator().rank == 0:
+        with pytest.raises(MissingRanksError, match="`save_checkpoint` waited 2 s for rank 1 of 2"):
+            run.save(root)
+    else:
+        time.sleep(3)
+
+
+def test_a_save_on_rank_0_only_names_the_missing_rank(tmp_path):
+    run_on_ranks(save_on_rank_0_only, 2, str(tmp_path), group_timeout_seconds=2)
+
+
+def slow_writes():
+    """Return a patch under which each rank takes half a second to write."""
+    whole = saver.write_directly
+
+    def slowly(*args):
+        paths = whole(*args)
+        time.sleep(0.5)
+        return paths
+
+    return mock.patch.object(saver, "write_directly", slowly)
+
+
+def save_while_saving(root):
+    run = Run()
+    kept = {}
+    with slow_writes():
+        for step in (1, 2, 3):
+            run.train(step)
+            kept[step] = run.tensors()
+            run.save(root, use_async=True)
+            assert Path(root).exists()
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.zero_()  # the files hold what was there when the save was called
+        run.booster.wait()
+    for step, tensors in kept.items():
+        other = Run()
+        other.load(root, step=step)
+        assert all(torch.equal(other.tensors()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_save_while_one_is_in_flight_waits_for_it(tmp_path):
+    run_on_ranks(save_while_saving, 2, str(tmp_path))
+
+
+def load_while_saving(root):
+    run = Run()
+    run.train(2)
+    expected = run.tensors()
+    with slow_writes():
+        run.save(root, use_async=True)
+        run.train(4)
+        step = run.load(root).step
+    assert all(torch.equal(run.tensors()[name], tensor) for name, tensor in expected.items())
+    return step
+
+
+def test_a_load_while_a_save_is_in_flight_gets_what_is_saved(tmp_path):
+    assert run_on_ranks(load_while_saving, 2, str(tmp_path)) == [2, 2]

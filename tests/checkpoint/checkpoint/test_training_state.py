@@ -1,0 +1,311 @@
+"""A run that is stopped and resumed equals one that was never stopped."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from booster_checkpoint.checkpoint_files import CheckpointFiles
+from booster_checkpoint.run.manifest import verify_folder
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.resumable import ResumableRun as Run
+
+
+def uninterrupted(options, steps):
+    run = Run(**options)
+    losses = run.train(steps)
+    return losses, run.tensors()
+
+
+def save_at(root, options, step, save_options):
+    run = Run(**options)
+    run.train(step)
+    run.save(root, extra={"best": 0.5, "history": torch.arange(3), "nested": [{"a": None}]}, **save_options)
+    if save_options.get("use_async"):
+        run.train(step + 2)  # changes everything while it is written
+    run.booster.wait()
+    return run.seen[: step * options.get("batch", 2)]
+
+
+def resume(root, options, steps):
+    run = Run(**{**options, "seed": 9})  # other random states, which the load has to replace
+    random.random()
+    loaded = run.load(root)
+    assert loaded.extra["best"] == 0.5
+    assert loaded.extra["history"].tolist() == [0, 1, 2]
+    assert loaded.extra["nested"] == [{"a": None}]
+    start = loaded.step
+    losses = run.train(steps)
+    return start, losses, run.tensors(), run.seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "save_options", "step"),
+    [
+        (1, {}, {}, 5),
+        (2, {}, {}, 5),
+        (2, {}, {"use_async": True}, 5),
+        (2, {"precision": "fp16"}, {}, 5),
+        (2, {"precision": "bf16", "workers": 2}, {"size_per_shard": 1}, 7),
+        (2, {}, {}, 12),
+    ],
+    ids=["one", "two", "async", "fp16", "workers", "end_of_epoch"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_options, step, tmp_path):
+    expected = run_on_ranks(uninterrupted, world_size, options, 20)
+    run_on_ranks(save_at, world_size, str(tmp_path), options, step, save_options)
+    resumed = run_on_ranks(resume, world_size, str(tmp_path), options, 20)
+    for (losses, tensors), (start, later, restored, _) in zip(expected, resumed, strict=True):
+        assert start == step
+        assert later == losses[step:]
+        assert all(torch.equal(tensors[name], restored[name]) for name in tensors)
+
+
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("before", "after", "batch"), [(4, 2, 2), (2, 3, 2), (2, 1, 4)])
+def test_another_number_of_ranks_sees_each_sample_once(before, after, batch, workers, drop_last, tmp_path):
+    samples, step = 48, 2
+    options = {"samples": samples, "batch": batch, "workers": workers, "drop_last": drop_last}
+    seen = [index for of_rank in run_on_ranks(save_at, before, str(tmp_path), options, step, {}) for index in of_rank]
+    assert len(seen) == step * batch * before
+    rest = (samples - len(seen)) // (batch * after)
+    for *_, of_rank in run_on_ranks(resume, after, str(tmp_path), options, step + rest):
+        seen += of_rank
+    assert len(set(seen)) == len(seen)
+    assert samples - len(seen) < batch * after
+
+
+def draw():
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()  # noqa: NPY002 - the global generator is meant
+
+
+def generators(root):
+    run = Run(seed=3)
+    c = DistCoordinator()
+    run.save(root)
+    return c.rank, draw()
+
+
+def generators_after_load(root):
+    run = Run(seed=4)
+    run.load(root)
+    return draw()
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_random_states_come_back_rank_by_rank(after, tmp_path):
+    drawn = [values for _, values in run_on_ranks(generators, 2, str(tmp_path))]
+    assert drawn[0] != drawn[1]
+    assert run_on_ranks(generators_after_load, after, str(tmp_path)) == [drawn[rank % 2] for rank in range(after)]
+
+
+def save_several(root, steps, keep_last):
+    run = Run()
+    for step in steps:
+        run.step = step
+        run.save(root, keep_last=keep_last)
+    return sorted(path.name for path in Path(root).iterdir())
+
+
+def test_layout_of_a_root(tmp_path):
+    run_on_ranks(save_several, 2, str(tmp_path), [100], None)
+    step = tmp_path / "step-00000100"
+    assert (tmp_path / "latest").read_text() == "step-00000100\n"
+    assert sorted(path.relative_to(step).as_posix() for path in step.rglob("*")) == [
+        "manifest.json",
+        "model",
+        "model/model-00001-of-00001.safetensors",
+        "model/model.safetensors.index.json",
+        "optimizer",
+        "optimizer/optimizer-00001-of-00001.safetensors",
+        "optimizer/optimizer.safetensors.index.json",
+        "optimizer/param_groups.json",
+        "training_state.json",
+        "training_state.safetensors",
+    ]
+    manifest = json.loads((step / "manifest.json").read_text())
+    assert manifest["world_size"] == 2
+    assert manifest["plugin"]["name"] == "reference"
+    assert manifest["written_by"]["torch"] == torch.__version__
+    assert "first.weight" in manifest["files"]["model/model-00001-of-00001.safetensors"]["tensors"]
+
+
+def test_keep_last_removes_older_steps(tmp_path):
+    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 2, 3, 4], 2)[0]
+    assert names == ["latest", "lease.json", "step-00000003", "step-00000004"]
+
+
+def test_keep_last_leaves_steps_of_a_run_that_went_back(tmp_path):
+    run_on_ranks(save_several, 1, str(tmp_path), [1, 2, 30], None)
+    names = run_on_ranks(save_several, 1, str(tmp_path), [3], 1)[0]
+    assert names == ["latest", "lease.json", "step-00000003", "step-00000030"]
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+
+
+def test_the_latest_step_saved_again_is_replaced_after_it_is_safe(tmp_path):
+    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 7, 7], None)[0]
+    assert names == ["latest", "lease.json", "step-00000001", "step-00000007.2"]
+    assert (tmp_path / "latest").read_text() == "step-00000007.2\n"
+
+
+def test_an_older_step_saved_again_is_replaced_by_its_next_revision(tmp_path):
+    names = run_on_ranks(save_several, 1, str(tmp_path), [1, 7, 1], None)[0]
+    assert names == ["latest", "lease.json", "step-00000001.1", "step-00000007"]
+    assert (tmp_path / "latest").read_text() == "step-00000001.1\n"
+
+
+def load_step(root, step):
+    run = Run()
+    return run.load(root, step=step).step
+
+
+def test_a_step_is_loaded_by_number(tmp_path):
+    run_on_ranks(save_several, 2, str(tmp_path), [1, 2, 3], None)
+    assert run_on_ranks(load_step, 2, str(tmp_path), 2) == [2, 2]
+
+
+def test_without_the_file_latest_the_highest_step_is_latest(tmp_path):
+    run_on_ranks(save_several, 1, str(tmp_path), [1, 2], None)
+    (tmp_path / "latest").unlink()
+    assert run_on_ranks(load_step, 1, str(tmp_path), "latest") == [2]
+
+
+def ask(root):
+    return Run().booster.has_checkpoint(root)
+
+
+def test_has_checkpoint(tmp_path):
+    assert run_on_ranks(ask, 2, str(tmp_path / "none")) == [False, False]
+    run_on_ranks(save_several, 1, str(tmp_path / "some"), [1], None)
+    assert run_on_ranks(ask, 2, str(tmp_path / "some")) == [True, True]
+
+
+def test_an_empty_root_is_an_error_on_every_rank(tmp_path):
+    expect_on_ranks(
+        CheckpointError, "There is no checkpoint in .*has_checkpoint", load_step, 2, str(tmp_path), "latest"
+    )
+
+
+def test_an_unknown_step_is_an_error_that_lists_the_others(tmp_path):
+    run_on_ranks(save_several, 1, str(tmp_path), [1, 2], None)
+    expect_on_ranks(CheckpointError, r"There is no step 5 in .* Steps there: 1, 2\.", load_step, 2, str(tmp_path), 5)
+
+
+def save_with(root, options):
+    Run().save(root, **options)
+
+
+@pytest.mark.parametrize(
+    ("extra", "path"),
+    [
+        ({"a": [1, object()]}, "extra/a/1"),
+        ({"model": torch.nn.Linear(1, 1)}, "extra/model"),
+        ({"f": len}, "extra/f"),
+        ({"array": np.zeros(2)}, "extra/array"),
+        ({"t": torch.empty(2, device="meta")}, "extra/t"),
+    ],
+    ids=["object", "module", "function", "array", "meta"],
+)
+def test_extra_that_is_no_json_is_refused_by_its_path(extra, path, tmp_path):
+    expect_on_ranks(CheckpointError, f"'{path}' is ", save_with, 2, str(tmp_path / "run"), {"extra": extra})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"keep_last": 0}, "`keep_last=0`"), ({"size_per_shard": 0}, "`size_per_shard=0`")],
+)
+def test_numbers_out_of_range_are_refused(options, message, tmp_path):
+    expect_on_ranks(ConfigError, message, save_with, 2, str(tmp_path / "run"), options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_other_steps(root):
+    run = Run()
+    run.step = DistCoordinator().rank
+    run.save(root)
+
+
+def test_ranks_that_disagree_about_the_step_are_told(tmp_path):
+    expect_on_ranks(ConfigError, "disagree about `step`: 0 on rank 0, 1 on rank 1", save_other_steps, 2, str(tmp_path))
+
+
+def save_with_other_scheduler(root):
+    run = Run()
+    if DistCoordinator().rank == 1:
+        run.scheduler.T_max = 51
+    run.save(root)
+
+
+def test_ranks_that_disagree_about_the_scheduler_are_told(tmp_path):
+    expect_on_ranks(
+        CheckpointError, "Rank 1 has another state of `lr_schedulers`", save_with_other_scheduler, 2, str(tmp_path)
+    )
+
+
+def save_plain_loader(root):
+    run = Run()
+    run.loader = torch.utils.data.DataLoader([1, 2, 3])
+    run.save(root)
+
+
+def test_a_loader_without_a_position_is_refused(tmp_path):
+    expect_on_ranks(
+        CheckpointError, "`DataLoader`, which cannot tell its position", save_plain_loader, 2, str(tmp_path)
+    )
+
+
+def save_model_only(root):
+    run = Run()
+    run.booster.save_checkpoint(root, step=1, model=run.model)
+
+
+def load_kinds(root, kinds):
+    run = Run()
+    run.booster.load_checkpoint(root, model=run.model, **{kind: run.objects()[kind] for kind in kinds})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("optimizer", "was saved without 'optimizer'"),
+        ("lr_scheduler", "holds the states of 0 learning rate schedulers; 1 are"),
+        ("dataloader", "was saved without a data loader"),
+    ],
+)
+def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
+    run_on_ranks(save_model_only, 1, str(tmp_path))
+    run_on_ranks(load_kinds, 1, str(tmp_path), [])
+    expect_on_ranks(CheckpointError, message, load_kinds, 2, str(tmp_path), [kind])
+
+
+def save_through_rank_0(root, use_async):
+    run = Run()
+    run.train(3)
+    engine = run.booster.checkpoint_io
+    engine.files = CheckpointFiles(DistCoordinator(), shared_filesystem=False)
+    run.save(root, use_async=use_async)
+    run.booster.wait()
+    engine.close()
+    return run.tensors()
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(use_async, tmp_path):
+    saved = run_on_ranks(save_through_rank_0, 2, str(tmp_path), use_async)
+    verify_folder(tmp_path / "step-00000003")
+    for _, _, tensors, _ in run_on_ranks(resume_plainly, 2, str(tmp_path)):
+        assert all(torch.equal(tensors[name], saved[0][name]) for name in tensors)
+
+
+def resume_plainly(root):
+    run = Run(seed=9)
+    loaded = run.load(root)
+    return loaded.step, loaded.extra, run.tensors(), run.loader.state_dict()

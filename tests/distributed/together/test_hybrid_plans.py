@@ -1,0 +1,73 @@
+"""Plans of transformers that need more than they say, or styles of their own, train as one process does."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from family_models import batch_of, build
+
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
+from booster_hybrid.sequence_parallel.mask import SequenceMask
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_tools import verify
+
+MODES = {
+    "tp": {"tp_size": 2},
+    "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+    "all_to_all": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+}
+
+
+def train(name, mode):
+    """Verify a tiny model of a family; return what differs."""
+    if find_spec(f"transformers.models.{name}") is None:
+        pytest.skip(f"needs a later transformers, which has the family {name}")
+
+    def make():
+        model = build(name)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+
+    return str(verify(make, HybridParallelPlugin(**MODES[mode]), batch_of(name)).unexplained)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("apertus", "tp"),  # learns the slopes of its activation
+        ("deepseek_v2", "tp"),  # rotary keys of all heads, and latent vectors of two widths
+        ("deepseek_v2", "split_gather"),
+        ("granite_swa", "tp"),  # a sink for each head
+    ],
+)
+def test_a_plan_trains_as_one_process_does(name, mode):
+    assert run_on_ranks(train, 2, name, mode, timeout_seconds=120) == ["()"] * 2
+
+
+def test_a_plan_that_changes_a_layer_is_refused():
+    message = r"The sharding policy of DogeForCausalLM changes what layer 'model\.layers\.0' computes"
+    expect_on_ranks(ConfigError, message, train, 2, "doge", "tp", timeout_seconds=120)
+
+
+def test_a_layer_that_computes_with_its_mask_is_refused():
+    message = r"computes with its attention mask itself \(`dtype`\)"
+    expect_on_ranks(ConfigError, message, train, 2, "doge", "all_to_all", timeout_seconds=120)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask[:, :2],
+        lambda mask: torch.ones(2) + mask,
+        lambda mask: torch.where(mask, 1, 0),
+        lambda mask: ~mask,
+    ],
+    ids=["index", "add", "where", "not"],
+)
+def test_masks_refuse_to_be_computed_with(use):
+    mask = SequenceMask(1, 4, 4, lambda *_: True, None, {})
+    assert not hasattr(mask, "shape")
+    with pytest.raises(ConfigError, match="computes with its attention mask itself"):
+        use(mask)

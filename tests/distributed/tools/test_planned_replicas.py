@@ -1,0 +1,157 @@
+"""What a plan predicts of replicas in one process is what ranks hold and send, and what arithmetic says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_runtime import collectives
+from booster_testing import run_on_ranks
+from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_tools.planning import measure, predict
+from booster_tools.planning.mail import Mail, Mailbox
+from booster_tools.planning.world import counted, planned_world, planning, watching
+
+WIDTH = 256
+NUM_PARAMETERS = 2 * WIDTH * WIDTH + 2 * WIDTH
+
+
+class Net(nn.Module):
+    """Draws, counts and indexes besides its products, on tensors large and small."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += len(x)
+        hidden = nn.functional.dropout(torch.relu(self.first(x)), 0.1, self.training)
+        return self.second(hidden[torch.arange(len(x) - 1, -1, -1)])
+
+
+def build():
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+
+
+def batch():
+    return {"x": torch.ones(512, WIDTH)}
+
+
+def measured(mixed_precision):
+    return measure(build, batch, ReferencePlugin(), mixed_precision=mixed_precision)
+
+
+@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+def test_predictions_are_what_ranks_hold_and_send(mixed_precision):
+    found, _ = run_on_ranks(measured, 2, mixed_precision)
+    predicted = predict(build, batch, ReferencePlugin(), 2, mixed_precision=mixed_precision)
+    assert predicted.traffic == found.traffic
+    assert predicted.flops == found.flops
+    assert predicted.state_bytes == pytest.approx(found.state_bytes, rel=0.01)
+    assert predicted.other_bytes == pytest.approx(found.other_bytes, rel=0.01, abs=1 << 16)
+    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+
+
+def test_predictions_are_those_of_arithmetic():
+    found = predict(build, batch, ReferencePlugin(), 4, rank=3)
+    assert (found.world_size, found.rank) == (4, 3)
+    assert found.parameter_bytes == pytest.approx(4 * NUM_PARAMETERS, abs=64)
+    assert found.gradient_bytes == pytest.approx(4 * NUM_PARAMETERS, abs=64)
+    assert found.optimizer_bytes == pytest.approx(8 * NUM_PARAMETERS, abs=64)
+    # All gradients are summed in a ring: each rank sends 3/4 of them twice.
+    gradients = found.traffic["all_reduce"]
+    assert gradients.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * NUM_PARAMETERS, rel=0.01)
+    # Two products forward; both once more for weights, and one for what came before it.
+    assert found.flops == 5 * 2 * 128 * WIDTH * WIDTH
+    assert found.activation_bytes > 4 * 128 * WIDTH
+
+
+class Choosing(Net):
+    def forward(self, x):
+        out = super().forward(x)
+        return out[out > 0]
+
+
+def choosing():
+    model = Choosing()
+    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "rank", "message"),
+    [
+        (choosing, 0, "can't be known without computing it"),
+        (build, 2, "`rank=2` is not one of the 2"),
+        (Net, 0, r"`build` returns \(model, optimizer\).*got `Net`"),
+        (lambda: (Net(), None), 0, "got `Net, NoneType`"),
+    ],
+)
+def test_what_can_not_be_planned_says_why(make, rank, message):
+    with pytest.raises(ConfigError, match=message):
+        predict(make, batch, ReferencePlugin(), 2, rank)
+
+
+def test_a_pipeline_of_one_stage_is_planned():
+    plain = predict(build, batch, ReferencePlugin(), 2)
+    found = predict(build, batch, ReferencePipelinePlugin(), 2)
+    assert found.traffic["all_reduce"].sent_bytes == pytest.approx(plain.traffic["all_reduce"].sent_bytes, rel=0.01)
+    assert found.flops == plain.flops
+
+
+def communicate(mailbox=None):
+    """Use each collective once, with the same values on both ranks; return the traffic and the results."""
+    rank = dist.get_rank()
+    values = torch.arange(8, dtype=torch.float32)
+    halves = [0, 4, 8]
+    with watching(mailbox) as ledger:
+        collectives.all_gather_object("the first call chooses a transport")
+        ledger.start_step()
+        added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
+        reduced, sent = values.clone(), values.clone()
+        collectives.reduce_scatter(values, halves, added, scale=0.5, accumulate=True).wait()
+        plain = torch.empty(4)
+        collectives.reduce_scatter(values, halves, plain).wait()
+        gathered[4:] = gathered[:4]
+        collectives.all_gather(gathered, halves).wait()
+        same = torch.arange(4, dtype=torch.float32).repeat(2)
+        collectives.all_to_all(same, halves, exchanged, halves).wait()
+        collectives.all_reduce(reduced, dist.ReduceOp.SUM).wait()
+        collectives.broadcast(sent).wait()
+        collectives.reduce_scatter_parts([(2, values[2:5])], halves, torch.zeros(4)).wait()
+        objects = collectives.all_gather_object("same")
+    traffic = {kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in ledger.traffic.items()}
+    start = halves[rank]
+    assert torch.equal(added, 1 + values[start : start + 4])
+    assert torch.equal(plain, 2 * values[start : start + 4])
+    assert torch.equal(reduced, 2 * values)
+    assert torch.equal(sent, values)
+    assert torch.equal(gathered, values[:4].repeat(2))
+    assert torch.equal(exchanged, same)
+    assert objects == ["same", "same"]
+    return traffic
+
+
+def communicate_on_ranks():
+    with counted():
+        return communicate()
+
+
+def expect_no_wait(*_):
+    pytest.fail("collectives of ranks that all do the same wait for no message")
+
+
+def test_planned_collectives_answer_and_count_as_those_of_ranks():
+    found = run_on_ranks(communicate_on_ranks, 2)
+    for rank in range(2):
+        mailbox = Mailbox(Mail(), rank, expect_no_wait)
+        with planning(), planned_world(2, mailbox):
+            assert communicate(mailbox) == found[rank]
+    # Whole buffers are 32 bytes, of which half stays; of the parts, two elements are the first rank's, and one is not.
+    assert found[0]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 4)
+    assert found[1]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 8)
+    assert found[0]["all_gather"] == found[0]["all_to_all"] == (1, 32, 16)
+    assert found[0]["all_reduce"] == (1, 32, 32)
+    assert found[0]["broadcast"] == (1, 32, 32)

@@ -1,0 +1,127 @@
+"""transformers' Trainer on replicas: it trains as in one process, resumes, and refuses what contradicts the Booster."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from trainer_runs import NUM_EVALUATED, make_model, make_trainer, metrics_of, saved_parameters, steps_of, train
+
+from booster_core.errors import CheckpointError, ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.skipif(
+    None in (find_spec("transformers"), find_spec("accelerate")), reason="the Trainer needs transformers and accelerate"
+)
+
+
+def assert_same_parameters(folder, expected):
+    [found] = run_on_ranks(saved_parameters, 1, folder)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The steps, the evaluation and the parameters of a Trainer without a Booster, which also keeps its second step."""
+    folder = tmp_path_factory.mktemp("plain")
+    [(steps, evaluated)] = run_on_ranks(train, 1, None, folder)
+    return steps, evaluated, run_on_ranks(saved_parameters, 1, folder / "out")[0]
+
+
+def test_a_run_is_cut_off_and_ends_as_in_one_process(plain, tmp_path):
+    steps, evaluated, parameters = plain
+    run_on_ranks(train, 2, "reference", tmp_path, stopped_after=4)
+    resumed = run_on_ranks(train, 2, "reference", tmp_path, resume=tmp_path / "checkpoint-4")
+    for own_steps, own_evaluated in resumed:
+        assert [step["step"] for step in own_steps] == [1, 2, 3, 4, 5, 6]
+        for own, expected in zip(own_steps, steps, strict=True):
+            assert own == pytest.approx(expected, rel=1e-4)
+        assert own_evaluated == evaluated
+        assert own_evaluated["count"] == NUM_EVALUATED
+    assert_same_parameters(tmp_path / "out", parameters)
+
+
+def evaluate_first(folder):
+    """Keep the best of two checkpoints, clipping by value, after an evaluation that must change nothing."""
+    by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    trainer = make_trainer("single", folder, **by_epoch, **best)
+    first = trainer.evaluate()["eval_tokens"]
+    trainer.train()
+    predicted = metrics_of(trainer.predict(trainer.eval_dataset))
+    with pytest.raises(ConfigError, match="not gathered on one rank"):
+        trainer.accelerator.save_state(str(folder))
+    assert trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model
+    return first, steps_of(trainer), predicted, trainer.state.best_global_step
+
+
+def test_the_best_checkpoint_is_loaded_and_an_evaluation_before_changes_nothing(plain, tmp_path):
+    [(_, steps, predicted, best)] = run_on_ranks(evaluate_first, 1, tmp_path)
+    assert steps == [pytest.approx(expected, rel=1e-4) for expected in plain[0]]
+    assert predicted["count"] == NUM_EVALUATED
+    [kept] = tmp_path.glob("checkpoint-*")
+    assert kept.name == f"checkpoint-{best}"
+
+
+def refused(folder, precision, changes):
+    make_trainer("reference", folder, precision=precision, **changes).train()
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "message"),
+    [
+        (None, {"bf16": True}, r"bf16=True\)` asks for another precision than the Booster, which"),
+        ("bf16", {"fp16": True}, "another precision than the Booster, which computes in bf16"),
+        (None, {"fsdp": "full_shard"}, r"fsdp.*can't be followed under a Booster. Leave it out"),
+        (None, {"ddp_bucket_cap_mb": 1}, "Pass it to `TorchDDPPlugin`"),
+        (None, {"auto_find_batch_size": True}, "would leave the others waiting"),
+    ],
+)
+def test_arguments_that_contradict_the_booster_raise_on_every_rank(precision, changes, message, tmp_path):
+    errors = expect_on_ranks(ConfigError, message, refused, 2, tmp_path, precision, changes)
+    assert all(errors)
+
+
+def train_spread(folder):
+    model = make_model()
+    model.hf_device_map = {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    make_trainer("single", folder, model=model)
+
+
+def test_a_model_that_was_spread_over_devices_is_refused(tmp_path):
+    expect_on_ranks(ConfigError, "spread over devices when it was loaded", train_spread, 1, tmp_path)
+
+
+def resume_from_plain(folder):
+    make_trainer("reference", folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+
+
+def test_a_checkpoint_of_the_plain_trainer_raises_on_every_rank(tmp_path):
+    run_on_ranks(train, 1, None, tmp_path, stopped_after=2)
+    errors = expect_on_ranks(CheckpointError, "no optimizer that a Booster wrote", resume_from_plain, 2, tmp_path)
+    assert all(errors)
+
+
+def train_in_fp16(folder, scale):
+    from booster_core import LossScaleConfig, PrecisionPolicy
+
+    precision = PrecisionPolicy(compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=scale))
+    trainer = make_trainer("reference", folder, precision=precision, max_steps=3)
+    trainer.train()
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def test_the_scheduler_waits_where_fp16_overflows(tmp_path):
+    assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**32)[0][:2] == [0.0, 0.0]
+    assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**4)[0][1] > 0.0
+
+
+def boost_a_module():
+    from booster_tools.integrations.transformers import with_booster
+
+    with_booster(torch.nn.Module)
+
+
+def test_other_classes_are_no_trainers():
+    expect_on_ranks(TypeError, "takes a class derived from `transformers", boost_a_module, 1)

@@ -1,0 +1,185 @@
+"""`verify` finds what a broken plugin gets wrong, by name, and refuses what it can't compare."""
+
+import pytest
+import torch
+from torch import nn
+
+from booster_core.errors import ConfigError, GradientError
+from booster_core.plugin.single import SingleDevicePlugin
+from booster_testing import run_on_ranks
+from booster_testing.models import TinyMLP
+from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_tools import verify
+
+TARGET = torch.linspace(-1, 1, 4)
+
+
+def mse(outputs, _):
+    return (outputs - TARGET).square().mean()
+
+
+def build():
+    model = TinyMLP()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), mse
+
+
+def batch(samples=4):
+    return {"x": torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))}
+
+
+def verify_plugin(plugin_class, precision):
+    before = torch.get_rng_state()
+    report = verify(build, plugin_class(), batch(), mixed_precision=precision)
+    assert torch.equal(torch.get_rng_state(), before)
+    report.check()
+    assert "trains as one process does" in str(report)
+    return [(found.what, found.step, found.name) for found in report.differences]
+
+
+@pytest.mark.parametrize(
+    ("plugin_class", "size", "precision"),
+    [(ReferencePlugin, 2, None), (SingleDevicePlugin, 1, "bf16"), (ReferencePipelinePlugin, 2, None)],
+)
+def test_a_right_plugin_trains_as_one_process(plugin_class, size, precision):
+    first, *others = run_on_ranks(verify_plugin, size, plugin_class, precision)
+    assert others == [first] * (size - 1)
+    kinds = {what for what, _, _ in first}
+    assert kinds >= {"initial parameter", "evaluation loss", "loss", "gradient", "update"}
+    names = {name for name, _ in TinyMLP().named_parameters()}
+    assert {name for what, step, name in first if (what, step) == ("gradient", 2)} == names
+
+
+class ScalesOneGradient(ReferencePlugin):
+    """Gets one parameter's gradient wrong by a tenth."""
+
+    api_version = 1
+
+    def configure(self, objects, context):
+        objects.model.second.weight.register_hook(lambda gradient: gradient * 1.1)
+        return super().configure(objects, context)
+
+
+class IgnoresWeightDecay(ReferencePlugin):
+    """Steps without weight decay."""
+
+    api_version = 1
+
+    def configure(self, objects, context):
+        boosted = super().configure(objects, context)
+        for group in boosted.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return boosted
+
+
+class StartsElsewhere(ReferencePlugin):
+    """Ranks start from other values than the user's model has."""
+
+    api_version = 1
+
+    def configure(self, objects, context):
+        with torch.no_grad():
+            objects.model.second.weight.add_(0.01)
+        return super().configure(objects, context)
+
+
+class ComputesInEvaluation(ReferencePlugin):
+    """Leaves the model in training mode when it is evaluated."""
+
+    api_version = 1
+
+    def configure(self, objects, context):
+        objects.model.second.register_forward_hook(lambda module, _, out: out if module.training else 1.01 * out)
+        return super().configure(objects, context)
+
+
+def build_with_decay():
+    model = TinyMLP()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0), mse
+
+
+def found_by(plugin_class, make=build):
+    report = verify(make, plugin_class(), batch())
+    with pytest.raises(GradientError, match="differs from one process"):
+        report.check()
+    return [(found.what, found.name) for found in report.unexplained]
+
+
+@pytest.mark.parametrize(
+    ("plugin_class", "first", "make"),
+    [
+        (ScalesOneGradient, ("gradient", "second.weight"), build),
+        (IgnoresWeightDecay, ("loss", None), build_with_decay),
+        (StartsElsewhere, ("initial parameter", "second.weight"), build),
+        (ComputesInEvaluation, ("output", None), build),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_broken_plugin_is_found_and_its_first_fault_is_named(plugin_class, first, make):
+    of_one, of_other = run_on_ranks(found_by, 2, plugin_class, make)
+    assert of_one == of_other
+    what, name = of_one[0]
+    assert what == first[0]
+    if first[1] is not None:
+        assert name == first[1]
+
+
+def dropping():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.square().mean()
+
+
+def rates_after_verify():
+    made = []
+
+    def build_one():
+        made.append(dropping())
+        return made[-1]
+
+    verify(build_one, ReferencePlugin(), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).check()
+    return [model[1].p for model, *_ in made]
+
+
+def test_dropout_is_off_while_it_compares_only():
+    assert run_on_ranks(rates_after_verify, 2) == [[0.5, 0.5]] * 2
+
+
+def unseeded():
+    model = TinyMLP()
+    with torch.no_grad():
+        next(model.parameters()).add_(torch.rand((), generator=torch.Generator().manual_seed(unseeded.calls)))
+    unseeded.calls += 1
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.mean()
+
+
+unseeded.calls = 0
+
+
+def no_loss():
+    model = TinyMLP()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def no_optimizer():
+    return TinyMLP(), None
+
+
+REFUSED = {
+    "unseeded": (unseeded, torch.zeros(4, 8), "`build` makes other weights each time"),
+    "uneven": (build, batch(3), "A batch of 3 samples can't be shared evenly by 2"),
+    "no-samples": (build, {"x": torch.tensor(1)}, "A batch of no samples"),
+    "not-a-tuple": (TinyMLP, torch.zeros(4, 8), "`build` returns .*; got `TinyMLP`"),
+    "no-optimizer": (no_optimizer, torch.zeros(4, 8), "`build` returns .*; got `TinyMLP, NoneType`"),
+    "no-loss": (no_loss, torch.zeros(4, 8), "have no loss"),
+}
+
+
+def refused(case):
+    make, data, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        verify(make, ReferencePlugin(), data)
+    return True
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_compared_raises_on_every_rank(case):
+    assert run_on_ranks(refused, 2, case) == [True, True]

@@ -1,0 +1,77 @@
+"""``booster verify-plugin``: the ranks that it starts, what they print, and the exit status."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from forked_scripts import torchrun_variables
+
+from booster_tools.cli.verify_plugin import command
+
+SCRIPT = """
+import torch
+from booster_testing.models import TinyMLP
+
+def build():
+    model = TinyMLP()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda outputs, batch: outputs.square().mean()
+
+def batch():
+    return {"x": torch.ones(4, 8)}
+"""
+RANK = """
+import sys
+from booster_testing.mutants import ReferencePlugin
+from booster_tools.cli import _verify_plugin_rank as rank
+rank.load = lambda name: ReferencePlugin
+sys.exit(rank.main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def verify(tmp_path_factory, scripts):
+    """Return a function that runs the ranks of a command under a plugin that is not installed."""
+    folder = tmp_path_factory.mktemp("verify")
+    script, rank = folder / "train.py", folder / "rank.py"
+    script.write_text(SCRIPT)
+    rank.write_text(RANK)
+    return lambda function, *arguments: scripts.run(
+        rank, [[f"{script}:{function}", *arguments]] * 2, torchrun_variables(2)
+    )
+
+
+def test_a_right_plugin_is_verified(verify):
+    done = verify("build", "batch", "reference", "1", "")
+    assert done.codes == [0, 0], done.output
+    assert done.output.count("plugin 'reference' on 2 rank(s) trains as one process does") == 1
+
+
+def test_options_and_mistakes_reach_the_plugin_and_the_user(verify):
+    done = verify("absent", "batch", "reference", "1", "", "precision=bf16")
+    assert done.codes == [2, 2], done.output
+    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify-plugin:"))
+    assert "has no function 'absent'" in line
+    done = verify("build", "batch", "reference", "1", "", "precision")
+    assert done.codes == [2, 2], done.output
+    assert "`--option precision` is not NAME=VALUE" in done.output
+    done = verify("build", "batch", "reference", "1", "", "precision=bf15")
+    assert done.codes == [2, 2], done.output
+    assert "bf15" in done.output
+
+
+def test_the_command_starts_ranks_and_returns_their_status(monkeypatch):
+    started = []
+
+    def run(arguments, check):
+        started.append(arguments)
+        return subprocess.CompletedProcess(arguments, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    given = ["train.py:build", "--plugin", "zero", "--option", "stage=2", "--nproc", "4", "--precision", "bf16"]
+    assert CliRunner().invoke(command, given).exit_code == 3
+    ((program, *arguments),) = started
+    assert program == sys.executable
+    assert arguments[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    rank = "booster_tools.cli._verify_plugin_rank"
+    assert arguments[4:] == ["-m", rank, "train.py:build", "batch", "zero", "2", "bf16", "stage=2"]

@@ -1,0 +1,147 @@
+"""Which files are the checkpoint: every form is found, what wins is fixed, and what is unclear is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from booster_checkpoint.files.layout import (
+    MODEL,
+    OPTIMIZER,
+    FileNames,
+    PlannedFile,
+    TensorSpec,
+    natural_order,
+    split_into_files,
+)
+from booster_checkpoint.load.source import open_source
+from booster_core.errors import CheckpointError
+
+
+def put(folder, name, value=1.0, keys=("a",)):
+    tensors = {key: torch.full((2,), value) for key in keys}
+    if name.endswith(".bin"):
+        torch.save(tensors, folder / name)
+    else:
+        save_file(tensors, folder / name)
+
+
+def index(folder, name, **files):
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def value_in(path, kind=MODEL, key="a"):
+    with open_source(path, kind) as source:
+        return float(source.read_whole(key)[0])
+
+
+def test_the_order_in_which_forms_win(tmp_path):
+    put(tmp_path, "model.safetensors", 1)
+    put(tmp_path, "model-00001-of-00001.safetensors", 2)
+    index(tmp_path, "model.safetensors.index.json", a="model-00001-of-00001.safetensors")
+    put(tmp_path, "pytorch_model.bin", 3)
+    put(tmp_path, "pytorch_model-00001-of-00001.bin", 4)
+    index(tmp_path, "pytorch_model.bin.index.json", a="pytorch_model-00001-of-00001.bin")
+    assert value_in(tmp_path) == 1
+    (tmp_path / "model.safetensors").unlink()
+    assert value_in(tmp_path) == 2
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert value_in(tmp_path) == 3
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert value_in(tmp_path) == 4
+    assert value_in(tmp_path / "pytorch_model.bin.index.json") == 4
+    assert value_in(tmp_path / "model-00001-of-00001.safetensors") == 2
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_numbered_files_without_an_index(suffix, tmp_path):
+    put(tmp_path, f"model-00001-of-00002.{suffix}", 1, ["a"])
+    with pytest.raises(CheckpointError, match=r"no index, and lacks 1 of 2 files: 'model-00002-of-00002"):
+        value_in(tmp_path)
+    put(tmp_path, f"model-00002-of-00002.{suffix}", 2, ["b"])
+    assert (value_in(tmp_path), value_in(tmp_path, key="b")) == (1, 2)
+    put(tmp_path, f"model-00001-of-00001.{suffix}", 3)
+    with pytest.raises(CheckpointError, match="several sets of files and no index"):
+        value_in(tmp_path)
+
+
+def test_a_lone_file_of_any_name(tmp_path):
+    put(tmp_path, "weights.safetensors", 5)
+    assert value_in(tmp_path) == 5
+    put(tmp_path, "more.safetensors", 6)
+    with pytest.raises(CheckpointError, match=r"several model files: 'more.safetensors', 'weights.safetensors'"):
+        value_in(tmp_path)
+
+
+def test_a_prefix_is_found_where_there_is_one(tmp_path):
+    put(tmp_path, "model.ema-00001-of-00001.safetensors", 7)
+    index(tmp_path, "model.safetensors.index.ema.json", a="model.ema-00001-of-00001.safetensors")
+    assert value_in(tmp_path) == 7
+    put(tmp_path, "model.raw.safetensors", 8)
+    with pytest.raises(CheckpointError, match="several model checkpoints"):
+        value_in(tmp_path)
+
+
+def test_model_and_optimizer_share_a_folder(tmp_path):
+    put(tmp_path, "optimizer-00001-of-00001.safetensors", 1)
+    index(tmp_path, "optimizer.safetensors.index.json", a="optimizer-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="holds no model checkpoint"):
+        value_in(tmp_path)
+    put(tmp_path, "weights.safetensors", 2)
+    assert value_in(tmp_path) == 2
+    assert value_in(tmp_path, OPTIMIZER) == 1
+
+
+def test_a_kind_is_told_by_content_not_by_name(tmp_path):
+    put(tmp_path, "m.safetensors", 1)
+    shutil.move(tmp_path / "m.safetensors", tmp_path / "m.bin")
+    put(tmp_path, "n.bin", 2)
+    shutil.move(tmp_path / "n.bin", tmp_path / "n.safetensors")
+    torch.save({"a": torch.full((2,), 3.0)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert [value_in(tmp_path / name) for name in ("m.bin", "n.safetensors", "old.bin")] == [1, 2, 3]
+
+
+def test_a_torch_file_with_strided_and_shared_tensors(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    torch.save({"a": base.T, "b": base[1:], "c": torch.nn.Parameter(base)}, tmp_path / "m.bin")
+    with open_source(tmp_path / "m.bin", MODEL) as source:
+        assert torch.equal(source.read_whole("a"), base.T)
+        assert torch.equal(source.read_whole("b"), base[1:])
+        assert torch.equal(source.read_whole("c"), base)
+
+
+def test_names_as_hugging_face_writes_them():
+    names = FileNames(base=MODEL, prefix="ema")
+    assert (names.single, names.index) == ("model.ema.safetensors", "model.safetensors.index.ema.json")
+    assert names.part(2, 3) == "model.ema-00002-of-00003.safetensors"
+    assert names.is_part("model.ema-00002-of-00003.safetensors")
+    assert not names.is_part("model-00002-of-00003.safetensors")
+
+
+def test_files_are_filled_in_natural_order_up_to_a_size():
+    shapes = {"l.10": 3, "l.2": 3, "big": 100, "l.1": 3, "²": 1}
+    keys = sorted(shapes, key=natural_order)
+    specs = [TensorSpec(key=key, shape=(shapes[key],), dtype=torch.uint8) for key in keys]
+    files = [[spec.key for spec in file] for file in split_into_files(specs, 6)]
+    assert files == [["big"], ["l.1", "l.2"], ["l.10", "²"]]
+    assert [spec.key for spec in split_into_files(specs, None)[0]] == ["big", "l.1", "l.2", "l.10", "²"]
+    assert split_into_files([], None) == [()]
+
+
+def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
+    from booster_checkpoint.save.writer import create_file, offsets_in
+
+    specs = [
+        TensorSpec(key="a", shape=(3,), dtype=torch.uint8),
+        TensorSpec(key="b", shape=(3,), dtype=torch.float64),
+        TensorSpec(key="c", shape=(3,), dtype=torch.bfloat16),
+    ]
+    (ordered,) = split_into_files(specs, None)
+    path = tmp_path / "m.safetensors"
+    file = PlannedFile(name=path.name, suffix=".safetensors", specs=ordered)
+    create_file(path, file)
+    offsets = offsets_in(path, file)
+    assert all(offsets[spec.key] % spec.dtype.itemsize == 0 for spec in specs)
+    assert load_file(tmp_path / "m.safetensors").keys() == offsets.keys()

@@ -1,0 +1,267 @@
+"""The adapter for replicated state: names, ties, ownership, and the state of every optimizer that torch has."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from booster_checkpoint import CheckpointFiles
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.plugin import ModelWrapper, OptimizerWrapper
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import ReplicatedStateAdapter, balanced_shards
+
+
+class Net(nn.Module):
+    """A tied head, a repeated layer, a shared memory, buffers of both kinds, extra state, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("cache", torch.zeros(5), persistent=False)
+        self.register_buffer("table", torch.arange(3))
+        self.calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "seen": torch.full((2,), float(self.calls))}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+        assert state["seen"].tolist() == [self.calls] * 2
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.norm(self.again(self.layer(self.embed(x)))))
+
+
+def step(model, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        torch.manual_seed(0)
+        loss = model(torch.tensor([0, 1, 2, 3, 4, 5])).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def adapter_of(model, optimizer=None):
+    return ReplicatedStateAdapter(model, optimizer, DistCoordinator())
+
+
+def test_names_are_those_of_state_dict_and_ties_are_listed_once():
+    model = Net()
+    adapter = adapter_of(model)
+    names = [shard.name for shard in adapter.model_shards()]
+    assert len(set(names)) == len(names)
+    in_state_dict = {name for name in model.state_dict() if "_extra_state" not in name}
+    assert {*names, *adapter.tied_names()} == in_state_dict
+    assert adapter.tied_names() == {
+        "again.weight": "layer.weight",
+        "again.bias": "layer.bias",
+        "head.weight": "embed.weight",
+    }
+
+
+def test_parameters_that_share_memory_are_tied_as_well():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["b"].weight = nn.Parameter(model["a"].weight.data)
+    assert adapter_of(model).tied_names() == {"b.weight": "a.weight"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what it deprecates
+def test_wrappers_do_not_change_names():
+    model = Net()
+    expected = [shard.name for shard in adapter_of(model).model_shards()]
+    optimizer = torch.optim.SGD(model.parameters())
+    for wrapped in (ModelWrapper(model), torch.compile(model), ModelWrapper(nn.DataParallel(model), model)):
+        adapter = adapter_of(wrapped, OptimizerWrapper(optimizer))
+        assert [shard.name for shard in adapter.model_shards()] == expected
+        assert adapter.param_groups()[0].params == tuple(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_every_element_is_owned_once_and_bytes_are_balanced(world_size):
+    shapes = [(1 << 20,), (3,), (0,), (), (700, 1000), (1 << 19, 2)]
+    tensors = [(f"t{index}", None, torch.zeros(shape)) for index, shape in enumerate(shapes)]
+    owned = {name: torch.zeros(tensor.numel()) for name, _, tensor in tensors}
+    sizes = []
+    for rank in range(world_size):
+        size = 0
+        for shard in balanced_shards(tensors, rank, world_size):
+            if shard.is_owner:
+                start, stop = shard.flat_range
+                owned[shard.name][start:stop] += 1
+                size += shard.numel
+        sizes.append(size)
+    assert all(counts.eq(1).all() for counts in owned.values())
+    assert max(sizes) - min(sizes) <= 2 * (1 << 18), "no more than the tensors that are not cut"
+
+
+def owned_ranges(tensors, rank, world_size):
+    return {s.name: s.flat_range for s in balanced_shards(tensors, rank, world_size) if s.is_owner}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_a_large_tensor_is_cut_into_equal_ranges(world_size):
+    numel = (1 << 20) + 1
+    found = [owned_ranges([("t", None, torch.zeros(numel))], rank, world_size)["t"] for rank in range(world_size)]
+    assert found == [(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
+
+
+def test_a_small_tensor_belongs_to_the_rank_whose_part_has_its_middle():
+    tensors = [(name, None, torch.zeros(numel)) for name, numel in [("a", 2), ("b", 2), ("c", 2), ("d", 0)]]
+    assert [list(owned_ranges(tensors, rank, 2)) for rank in range(2)] == [["a"], ["b", "c", "d"]]
+    assert [list(owned_ranges(tensors[3:], rank, 2)) for rank in range(2)] == [["d"], []]
+
+
+def test_views_of_a_cut_tensor_change_the_tensor():
+    tensor = torch.zeros(1 << 20)
+    for shard in balanced_shards([("t", None, tensor)], 1, 3):
+        shard.data.fill_(1)
+    assert tensor.eq(1).all()
+
+
+def test_a_parameter_that_the_model_lacks_is_refused():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), other.weight])
+    with pytest.raises(
+        ConfigError, match=r"Parameters \[2\] of the optimizer's group 0 are not parameters of the model"
+    ):
+        adapter_of(model, optimizer)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW-tensor-lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+    "ASGD": torch.optim.ASGD,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
+}
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_loaded_run_goes_on_bit_for_bit(kind, shard, tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
+    for _ in range(3):
+        step(model, optimizer)
+    io = CheckpointFiles(DistCoordinator())
+    adapter = adapter_of(model, optimizer)
+    paths = [tmp_path / "m", tmp_path / "o"] if shard else [tmp_path / "m.safetensors", tmp_path / "o.safetensors"]
+    io.save_model(adapter, paths[0], shard=shard)
+    io.save_optimizer(adapter, paths[1], shard=shard)
+
+    other = Net()
+    fresh = OPTIMIZERS[kind]([p for p in other.parameters() if p.requires_grad])
+    loaded = adapter_of(other, fresh)
+    assert io.load_model(loaded, paths[0]).is_complete
+    io.load_optimizer(loaded, paths[1])
+    assert other.calls == model.calls
+    assert _plain(fresh.state_dict()) == _plain(optimizer.state_dict())
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, fresh)
+    for (name, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def _plain(value):
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(value.device), value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def test_groups_keep_their_options_and_a_tensor_lr_its_object(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    rate = torch.tensor(0.5)
+    groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[1].parameters(), "weight_decay": 0.25}]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    io = CheckpointFiles(DistCoordinator())
+    io.save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
+    rate.fill_(0.0)
+    optimizer.param_groups[1]["weight_decay"] = 0.0
+    io.load_optimizer(adapter_of(model, optimizer), tmp_path / "o")
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.5
+    assert optimizer.param_groups[1]["weight_decay"] == 0.25
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+
+
+def test_state_that_the_checkpoint_lacks_is_dropped(tmp_path):
+    model = Net()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters)
+    io = CheckpointFiles(DistCoordinator())
+    io.save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
+    step(model, optimizer)
+    io.load_optimizer(adapter_of(model, optimizer), tmp_path / "o")
+    assert not optimizer.state
+
+
+def test_masters_become_parameters_where_there_are_none(tmp_path):
+    model = nn.Linear(3, 2)
+    with_masters = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        with_masters.state[parameter] = {"master": torch.full_like(parameter, 1 / 3)}
+    io = CheckpointFiles(DistCoordinator())
+    io.save_optimizer(adapter_of(model, with_masters), tmp_path / "o", shard=True)
+    other = nn.Linear(3, 2)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    io.load_optimizer(adapter_of(other, plain), tmp_path / "o")
+    assert all(parameter.eq(1 / 3).all() for parameter in other.parameters())
+    assert not plain.state
+
+
+def test_state_that_has_no_json_form_is_named(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"helper": object()}
+    with pytest.raises(CheckpointError, match=r"state of 'weight' cannot be saved: 'helper' is a builtins\.object"):
+        CheckpointFiles(DistCoordinator()).save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded-buffer", "channels_last"])
+def test_tensors_of_any_strides(layout, tmp_path):
+    model = nn.Module()
+    torch.manual_seed(0)
+    data = {
+        "transposed": torch.randn(5, 3).T,
+        "expanded-buffer": torch.randn(3, 5),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }[layout]
+    model.weight = nn.Parameter(data)
+    model.register_buffer("stripe", torch.randn(4, 6)[:, ::2])
+    other = copy.deepcopy(model)
+    other.weight.data.zero_()
+    other.stripe.zero_()
+    io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024)
+    io.save_model(adapter_of(model), tmp_path / "m.safetensors")
+    io.load_model(adapter_of(other), tmp_path / "m.safetensors")
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.stripe, model.stripe)
+    assert other.weight.stride() == model.weight.stride()

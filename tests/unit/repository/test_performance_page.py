@@ -1,0 +1,87 @@
+"""The page of benchmarks: one form of results, and a page and picture made of recorded ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RECORDED = Path(__file__).with_name("benchmark_results.json")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Return the modules of benchmarks/ that make results and the page."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import _page
+    import _results
+
+    yield _page, _results
+    for name in ("_page", "_results"):
+        del sys.modules[name]
+
+
+def test_a_result_is_the_ratio_of_each_round(benchmarks, tmp_path, monkeypatch, capsys):
+    _, results = benchmarks
+    path = tmp_path / "zero.jsonl"
+    monkeypatch.setenv("BOOSTER_BENCH_RESULTS", str(path))
+    # the third round was disturbed: both took ten times as long, and the ratio stays
+    ours, theirs = [0.9, 1.1, 10.0, 1.0, 1.2], [1.0, 1.0, 10.0, 1.0, 1.0]
+    assert results.compare("a step", ours, theirs, yardstick="DDP", bar=1.0)
+    assert not results.compare("a step", ours, theirs, yardstick="DDP", bar=0.99)
+    assert not results.compare("saved", [50], [100], yardstick="the formula", bar=0.9, at_least=True, unit="B")
+    first, second, third = (results.Result(**json.loads(line)) for line in path.read_text().splitlines())
+    assert (first.median, first.low, first.high, first.rounds) == (1.0, 1.0, pytest.approx(1.1), 5)
+    assert (first.ours, first.theirs, first.benchmark) == (1.1, 1.0, "zero")
+    assert [each.is_met for each in (first, second, third)] == [True, False, False]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == (
+        "a step, to DDP: 1.000 (quartiles 1.000 to 1.100; 1100 ms to 1000 ms over 5 rounds; bar <= 0.99, missed)"
+    )
+
+
+def test_the_page_shows_each_recorded_result(benchmarks, tmp_path):
+    page, _ = benchmarks
+    run = json.loads(RECORDED.read_text(encoding="utf-8"))
+    page.write(run, tmp_path)
+    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert "Measured on 2026-01-02: A processor; x86_64, 2 cores, 24 GiB, Linux; Python 3.11.7, torch 2.13.0." in text
+    assert "2 of 3 bars are met." in text
+    assert (
+        "| step of the ZeRO plugin | DistributedDataParallel | 0.900 | 0.880 to 0.930 | 0.95 | 90 ms | 100 ms | 8 |"
+        in text
+    )
+    assert "| **0.800, missed** |  | at least 0.9 | 80 MiB | 100 MiB | 1 |" in text
+    assert text.index("## DDP plugin") < text.index("## ZeRO plugin")
+    assert "`nox -s bench -- zero` measures these alone." in text
+    assert json.loads((tmp_path / "assets" / "performance.json").read_text()) == run
+    assert (tmp_path / "assets" / "performance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_without_results_says_how_to_measure(benchmarks, tmp_path):
+    page, _ = benchmarks
+    page.write({"machine": {}, "results": []}, tmp_path)
+    assert "Nothing has been measured yet." in (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "assets" / "performance.png").exists()
+
+
+def test_the_documented_page_is_made_of_its_results(benchmarks):
+    page, results = benchmarks
+    run = json.loads((ROOT / "docs" / "assets" / "performance.json").read_text(encoding="utf-8"))
+    expected = page.page(run["machine"], [results.Result(**each) for each in run["results"]])
+    assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == expected
+
+
+def test_each_benchmark_has_a_title_and_a_smallest_run(benchmarks, monkeypatch):
+    page, _ = benchmarks
+    import _run
+
+    assert set(_run.BENCHMARKS) == set(page.TITLES) == set(_run.SMALLEST)
+    assert set(_run.CASES) <= set(_run.BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["_run.py", "no_such"])
+    with pytest.raises(SystemExit):
+        _run.main()
+    del sys.modules["_run"]

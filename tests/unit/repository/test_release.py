@@ -1,0 +1,93 @@
+"""Releases of a package, made in a copy of the repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import release
+import workspace
+
+ROOT = Path(__file__).parents[3]
+
+
+IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+
+
+def git(folder, *arguments):
+    done = subprocess.run(["git", "-C", str(folder), *IDENTITY, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """Return a repository with the packages of this one, committed."""
+    for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{key}_NAME", "test")
+        monkeypatch.setenv(f"{key}_EMAIL", "test@example.org")
+    home = tmp_path / "copy"
+    skipped = shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", "build")
+    for name in ("packages", "tools", "tests", "docs"):
+        shutil.copytree(ROOT / name, home / name, ignore=skipped)
+    for name in ("pytest.ini", ".gitignore"):
+        shutil.copy(ROOT / name, home / name)
+    git(tmp_path, "init", "--quiet", str(home))
+    git(home, "add", "--all")
+    git(home, "commit", "--quiet", "--message", "Begin")
+    return home
+
+
+def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
+    pytest.importorskip("towncrier", reason="towncrier writes the changelog; install the dependency group `test`")
+    zero = copy / "packages" / "booster-zero"
+    told = (zero / "changelog.d" / "unused.fixed.md").read_text().strip()
+    others = git(copy, "ls-files", "packages/booster-gemini")
+    command = [sys.executable, "tools/release.py", "booster-zero", "0.1.7"]
+    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'version = "0.1.7"' in (zero / "pyproject.toml").read_text()
+    changelog = (zero / "CHANGELOG.md").read_text()
+    title, _, rest = changelog.partition("\n## 0.1.7 (")
+    assert title.startswith("# Changelog of booster-zero")
+    assert [line for line in rest.splitlines() if line.startswith("###")] == [
+        "### Added", "### Changed", "### Fixed", "### Numerics",
+    ]  # fmt: skip
+    assert f"\n- {told}\n" in rest.partition("### Fixed")[2]
+    assert [path.name for path in (zero / "changelog.d").iterdir()] == ["README.md"]
+    assert git(copy, "ls-files", "packages/booster-gemini") == others
+    assert git(copy, "status", "--porcelain") == ""
+    assert git(copy, "tag", "--points-at", "HEAD").split() == ["booster-zero-v0.1.7"]
+    assert git(copy, "log", "--format=%s").splitlines() == ["Release booster-zero 0.1.7", "Begin"]
+    with tarfile.open(copy / "dist" / "booster_zero-0.1.7.tar.gz") as archive:
+        assert "booster_zero-0.1.7/tests/unit/zero/test_zero_config.py" in archive.getnames()
+    with zipfile.ZipFile(copy / "dist" / "booster_zero-0.1.7-py3-none-any.whl") as wheel:
+        assert "Version: 0.1.7" in wheel.read("booster_zero-0.1.7.dist-info/METADATA").decode()
+    with pytest.raises(release.ReleaseError, match=r"booster-zero 0\.1\.7 is released already; 0\.1\.7 is not newer"):
+        release.check("booster-zero", "0.1.7", copy)
+    with pytest.raises(release.ReleaseError, match=r"no fragments, so nothing has changed"):
+        release.check("booster-zero", "0.1.8", copy)
+
+
+def test_releases_that_are_refused(copy):
+    with pytest.raises(release.ReleaseError, match=r"No package named 'booster-nought'. There are: booster-check"):
+        release.check("booster-nought", "0.2.0", copy)
+    with pytest.raises(release.ReleaseError, match=r"'next' is no version"):
+        release.check("booster-zero", "next", copy)
+    with pytest.raises(release.ReleaseError, match=r"booster-\w+ declares `booster-core.*`, which refuses 0\.2\.0"):
+        release.check("booster-core", "0.2.0", copy)
+    (copy / "notes.txt").write_text("half done")
+    with pytest.raises(release.ReleaseError, match=r"The checkout has changes[\s\S]*notes\.txt"):
+        release.check("booster-zero", "0.1.7", copy)
+
+
+@pytest.mark.parametrize("name", workspace.PACKAGES)
+def test_every_fragment_has_a_kind_that_releases_know(name):
+    folder = ROOT / "packages" / name / "changelog.d"
+    unknown = set(folder.iterdir()) - set(release.fragments(name, ROOT)) - {folder / "README.md"}
+    assert unknown == set()

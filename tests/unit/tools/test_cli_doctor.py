@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from booster_tools.cli import doctor
+from booster_tools.cli.doctor import Finding, command, run_checks
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, arguments)
+
+
+def test_doctor_finds_a_healthy_machine_healthy():
+    result = run("--backend", "gloo")
+    assert result.exit_code == 0, result.output
+    assert "FAIL" not in result.output
+    for name in ("launch", "all_reduce float32", "all_gather bfloat16", "isend_irecv bfloat16"):
+        assert f"  ok    {name}\n" in result.output
+    for name, unit in (
+        ("reduce-scatter", r"\d+ MB/s"),
+        ("point to point, small messages", r"[\d.]+ ms"),
+        ("store, meetings of all ranks", r"[\d.]+ ms"),
+        ("disk, writing", r"\d+ MB/s, [\d.]+ GiB free"),
+    ):
+        # a machine that runs many tests at a time may be slow
+        assert re.search(rf"^  (ok|slow)  +{name}: {unit}$", result.output, re.MULTILINE), result.output
+
+
+def test_doctor_ends_what_hangs_and_names_it():
+    findings = run_checks("gloo", timeout_seconds=0.01)
+    late = any("did not return within 0.01 s" in finding.detail for finding in findings.values())
+    assert list(findings) == ["start"] or late
+    assert {finding.state for finding in findings.values()} >= {"FAIL"}
+
+
+def test_doctor_fails_where_a_backend_is_missing():
+    import torch.distributed as dist
+
+    if dist.is_nccl_available():
+        pytest.skip("this torch has nccl, whose absence is what is tested")
+    result = run("--backend", "nccl")
+    assert result.exit_code == 1
+    assert "FAIL" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [((), 0), (("--strict",), 1)], ids=["a note by default", "a failure if strict"]
+)
+def test_doctor_names_what_is_slow(arguments, status, monkeypatch):
+    findings = {"launch": Finding("ok"), "the check": Finding("slow", "3 MB/s")}
+    monkeypatch.setattr(doctor, "run_checks", lambda *_: findings)
+    result = run("--backend", "gloo", *arguments)
+    assert result.exit_code == status
+    assert "  slow  the check: 3 MB/s\n" in result.output
+    assert "All plugins work; what is slow costs time." in result.output
+
+
+@pytest.mark.slow  # the missing backend above fails in the same way
+def test_doctor_fails_where_the_environment_is_wrong(monkeypatch):
+    monkeypatch.setenv("BOOSTER_DEBUG", "pigeons")
+    result = run("--backend", "gloo")
+    assert result.exit_code == 1
+    assert re.search(
+        r"^  FAIL  launch: rank \d: ConfigError: BOOSTER_DEBUG='pigeons' lists", result.output, re.MULTILINE
+    )
