@@ -28,7 +28,7 @@ from booster_checkpoint.save import writer
 from booster_checkpoint.save.owners import OwnerWrite
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.host import Host
+from booster_core.ranks.store import Host
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of

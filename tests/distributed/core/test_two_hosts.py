@@ -33,7 +33,7 @@ def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
         textwrap.dedent("""
         import json, socket
         from booster_core import launch_from_torch
-        from booster_core.ranks.host import this_host
+        from booster_core.ranks.store import this_host
         c = launch_from_torch(verbose=False)
         seen = c.all_gather_object(this_host())
         print(json.dumps({
