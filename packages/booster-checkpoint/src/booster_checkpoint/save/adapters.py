@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-    from booster_checkpoint.checkpoint_files import CheckpointFiles
+    from booster_checkpoint.save.saver import Saver
+    from booster_core.checkpoint_io import ModelState, SaveRequest
     from booster_core.state import StateAdapter, TensorShard
 
 _FILE = "adapter_model"
 _CONFIG = "adapter_config.json"
 
 
-def adapted_model(model: nn.Module) -> PeftModel:
+def adapted_model(model: nn.Module | None) -> PeftModel:
     """Return the user's own model as peft's.
 
     Raises:
@@ -41,32 +42,30 @@ def adapted_model(model: nn.Module) -> PeftModel:
 
     Collective: none.
     """
-    if is_adapted(model):
+    if model is not None and is_adapted(model):
         return cast("PeftModel", model)
     msg = f"The model (`{type(model).__name__}`) has no adapters to save. Call `enable_lora` before `boost`."
     raise ConfigError(msg)
 
 
 def save_adapters(
-    io: CheckpointFiles,
+    saver: Saver,
     model: PeftModel,
-    state: StateAdapter,
+    state: ModelState,
     folder: Path,
+    request: SaveRequest,
     *,
     selected: Sequence[str] | None,
-    use_safetensors: bool,
-    dtype: torch.dtype | None,
 ) -> None:
     """Write a model's adapters; see `Booster.save_lora_as_pretrained`.
 
     Args:
-        io: Writes the files.
+        saver: Writes the files.
         model: The user's own model, with adapters.
         state: Its state.
         folder: Where the adapter ``default`` goes.
+        request: The call.
         selected: Names of adapters; ``None`` for all.
-        use_safetensors: Write safetensors.
-        dtype: Element type to write in; ``None`` for the adapters' own.
 
     Raises:
         ConfigError: If there is no adapter of a selected name.
@@ -79,7 +78,7 @@ def save_adapters(
     if unknown:
         msg = f"The model has no adapters {unknown}. It has: {', '.join(map(repr, present))}."
         raise ConfigError(msg)
-    suffix, other = (SAFETENSORS, TORCH) if use_safetensors else (TORCH, SAFETENSORS)
+    suffix, other = (SAFETENSORS, TORCH) if request.use_safetensors else (TORCH, SAFETENSORS)
     for name in wanted:
         if leaves_folder(name):
             msg = f"The adapter's name '{name}' leads out of '{folder}', where its files go. Rename the adapter."
@@ -87,17 +86,17 @@ def save_adapters(
         home = folder if name == "default" else folder / name
         names = FileNames(base=_FILE, suffix=suffix)
         part = ModelPart(
-            _AdapterView(state, _file_names(model, name)),
+            _AdapterView(state.adapter, _file_names(model, name)),
             names,
             file_name=names.single,
-            dtype=dtype,
+            dtype=state.dtype,
             texts={_CONFIG: _config_text(model, name)},
         )
 
         def drop_other_form(_written: object, stale: Path = home / f"{_FILE}{other}") -> None:
             stale.unlink(missing_ok=True)  # peft reads safetensors, where both are there
 
-        io.write_folder("save_lora_as_pretrained", home, [part], commit=drop_other_form)
+        saver.save(request.call, home, [part], commit=drop_other_form)
 
 
 class _AdapterView(ModelView):

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from booster_checkpoint.session import Session
     from booster_core.state import TensorShard
 
+BUCKET_BYTES = 64 << 20
+"""What a save or load takes on a rank besides the state, unless it is told otherwise."""
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
 _TEMPORARY_NAME = re.compile(rf"\.(.+)\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 _background_saves = itertools.count()
