@@ -106,14 +106,6 @@ def families(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def direct(session: nox.Session) -> None:
-    """Run the tests of strategies that shard on the direct transport; the other sessions use the portable one."""
-    folders = [f"tests/distributed/{name}" for name in ("runtime", "fsdp", "zero", "gemini", "hybrid")]
-    session.env["BOOSTER_TRANSPORT"] = "direct"
-    _pytest(session, _checkout(session), *folders, "-m", "not slow", *_workers(), *session.posargs)
-
-
-@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Run every plugin on CUDA devices, in about five minutes on two; see docs/testing-on-devices.md."""
     _pytest(session, _checkout(session), "tests", "-m", "gpu", *session.posargs)
@@ -230,9 +222,7 @@ def docs(session: nox.Session) -> None:
     # The theme prints a notice about another project in each build.
     _run(session, python, "-m", "mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
     sources = [f"packages/{name}/src" for name in PACKAGES]
-    # Its modules are classes of Lightning Fabric, which the environment has not.
-    fabric = "--ignore=packages/booster-runtime/src/booster_runtime/integrations/fabric"
-    _pytest(session, python, "--doctest-modules", fabric, *sources, *session.posargs, success_codes=[0, 5])
+    _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
     pages = ("page_examples", "site", "cluster_page", "start_page")
     _pytest(session, python, *(f"tests/packaging/test_{name}.py" for name in pages), *_workers(), *session.posargs)
 

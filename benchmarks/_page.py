@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 DISTRIBUTIONS = ("torch", "transformers", "accelerate", "lightning-fabric", "deepspeed", "numpy")
 TITLES = {
     "checkpoint": "Checkpoints",
-    "collectives": "Collectives",
     "ddp": "DDP plugin",
     "experts": "Experts",
     "fsdp": "FSDP plugin",
@@ -47,8 +46,7 @@ _HEAD = """\
 
 Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...), so that other
 load on the machine affects both: the median over the rounds, with the quartiles. Below 1 ours is faster or smaller,
-except for speeds and savings, whose bars say "at least". *direct*: ranks of one host read each other's memory; *torch*
-is the portable transport, which GPUs and several hosts use.
+except for speeds and savings, whose bars say "at least".
 """
 _EMPTY = """
 Nothing has been measured yet. `nox -s bench` measures all of it, in about an hour, and writes this page.
@@ -111,8 +109,8 @@ def page(machine: dict[str, Any], results: Sequence[Result]) -> str:
     for name, group in groupby(results, key=lambda result: result.benchmark):
         parts += [
             f"\n## {TITLES.get(name, name)}\n\n",
-            "| measured | yardstick | transport | ratio | quartiles | bar | ours | theirs | rounds |\n",
-            "|---|---|---|---|---|---|---|---|---|\n",
+            "| measured | yardstick | ratio | quartiles | bar | ours | theirs | rounds |\n",
+            "|---|---|---|---|---|---|---|---|\n",
             *map(_row, group),
             f"\n`nox -s bench -- {name}` measures these alone.\n",
         ]
@@ -125,7 +123,6 @@ def _row(result: Result) -> str:
     cells = [
         result.what,
         result.yardstick,
-        result.transport or "",
         median,
         f"{result.low:.3f} to {result.high:.3f}" if result.rounds > 1 else "",
         bar,
@@ -152,8 +149,8 @@ def picture(results: Sequence[Result]) -> str:
         sheet.text(x(tenth / 2), bottom + 14, f"{tenth / 2:g}", anchor="middle")
     for place, result in enumerate(results):
         y = _TOP + _ROW * (place + 0.5)
-        what = f"{result.what}{', ' + result.transport if result.transport else ''}"
-        sheet.text(_LEFT - 10, y + 4, what if len(what) < 70 else f"{what[:67]}...", anchor="end")
+        what = result.what if len(result.what) < 70 else f"{result.what[:67]}..."
+        sheet.text(_LEFT - 10, y + 4, what, anchor="end")
         color = _MET if result.is_met else _MISSED
         sheet.line(x(result.low), y, x(result.high), y, color, width=3)
         sheet.rectangle(x(result.median) - 4, y - 4, 8, 8, color, title=f"{result.median:.3f}, to {result.yardstick}")

@@ -32,7 +32,6 @@ class Result:
     benchmark: str
     what: str
     yardstick: str
-    transport: str | None
     median: float
     low: float
     high: float
@@ -57,7 +56,6 @@ def compare(
     yardstick: str,
     bar: float | None,
     at_least: bool = False,
-    transport: str | None = None,
     unit: str = "s",
 ) -> bool:
     """Print and keep the ratio of measurements, round by round, and return whether the bar is met.
@@ -69,7 +67,6 @@ def compare(
         yardstick: What ours is divided by.
         bar: The most that the median ratio may be; ``None`` where there is no bar.
         at_least: The bar is the least that it may be.
-        transport: The transport that ours ran on, if there are several.
         unit: ``"s"``, ``"B"``, ``"B/s"``, or nothing.
     """
     ratios = sorted(own / other for own, other in zip(ours, theirs, strict=True))
@@ -78,7 +75,6 @@ def compare(
         benchmark=Path(os.environ.get(RESULTS, sys.argv[0])).stem,
         what=what,
         yardstick=yardstick,
-        transport=transport,
         median=statistics.median(ratios),
         low=low,
         high=high,
@@ -98,10 +94,9 @@ def compare(
 
 def describe(result: Result) -> str:
     """Return a result as a line of text."""
-    over = f", {result.transport} transport" if result.transport else ""
     bar = "no bar" if result.bar is None else f"bar {'>=' if result.at_least else '<='} {result.bar:g}"
     return (
-        f"{result.what}{over}, to {result.yardstick}: {result.median:.3f} (quartiles {result.low:.3f} to "
+        f"{result.what}, to {result.yardstick}: {result.median:.3f} (quartiles {result.low:.3f} to "
         f"{result.high:.3f}; {in_unit(result.ours, result.unit)} to {in_unit(result.theirs, result.unit)} over "
         f"{result.rounds} rounds; {bar}{'' if result.is_met else ', missed'})"
     )

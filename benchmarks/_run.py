@@ -29,7 +29,6 @@ CASES: dict[str, list[list[str]]] = {
 """The arguments of each run of a benchmark that has more than its default one."""
 SMALLEST = {
     "checkpoint": ["--size", "tiny", "--rounds", "2"],
-    "collectives": ["--ranks", "2", "--rounds", "2"],
     "ddp": ["--rounds", "2"],
     "experts": ["--rounds", "2"],
     "fsdp": ["--rounds", "2"],

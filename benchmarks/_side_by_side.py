@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from _results import compare
 from torch import nn
 
-from booster_runtime.collectives.transports import override
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True)
@@ -62,33 +59,6 @@ def tokens(size: str, samples: int) -> torch.Tensor:
     return torch.randint(SIZES[size].vocabulary, (samples, LENGTH), generator=generator)
 
 
-TRANSPORTS = ("direct", "torch")
-"""The columns of reports: ranks of one host that read each other's memory, and what GPU and multi-host users have."""
-
-
-def on_each_transport(name: str, make: Callable[[], Callable[[], None]]) -> dict[str, Callable[[], None]]:
-    """Return a contender once per transport, as ``"<name> direct"`` and ``"<name> torch"``.
-
-    Args:
-        name: The contender.
-        make: Builds its model and returns its step.
-
-    Collective: every rank.
-    """
-
-    def over(transport: str) -> Callable[[], None]:
-        with override(transport):
-            inner = make()
-
-        def step() -> None:
-            with override(transport):
-                inner()
-
-        return step
-
-    return {f"{name} {transport}": over(transport) for transport in TRANSPORTS}
-
-
 def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Return the seconds of each contender's steps by round; each is the slower rank's.
 
@@ -107,31 +77,3 @@ def take_turns(contenders: Mapping[str, Callable[[], None]], rounds: int, warmup
             if number >= warmup:
                 seconds[name].append(float(taken))
     return seconds
-
-
-def report_transports(
-    what: str,
-    seconds: Mapping[str, Sequence[float]],
-    ours: str,
-    theirs: str,
-    bar: float | None,
-    portable_bar: float | None = None,
-    *,
-    yardstick: str,
-) -> bool:
-    """Report a contender's ratios, one per transport, and return whether the bars are met.
-
-    Args:
-        what: What was measured.
-        seconds: What `take_turns` returned.
-        ours: Name of the contender that was run on each transport.
-        theirs: Name of the one that it is compared with.
-        bar: Bar of the direct transport.
-        portable_bar: Bar of the portable one, if it has any.
-        yardstick: What the other one is.
-    """
-    met = [
-        compare(what, seconds[f"{ours} {name}"], seconds[theirs], yardstick=yardstick, bar=limit, transport=name)
-        for name, limit in zip(TRANSPORTS, (bar, portable_bar), strict=True)
-    ]
-    return all(met)

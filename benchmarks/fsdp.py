@@ -10,7 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _side_by_side import llama, on_each_transport, report_transports, take_turns, tokens
+from _results import compare
+from _side_by_side import llama, take_turns, tokens
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from booster_core import Booster
@@ -65,8 +66,8 @@ def by_hand(size: str, samples: int, precision: str | None) -> Callable[[], None
 
 def on_rank(size: str, samples: int, precision: str | None, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each contender, step by step."""
-    contenders = on_each_transport("ours", lambda: boosted(size, samples, precision))
-    return take_turns({**contenders, "theirs": by_hand(size, samples, precision)}, rounds)
+    contenders = {"ours": boosted(size, samples, precision), "theirs": by_hand(size, samples, precision)}
+    return take_turns(contenders, rounds)
 
 
 def main() -> int:
@@ -78,7 +79,7 @@ def main() -> int:
     for precision in (None, "bf16"):
         seconds, _ = run_on_ranks(on_rank, 2, "25M", 2, precision, rounds, timeout_seconds=900)
         what = f"step of the FSDP plugin, Llama 25M, {precision or 'fp32'}"
-        met &= report_transports(what, seconds, "ours", "theirs", 1.01, yardstick="fully_shard")
+        met &= compare(what, seconds["ours"], seconds["theirs"], yardstick="fully_shard", bar=1.01)
     return 0 if met else 1
 
 

@@ -10,7 +10,6 @@ layer by layer, and Gemini's chunks are about as large as a layer.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import statistics
 import sys
@@ -22,12 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from _results import compare
-from _side_by_side import TRANSPORTS
 from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_runtime.collectives.transports import override
 from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ SIZES = {
 }
 LAYER_BYTES = {"25M": 7 * 2**20, "110M": 28 * 2**20}
 """Bytes of a layer's parameters in fp32: chunks have this size, so that both gather as much at a time."""
-TIME_BARS = {"fsdp2": 0.75, "alone": 1.25}
+TIME_BARS = {"fsdp2": 0.75, "alone": None}
 MEMORY_BAR = 0.85
 YARDSTICKS = {"fsdp2": "fully_shard with reshard", "alone": "one process without communication"}
 SAMPLES, LENGTH = 2, 128
@@ -99,29 +96,19 @@ def make_step(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any])
     return step
 
 
-def over(kind: str) -> contextlib.AbstractContextManager[None]:
-    """Use the transport that a kind of run names, if it names one."""
-    transport = kind.partition(" ")[2]
-    return override(transport) if transport else contextlib.nullcontext()
-
-
 def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
     """Return the times of each kind's steps by turn.
 
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    runs = {}
-    for kind in kinds:
-        with over(kind):
-            runs[kind] = make_step(kind.partition(" ")[0], size, dtype, options)
+    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(turns + 2):
         for kind, step in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            with over(kind):
-                step()
+            step()
             if turn >= 2:  # the first two steps create state, chunks and caches
                 times[kind].append(time.perf_counter() - started)
     return times
@@ -152,7 +139,7 @@ def main() -> None:
     parser.add_argument("--no-time", action="store_true", help="measure memory only")
     asked = parser.parse_args()
     dtype = torch.float32 if asked.dtype == "fp32" else torch.bfloat16
-    kinds = [*(f"gemini {transport}" for transport in TRANSPORTS), *TIME_BARS]
+    kinds = ["gemini", *TIME_BARS]
     case = (asked.size, dtype, {"max_prefetch": asked.prefetch})
     # Imported by name: workers can't find functions of `__main__`.
     spec = importlib.util.spec_from_file_location("gemini_benchmark", Path(__file__).resolve())
@@ -168,12 +155,10 @@ def main() -> None:
             kind: [max(times) for times in zip(*(result[kind] for result in results), strict=True)] for kind in kinds
         }
         for kind in kinds:
-            print(f"  {kind:13} median {1e3 * statistics.median(slowest[kind]):8.1f} ms")
+            print(f"  {kind:7} median {1e3 * statistics.median(slowest[kind]):8.1f} ms")
         what = f"step of the Gemini plugin, Llama {asked.size}, {asked.dtype}"
         for kind, bar in TIME_BARS.items():
-            for transport in TRANSPORTS:
-                own, limit = slowest[f"gemini {transport}"], bar if transport == "direct" else None
-                compare(what, own, slowest[kind], yardstick=YARDSTICKS[kind], bar=limit, transport=transport)
+            compare(what, slowest["gemini"], slowest[kind], yardstick=YARDSTICKS[kind], bar=bar)
     if not asked.no_memory:
         peaks = {}
         for kind in ("gemini", *TIME_BARS):

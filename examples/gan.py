@@ -17,6 +17,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster, launch_from_torch
+from booster_runtime import to_device
 
 NOISE = 8
 
@@ -65,9 +66,11 @@ def main() -> None:
             generator_optimizer.zero_grad()
             critic_optimizer.zero_grad()  # the generator's loss has run backward through the critic too
     with torch.no_grad():
-        radius = generator(booster.to_device(data.tensors[1])).norm(dim=1)
+        radius = generator(to_device(booster, data.tensors[1])).norm(dim=1)
     booster.save_model(generator, "generator.safetensors")
-    booster.print(f"generated points have radius {radius.mean():.4f} +- {radius.std():.4f}")
+    booster.context.coordinator.print_on_master(
+        f"generated points have radius {radius.mean():.4f} +- {radius.std():.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     booster.save_checkpoint("run", step=args.steps, model=model, optimizer=optimizer, dataloader=loader)
-    booster.print(f"{state_mib:.1f} MiB of state in {args.budget_mib} MiB: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    booster.context.coordinator.print_on_master(
+        f"{state_mib:.1f} MiB of state in {args.budget_mib} MiB: loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    )
 
 
 if __name__ == "__main__":

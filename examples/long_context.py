@@ -45,7 +45,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    booster.print(f"sequences of {args.length} tokens: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    booster.context.coordinator.print_on_master(
+        f"sequences of {args.length} tokens: loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     booster.save_lora_as_pretrained(model, args.out)  # as peft does: `PeftModel.from_pretrained(base, "adapters")`
-    booster.print(f"trained {share:.1%} of the parameters: loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    booster.context.coordinator.print_on_master(
+        f"trained {share:.1%} of the parameters: loss {losses[0]:.3f} to {losses[-1]:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from booster_core import Booster, launch_from_torch
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import train_batch
 
 
 def main() -> None:
@@ -39,9 +40,9 @@ def main() -> None:
         model, torch.optim.AdamW(model.parameters(), lr=3e-3), dataloader=DataLoader(samples, args.batch_size)
     )
     batches = ({"input_ids": batch, "labels": batch} for batch in loader)  # the model's keyword arguments
-    losses = [booster.train_batch(batches, model, None, optimizer, max_norm=1.0).item() for _ in range(args.steps)]
+    losses = [train_batch(booster, batches, model, None, optimizer, max_norm=1.0).item() for _ in range(args.steps)]
     model.save_pretrained("experts")  # whole experts, whatever `--ep-size` was
-    booster.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    booster.context.coordinator.print_on_master(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Run one training step of ResNet-18: the script of Colossal-AI's Booster tutorial, moved to Booster.
 
-Only the imports changed, and it needs no GPU. It runs in one process or several:
+Changed are the imports, the launch, the device (`booster.device`, so that it needs no GPU), and the images, which each
+rank draws for itself. It runs in one process or several:
 
     python examples/resnet18_booster_tutorial.py
     torchrun --nproc-per-node 2 examples/resnet18_booster_tutorial.py

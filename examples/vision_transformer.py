@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from transformers import ViTConfig, ViTForImageClassification
 
 from booster_core import Booster, launch_from_torch
+from booster_runtime import gather_for_metrics
 
 
 def main() -> None:
@@ -51,10 +52,10 @@ def main() -> None:
         with torch.no_grad():
             for pixels, target in test_loader:
                 hit = model(pixel_values=pixels).logits.argmax(dim=-1) == target
-                hits.append(booster.gather_for_metrics(hit, test_loader))  # each image once
+                hits.append(gather_for_metrics(booster, hit, test_loader))  # each image once
         model.train()
         accuracy = torch.cat(hits).float().mean().item()
-        booster.print(f"epoch {epoch}: {accuracy:.1%} of {sum(map(len, hits))} images")
+        booster.context.coordinator.print_on_master(f"epoch {epoch}: {accuracy:.1%} of {sum(map(len, hits))} images")
     model.save_pretrained("digits")
 
 

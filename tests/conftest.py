@@ -21,9 +21,6 @@ from booster_testing import close_ranks, rank_pool
 
 TESTS = Path(__file__).parent
 
-# The transport of users with GPUs or several hosts. `nox -s direct` tests the other one.
-os.environ.setdefault("BOOSTER_TRANSPORT", "torch")
-
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
 hypothesis.settings.load_profile("tests")

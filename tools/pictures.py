@@ -80,7 +80,7 @@ booster = Booster("cpu", plugin=plugin)
 model = LlamaForCausalLM(config)
 model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 for _ in range(3):
-    booster.train_batch(iter([batch]), model, None, optimizer)
+    train_batch(booster, iter([batch]), model, None, optimizer)
 """
 PLAN = """
 def build():

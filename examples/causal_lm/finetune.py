@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from booster_core import Booster, launch_from_torch
+from booster_runtime import gather_for_metrics
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,7 +30,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, default=Path("run"), help="training state, from which a later run resumes")
     parser.add_argument("--out", type=Path, default=Path("out"), help="the fine-tuned model")
     parser.add_argument("--plugin", help="name of an installed plugin; none on one device")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="number format of forward and backward")
+    formats = ["fp32", "bf16", "fp16", "pure-bf16"]
+    parser.add_argument("--precision", choices=formats, help="number format; that of the model, with updates in fp32")
     return parser.parse_args()
 
 
@@ -47,7 +49,7 @@ def perplexity(model, loader: DataLoader, booster: Booster) -> float:
         labels = batch["labels"]
         logits = model(input_ids=batch["input_ids"]).logits
         loss = cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none").mean(dim=1)
-        losses.append(booster.gather_for_metrics(loss, loader))  # each sample once, on every rank
+        losses.append(gather_for_metrics(booster, loss, loader))  # each sample once, on every rank
     model.train()
     return torch.cat(losses).mean().exp().item()
 

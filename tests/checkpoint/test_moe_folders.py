@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import booster_runtime
 from booster_core import Booster
 from booster_core.plugin import discovery
 from booster_core.state import slices_of
@@ -83,7 +84,7 @@ def resumed(root):
     model = build(mixtral)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer, ema=booster.ema(model))
+    booster.save_checkpoint(root, step=1, model=model, optimizer=optimizer, ema=booster_runtime.ema(booster, model))
     with torch.no_grad():
         for parameter in model.unwrap().parameters():
             parameter.zero_()

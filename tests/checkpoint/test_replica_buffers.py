@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import booster_runtime
 from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
@@ -58,7 +59,7 @@ def save(name, folder, average):
         # After the last exchange between ranks, each changes its own once more.
         model(torch.randn(16, 8, generator=generator))
     if average:
-        booster.ema(model).save(folder / "model", shard=True)
+        booster_runtime.ema(booster, model).save(folder / "model", shard=True)
     else:
         booster.save_model(model, folder / "model", shard=True)
     return {key: buffer.detach().clone() for key, buffer in model.unwrap().named_buffers()}

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, MissingRanksError
+from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
@@ -106,6 +107,69 @@ def test_from_pretrained_loads_what_was_trained(run, tmp_path):
     for name in ("config.json", "generation_config.json"):
         ours, theirs = (json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs"))
         assert ours == theirs, name
+
+
+def train_and_save_by_default(run, folder):
+    booster, model, optimizer = boost(run)
+    train(booster, model, optimizer)
+    booster.save_model(model, f"{folder}/Tiny-0.5-Base")
+    saved = load(f"{folder}/Tiny-0.5-Base").state_dict()
+    train(booster, model, optimizer)
+    assert booster.load_model(model, f"{folder}/Tiny-0.5-Base").is_complete
+    booster.save_model(model, f"{folder}/again.safetensors")
+    assert_same_tensors(load_file(f"{folder}/again.safetensors"), saved, EXACT)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_from_pretrained_loads_what_save_model_writes_by_default(run, tmp_path):
+    """The path has no suffix of a file, though it has a dot; one that has stays a file."""
+    run_on_ranks(train_and_save_by_default, RUNS[run][2], run, str(tmp_path))
+    folder = tmp_path / "Tiny-0.5-Base"
+    assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    expected = trained_in_one_process()
+    assert_same_tensors(load(folder).state_dict(), expected.state_dict(), tolerance_for(torch.float32))
+    assert (tmp_path / "again.safetensors").is_file()
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_save_model_by_default_replaces_other_forms_in_the_folder(tmp_path):
+    booster, models = Booster("cpu"), []
+    for options in ({"shard": True}, {"use_safetensors": False}, {}):
+        torch.manual_seed(len(models))
+        models.append(tiny_llama())
+        booster.save_model(models[-1], tmp_path, **options)
+        assert_same_tensors(load(tmp_path).state_dict(), models[-1].state_dict(), EXACT)
+        assert len([path for path in tmp_path.iterdir() if path.suffix in (".bin", ".safetensors")]) == 1
+    variant, model = tmp_path / "variant", models[-1]
+    booster.save_model(model, variant, prefix="ema")
+    assert_same_tensors(load(variant, variant="ema").state_dict(), model.state_dict(), EXACT)
+
+
+class OfNoLibrary(nn.Linear):
+    """Has a configuration and a method of a library's name, but none of a library's files."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.config = {"size": 2}
+
+    def save_pretrained(self, folder):
+        raise NotImplementedError(folder)
+
+
+def test_other_models_are_one_file(tmp_path):
+    booster = Booster("cpu")
+    for name, model in (("plain", nn.Linear(2, 2)), ("own", OfNoLibrary())):
+        booster.save_model(model, tmp_path / name)
+        assert_same_tensors(load_file(tmp_path / name), model.state_dict(), EXACT)
+    adapted = booster.enable_lora(make_model(), lora_config=lora_config())
+    booster.save_model(adapted, tmp_path / "adapted")
+    assert (tmp_path / "adapted").is_file(), "`from_pretrained` would leave the adapters out"
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(CheckpointError, match=r"out' is a file, but a folder .* is to be written.*out\.safetensors"):
+        Booster("cpu").save_model(make_model(), tmp_path / "out")
 
 
 def save_both_ways(run, folder):

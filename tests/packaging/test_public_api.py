@@ -1,6 +1,8 @@
 """Distributions import only each other's public packages, those that state `__all__`."""
 
 import ast
+import builtins
+import re
 from pathlib import Path
 
 import griffe
@@ -68,3 +70,39 @@ def _public_modules(package):
     for module in package.modules.values():
         if not module.is_alias:
             yield from _public_modules(module)
+
+
+def _literals(path):
+    """Yield the line and text of each string literal that is not a docstring."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+_NAME = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+)")
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_messages_name_public_paths(package):
+    private = [
+        f"{path.name}:{line}: {name}"
+        for path in sorted((PACKAGES[package] / package).rglob("*.py"))
+        for line, text in _literals(path)
+        for name in _NAME.findall(text)
+        if not _is_public(*name.rsplit(".", 1))
+    ]
+    assert not private
+
+
+def test_errors_that_pages_name_are_in_the_public_door():
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").glob("*/README.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"`(?:booster_core\.errors\.)?([A-Z]\w+Error)`", page.read_text(encoding="utf-8"))
+    }
+    ours = {name for name in named if not hasattr(builtins, name)}
+    assert ours <= _exports("booster_core.errors")
+    assert "BudgetError" in ours, "pages name errors"

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from page_blocks import PAGES, ROOT
 
+from booster_core.log import log
+
 DISTRIBUTIONS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
 DOCS = ROOT / "docs"
@@ -46,6 +48,16 @@ def test_the_navigation_lists_every_page_once():
 def _prose(page):
     """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_pages_name_the_logger_that_there_is():
+    named = {
+        (page.name, name)
+        for page in [*SITE, *READMES]
+        for name in re.findall(r"\blogger `([^`]+)`", _prose(page).replace("\n", " "))
+    }
+    assert {page for page, _ in named} >= {"data.md", "debugging.md"}
+    assert {name for _, name in named} == {log.name}
 
 
 def _anchors(page):
@@ -127,7 +139,7 @@ def test_every_public_package_has_a_reference(sources):
         # one for each library
         integrations = package.modules.get("integrations")
         doors |= {module.path for module in integrations.modules.values()} if integrations else set()
-    documented_above = {"booster_runtime.stop_signal", "booster_tools.notebooks"}
+    documented_above = {"booster_runtime.loops.stop_signal", "booster_tools.notebooks"}
     """Modules whose names are documented in their distribution's own package."""
     unpublished = {
         "booster_core.lazy_import",

@@ -2,7 +2,9 @@
 
 import textwrap
 import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from torch import nn
 from booster_checkpoint import ModelPart
 from booster_checkpoint.files.layout import MODEL, FileNames
 from booster_checkpoint.save import saver as saver_module
-from booster_core import Booster
+from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
+from booster_testing.mutants import ReferencePlugin
 
 
 def make(**options):
@@ -247,3 +251,48 @@ def close_early(folder):
 
 def test_destroying_the_process_group_waits(tmp_path):
     assert run_on_ranks(close_early, 2, tmp_path) == [True, True]
+
+
+class MeetingHook:
+    """Meets when a save has ended, which ranks may hear of in different threads."""
+
+    def __init__(self):
+        self.kinds = []
+
+    @hookimpl
+    def after_save(self, kind):
+        DistCoordinator().block_all(name="after the save")
+        self.kinds.append(kind)
+
+
+def boost_beside_a_save(folder):
+    rank, real = DistCoordinator().rank, saver_module.write_directly
+    may_write, hook = threading.Event(), MeetingHook()
+    register_hooks(hook)
+
+    def held_back(*args):
+        # On rank 0 in the middle of the main thread's meetings, on rank 1 before them.
+        assert rank == 1 or may_write.wait(30)
+        return real(*args)
+
+    booster = Booster("cpu", plugin=ReferencePlugin())
+    model, *_ = booster.boost(nn.Linear(64, 64))
+    with mock.patch.object(saver_module, "write_directly", held_back):
+        for index in range(3):
+            booster.save_model(model, folder / f"{index}.safetensors", use_async=True)
+            if rank == 1:
+                time.sleep(0.1)
+            booster.boost(nn.Linear(8, 8))
+            may_write.set()
+            for _ in range(20):
+                DistCoordinator().block_all(name="training")
+                DistCoordinator().agree("training", index)
+            booster.wait()
+            may_write.clear()
+    unregister_hooks(hook)
+    return hook.kinds
+
+
+def test_meetings_of_the_main_thread_and_of_a_save_do_not_mix(tmp_path):
+    assert run_on_ranks(boost_beside_a_save, 2, tmp_path) == [["model"] * 3] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {f"{index}.safetensors" for index in range(3)}

@@ -55,7 +55,7 @@ def meet_late():
     with mock.patch.object(DistCoordinator, "timeout_seconds", LIMIT):
         if coordinator.rank == 1:
             time.sleep(READ)
-        coordinator.rendezvous("meet")
+        coordinator.block_all(name="meet")
 
 
 def test_other_calls_keep_the_limit():

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from folder_storage import FolderStorage, StorageHooks
 
+import booster_runtime
 from booster_checkpoint.cli import convert, inspect, verify
 from booster_checkpoint.files.checksums import Block
 from booster_checkpoint.run.manifest import FileEntry, Manifest
@@ -102,7 +103,7 @@ def save_and_load_model(base, folder=None, use_async=False):
         fresh = Run()
         fresh.booster.load_model(fresh.model, f"{base}/{path}")
         assert same(run.model.state_dict(), fresh.model.state_dict())
-    ema = run.booster.ema(run.model)
+    ema = booster_runtime.ema(run.booster, run.model)
     ema.save(f"{base}/ema", shard=True)
     ema.load(f"{base}/ema")
     run.booster.save_model(run.model, f"{base}/dcp", gather_dtensor=False)

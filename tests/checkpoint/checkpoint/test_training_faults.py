@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import booster_runtime
 from booster_checkpoint.run import manifest, steps
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import saver, writer
@@ -172,7 +173,8 @@ def test_newest_whole_without_a_whole_step_is_an_error(root, tmp_path):
 
 def load_with_average(root):
     run = Run()
-    run.booster.load_checkpoint(root, step="newest-whole", **run.objects(), ema=run.booster.ema(run.model))
+    average = booster_runtime.ema(run.booster, run.model)
+    run.booster.load_checkpoint(root, step="newest-whole", **run.objects(), ema=average)
 
 
 def test_newest_whole_goes_back_from_damage_alone(root):

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import booster_runtime
 from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -14,7 +15,7 @@ def averages_beside_torch(decay):
     run = Run()
     reference = AveragedModel(run.model.unwrap(), multi_avg_fn=get_ema_multi_avg_fn(decay))
     reference.update_parameters(run.model.unwrap())  # its first update copies
-    ema = run.booster.ema(run.model, decay)
+    ema = booster_runtime.ema(run.booster, run.model, decay)
     for step in range(1, 6):
         run.train(step)
         reference.update_parameters(run.model.unwrap())
@@ -38,7 +39,7 @@ def test_equals_torch(decay, world_size):
 
 def train_and_save(folder, shard, use_async):
     run = Run()
-    ema = run.booster.ema(run.model, 0.5)
+    ema = booster_runtime.ema(run.booster, run.model, 0.5)
     for step in range(1, 4):
         with torch.no_grad():
             for index, parameter in enumerate(run.model.parameters()):
@@ -62,7 +63,7 @@ def test_files_do_not_depend_on_the_number_of_ranks(use_async, tmp_path):
 
 def resume(folder):
     run = Run()
-    ema = run.booster.ema(run.model, 0.5)
+    ema = booster_runtime.ema(run.booster, run.model, 0.5)
     report = ema.load(folder)
     untouched = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     with ema.applied():
@@ -82,7 +83,7 @@ def test_loads_at_another_number_of_ranks(tmp_path):
 
 def test_the_model_gets_its_weights_back_after_an_error():
     run = Run()
-    ema = run.booster.ema(run.model, 0.9)
+    ema = booster_runtime.ema(run.booster, run.model, 0.9)
     run.train(2)
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     with pytest.raises(RuntimeError, match="inside"), ema.applied():
@@ -95,7 +96,7 @@ def test_bf16_weights_are_averaged_in_fp32():
     run = Run()
     model = torch.nn.Linear(4, 4, bias=False).bfloat16()
     torch.nn.init.ones_(model.weight)
-    ema = run.booster.ema(model, 0.9999)
+    ema = booster_runtime.ema(run.booster, model, 0.9999)
     torch.nn.init.constant_(model.weight, 2.0)
     for _ in range(10):
         ema.update()
@@ -111,7 +112,7 @@ def test_a_tied_weight_is_averaged_once():
 
     run = Run()
     model = TinyMixedBag()
-    names = [shard.name for shard in run.booster.ema(model).shards()]
+    names = [shard.name for shard in booster_runtime.ema(run.booster, model).shards()]
     assert "embedding.weight" in names
     assert "head.weight" not in names
 
@@ -120,14 +121,14 @@ def test_a_tied_weight_is_averaged_once():
 def test_a_decay_out_of_range_is_refused(decay):
     run = Run()
     with pytest.raises(ConfigError, match="`decay="):
-        run.booster.ema(run.model, decay)
+        booster_runtime.ema(run.booster, run.model, decay)
     with pytest.raises(ConfigError, match="`decay="):
-        run.booster.ema(run.model).update(decay)
+        booster_runtime.ema(run.booster, run.model).update(decay)
 
 
 def test_nothing_changes_inside_of_applied():
     run = Run()
-    ema = run.booster.ema(run.model, 0.9)
+    ema = booster_runtime.ema(run.booster, run.model, 0.9)
     with ema.applied():
         with pytest.raises(ConfigError, match="`update` inside of `applied`"):
             ema.update()
@@ -139,11 +140,11 @@ def test_another_models_file_is_refused(tmp_path):
     run = Run()
     run.booster.save_model(torch.nn.Linear(3, 3), tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="does not fit the model"):
-        run.booster.ema(run.model).load(tmp_path / "other.safetensors")
+        booster_runtime.ema(run.booster, run.model).load(tmp_path / "other.safetensors")
 
 
 def filled_averages(run):
-    ema = run.booster.ema(run.model, 0.5)
+    ema = booster_runtime.ema(run.booster, run.model, 0.5)
     with torch.no_grad():
         for index, parameter in enumerate(run.model.parameters()):
             parameter.fill_(index + 1.0)
@@ -168,7 +169,7 @@ def save_whole_state(folder, use_async):
 
 def load_whole_state(folder):
     run = Run()
-    ema = run.booster.ema(run.model, 0.5)
+    ema = booster_runtime.ema(run.booster, run.model, 0.5)
     run.booster.load_checkpoint(folder, step=1, model=run.model, optimizer=run.optimizer, ema=ema)
     return averages_of(ema), {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
@@ -187,12 +188,12 @@ def test_a_state_without_averages_is_not_loaded_with_them(tmp_path):
     run_on_ranks(save_whole_state, 1, str(tmp_path), False)
     run = Run()
     with pytest.raises(CheckpointError, match="was saved without 'ema'"):
-        run.booster.load_checkpoint(tmp_path, step=0, model=run.model, ema=run.booster.ema(run.model))
+        run.booster.load_checkpoint(tmp_path, step=0, model=run.model, ema=booster_runtime.ema(run.booster, run.model))
 
 
 def test_averages_are_not_saved_while_they_are_applied(tmp_path):
     run = Run()
-    ema = run.booster.ema(run.model)
+    ema = booster_runtime.ema(run.booster, run.model)
     with ema.applied(), pytest.raises(ConfigError, match="Leave the `with` block first"):
         run.booster.save_checkpoint(tmp_path, step=0, model=run.model, ema=ema)
 

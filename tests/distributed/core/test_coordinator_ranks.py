@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from booster_core import Booster
@@ -30,34 +32,37 @@ def _facts():
 def _skip_save_model(seconds):
     c = DistCoordinator()
     if c.rank == 1:
-        c.rendezvous("afterwards")
-        c.rendezvous("save_model")
-        return None
-    outcome = _outcome(lambda: c.rendezvous("save_model", timeout_seconds=seconds))
-    c.rendezvous("afterwards")
-    c.rendezvous("save_model")
+        time.sleep(2 * seconds)
+        outcome = None
+    else:
+        outcome = _outcome(lambda: c.block_all(name="save_model", timeout_seconds=seconds))
+    c.block_all(name="afterwards")
+    c.block_all(name="save_model")
     return outcome
 
 
 def _meet_elsewhere():
     c = DistCoordinator()
-    return _outcome(lambda: c.rendezvous("load_model" if c.rank == 1 else "save_model", timeout_seconds=1 + c.rank))
+    outcome = _outcome(lambda: c.block_all(name="load_model" if c.rank == 1 else "save_model"))
+    c.block_all(name="afterwards")
+    return outcome
 
 
 def _come_late():
     c = DistCoordinator()
     if c.rank == 1:
         time.sleep(1.5)
-    outcome = _outcome(lambda: c.rendezvous("step", timeout_seconds=0.5 if c.rank == 0 else 30))
-    c.rendezvous("step")
+    outcome = _outcome(lambda: c.block_all(name="step", timeout_seconds=0.5 if c.rank == 0 else 30))
+    c.block_all(name="step")
     return outcome
 
 
 def _keys_after(num):
     c = DistCoordinator()
     for _ in range(num):
-        c.rendezvous("step")
-        c.raise_together(None)
+        c.block_all(name="step")
+        with c.together("step"):
+            pass
     # The last of a meeting to leave cleans up, a moment after the first has gone on.
     dist.barrier()
     return current_world().store.num_keys()
@@ -65,12 +70,18 @@ def _keys_after(num):
 
 def _bring_error(kind):
     c = DistCoordinator()
-    c.raise_together(kind("broken file") if c.rank == 1 else None)
+    with c.together("load_model"):
+        if c.rank == 1:
+            msg = "broken file"
+            raise kind(msg)
 
 
 def _bring_many_errors():
     c = DistCoordinator()
-    c.raise_together(OSError("disk full") if c.rank else None)
+    with c.together("save_model"):
+        if c.rank:
+            msg = "disk full"
+            raise OSError(msg)
 
 
 class _PrivateError(Exception):
@@ -80,10 +91,37 @@ class _PrivateError(Exception):
 def _bring_error_and_miss():
     c = DistCoordinator()
     if c.rank == 0:
-        return _outcome(lambda: c.raise_together(None, name="save_model", timeout_seconds=1))
+        return _outcome(lambda: _meet_with(c, None, 1))
     if c.rank == 1:
-        return _outcome(lambda: c.raise_together(ValueError("mine"), name="save_model", timeout_seconds=2))
+        return _outcome(lambda: _meet_with(c, ValueError("mine"), 2))
     return None
+
+
+def _meet_with(coordinator, error, timeout_seconds):
+    with coordinator.together("save_model", timeout_seconds=timeout_seconds):
+        if error is not None:
+            raise error
+
+
+def _agree(values):
+    c = DistCoordinator()
+    c.agree("boost", values[c.rank])
+
+
+def _agree_in_a_group(values):
+    group = dist.new_group([1, 2])
+    c = DistCoordinator()
+    return _outcome(lambda: c.agree("boost", values[c.rank], process_group=group))[0] if c.rank else None
+
+
+def _double(value):
+    return 2 * value
+
+
+class _WithoutPlainForm:
+    def __repr__(self):
+        msg = "can't be printed"
+        raise ValueError(msg)
 
 
 def _exchange_objects():
@@ -103,7 +141,7 @@ def _priority(executor):
 
 def _main_process_first():
     booster = Booster()
-    with booster.main_process_first():
+    with booster.context.coordinator.priority_execution():
         start = time.monotonic()
         if dist.get_rank() == 0:
             time.sleep(0.3)
@@ -124,7 +162,7 @@ def _subgroup():
     c = DistCoordinator()
     if c.rank == 0:
         return None
-    c.rendezvous("pair", 5, process_group=group)
+    c.block_all(group, name="pair", timeout_seconds=5)
     return (
         c.is_master(group),
         c.is_last_process(group),
@@ -136,7 +174,7 @@ def _subgroup():
 def _stale():
     c = DistCoordinator()
     c.destroy()
-    c.rendezvous("save_model")
+    c.block_all(name="save_model")
 
 
 def _meet_in_a_group_of_ones_own(file):
@@ -147,7 +185,7 @@ def _meet_in_a_group_of_ones_own(file):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
     try:
         c = DistCoordinator()
-        c.rendezvous("step")
+        c.block_all(name="step")
         return c.rank, c.world_size, c.all_gather_object(c.rank)
     finally:
         dist.destroy_process_group()
@@ -165,18 +203,19 @@ def test_facts():
 def test_a_missing_rank_is_named_and_later_calls_are_not_disturbed():
     (message, seconds), _ = run_on_ranks(_skip_save_model, 2, 1)
     assert message == (
-        "MissingRanksError: `save_model` waited 1 s for rank 1 of 2, which did not call it. Rank 1 is waiting in "
-        "`afterwards`. It is a collective call: call it on every rank, not under `if rank == 0`."
+        "MissingRanksError: `save_model` waited 1 s for rank 1 of 2, which did not call it. It is a collective call: "
+        "call it on every rank, not under `if rank == 0`."
     )
     assert 0.9 < seconds < 30, "its own time limit, not that of the group"
 
 
-def test_ranks_in_different_calls_are_told_of_each_other():
-    (first, _), (second, _) = run_on_ranks(_meet_elsewhere, 2)
-    assert "`save_model` waited 1 s for rank 1 of 2" in first
-    assert "Rank 1 is waiting in `load_model`" in first
-    assert "`load_model` waited 2 s for rank 0 of 2" in second
-    assert "Rank 0 was last seen in `save_model`" in second
+def test_ranks_in_different_calls_are_told_of_each_other_at_once():
+    for rank, (message, seconds) in enumerate(run_on_ranks(_meet_elsewhere, 2)):
+        own = "load_model" if rank == 1 else "save_model"
+        assert message.startswith(f"MissingRanksError: `{own}` can't go on: ranks made different calls, ")
+        assert "`save_model` on rank 0" in message
+        assert "`load_model` on rank 1" in message
+        assert seconds < 15, "not after the time limit of 30 seconds"
 
 
 def test_who_comes_late_raises_at_once_and_the_next_call_meets():
@@ -195,7 +234,7 @@ def _miss_two():
     c = DistCoordinator()
     if c.rank == 2:
         time.sleep(2.5)
-    c.rendezvous("step", timeout_seconds=1 if c.rank == 0 else 20)
+    c.block_all(name="step", timeout_seconds=1 if c.rank == 0 else 20)
 
 
 def test_the_store_does_not_grow():
@@ -253,3 +292,43 @@ def test_a_subgroup_meets_alone():
 
 def test_a_coordinator_of_a_destroyed_group_is_refused():
     expect_on_ranks(ConfigError, "`save_model` was called on a coordinator of a process group that is not", _stale, 2)
+
+
+def test_equal_values_pass():
+    value = {"sizes": (1, 2), "function": _double, "tensor": torch.arange(3.0)}
+    run_on_ranks(_agree, 2, [value, {"tensor": torch.arange(3.0), "function": _double, "sizes": [1, 2]}])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            [{"tp_size": 2, "seed": 1}, {"tp_size": 2, "seed": 2}, {"tp_size": 2, "seed": 1}],
+            "Ranks disagree about `seed`: 1 on ranks 0 and 2, 2 on rank 1, in `boost`. Pass the same on all ranks.",
+        ),
+        (
+            [{"pipeline": {"style": "1f1b"}}, {"pipeline": {"style": "1f1b"}}, {"pipeline": {"style": "1f1b", "x": 1}}],
+            "Ranks disagree about `pipeline.x`: nothing on ranks 0 and 1, 1 on rank 2, in `boost`.",
+        ),
+        (
+            [{"make": _double}, {"make": _double}, {"make": time.sleep}],
+            "`make`: tests.distributed.core.test_coordinator_ranks._double on ranks 0 and 1, time.sleep on rank 2",
+        ),
+        ([["a"], ["a"], ["b"]], "about what `boost` gets: ['a'] on ranks 0 and 1, ['b'] on rank 2."),
+    ],
+)
+def test_values_that_differ_are_named_with_their_ranks(values, message):
+    message = message.replace("tests.distributed.core.test_coordinator_ranks", __name__)
+    exceptions = expect_on_ranks(ConfigError, re.escape(message), _agree, 3, values)
+    assert len({str(error) for error in exceptions}) == 1, "the same on every rank"
+
+
+def test_a_group_agrees_alone():
+    text = "ConfigError: Ranks disagree about what `boost` gets: 1 on rank 1, 2 on rank 2. Pass the same on all ranks."
+    assert run_on_ranks(_agree_in_a_group, 3, [0, 1, 2]) == [None, text, text]
+    assert run_on_ranks(_agree_in_a_group, 3, [0, 1, 1]) == [None, None, None]
+
+
+def test_a_value_that_can_not_be_compared_raises_everywhere():
+    exceptions = expect_on_ranks(ValueError, "can't be printed", _agree, 2, [1, _WithoutPlainForm()])
+    assert str(exceptions[0]) == "rank 1: can't be printed"

@@ -6,18 +6,18 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import NamedCall
 from booster_testing import run_on_ranks
 
 
 def _step():
-    with naming_missing_ranks("step"):
+    with NamedCall("step"):
         dist.all_reduce(torch.ones(1))
 
 
 def _one_does_not_step():
     for index in range(3):
-        with naming_missing_ranks("backward"):
+        with NamedCall("backward"):
             dist.all_reduce(torch.ones(1))
         if index == 2 and dist.get_rank() == 1:
             time.sleep(4)
@@ -42,7 +42,7 @@ def test_a_collective_that_times_out_names_who_did_not_come():
 def _time_context(num):
     start = time.process_time()  # other processes on the machine don't count
     for _ in range(num):
-        with naming_missing_ranks("step"):
+        with NamedCall("step"):
             pass
     return (time.process_time() - start) / num
 

@@ -85,7 +85,7 @@ for step in range(10**6):
     if step <= last:
         dist.all_reduce(torch.ones(1))
         if step % 5 == 0:
-            c.rendezvous("step")
+            c.block_all(name="step")
     if step == int(sys.argv[3]):
         break
     print("step", step, flush=True)

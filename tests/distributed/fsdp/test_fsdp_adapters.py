@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -56,7 +57,7 @@ def train(options, base_dtype):
         expected = {"logits": alone(input_ids=tokens).logits.detach().float()}
         loss_of(alone, tokens).backward()
     expected_gradients = {name: each.grad for name, each in alone.named_parameters() if each.requires_grad}
-    gradients = {name: booster.full_gradient(model, name) for name in expected_gradients}
+    gradients = {name: full_gradient(booster, model, name) for name in expected_gradients}
     optimizer.step()
     assert held_bytes(model.unwrap()) / whole == share, "nothing stays gathered"
     return share, (found, expected), (gradients, expected_gradients), booster.describe()

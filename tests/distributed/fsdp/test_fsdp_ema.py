@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import booster_runtime
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing import run_on_ranks
@@ -14,7 +15,7 @@ def average_of_three_steps(training):
     booster = training.make_booster()
     model = training.make_model()
     model, optimizer, *_ = booster.boost(model, training.make_optimizer(model))
-    average = booster.ema(model, 0.5)
+    average = booster_runtime.ema(booster, model, 0.5)
     for step in range(3):
         tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(step))
         booster.backward(model(tokens).square().mean(), optimizer)

@@ -11,7 +11,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import FSDPConfig, TorchFSDPPlugin
 from booster_fsdp.wrapping import choose_units
-from booster_runtime import collectives
+from booster_runtime import collectives, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -62,7 +62,7 @@ def gathered_over_a_step(tied, options):
         booster.backward(loss_of(model, batch()[dist.get_rank() :: dist.get_world_size()]), optimizer)
     finally:
         collectives.all_gather = original
-    return sizes, seen, {name: booster.full_gradient(model, name) for name in names}
+    return sizes, seen, {name: full_gradient(booster, model, name) for name in names}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -106,7 +106,7 @@ def gradient_of_head(options):
     net = WithLossOfHead()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(batch()[dist.get_rank() :: 2]), optimizer)
-    return booster.full_gradient(model, "net.lm_head.weight")
+    return full_gradient(booster, model, "net.lm_head.weight")
 
 
 def test_a_head_whose_weight_is_used_by_itself_raises_with_what_trains_it():

@@ -8,10 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from booster_core import Booster
+from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime import full_gradient
 from booster_runtime.sharding.dtensor import local_of
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -100,7 +101,7 @@ def gradients_and_step(name, options):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = loss_of(model, name, coordinator.rank, coordinator.world_size)
     booster.backward(loss, optimizer)
-    gradients = {key: booster.full_gradient(model, key) for key in names}
+    gradients = {key: full_gradient(booster, model, key) for key in names}
     norm = optimizer.clip_grad_by_norm(0.1)
     optimizer.step()
     found = {key: gradient for key, gradient in gradients.items() if gradient is not None}
@@ -189,7 +190,7 @@ def branch_gradients():
     names = [name for name, _ in model.named_parameters()]
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
     booster.backward(model(torch.ones(2, 4), goes_left=rank == 0).square().sum(), optimizer)
-    gradients = {name: booster.full_gradient(model, name) for name in names}
+    gradients = {name: full_gradient(booster, model, name) for name in names}
     before = whole_model(booster, model)
     optimizer.step()
     after = whole_model(booster, model)
@@ -221,7 +222,7 @@ class MixedFormats(nn.Module):
 
 
 def mixed_formats():
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    booster = Booster("cpu", PrecisionPolicy(param_dtype=None), TorchFSDPPlugin())
     torch.manual_seed(0)
     model = MixedFormats()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -229,7 +230,7 @@ def mixed_formats():
     rank = DistCoordinator().rank
     data = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     booster.backward(model(data[rank]).pow(3).mean(), optimizer)
-    gradient = booster.full_gradient(model, "norm.weight")
+    gradient = full_gradient(booster, model, "norm.weight")
     optimizer.step()
     return formats, gradient
 
@@ -341,7 +342,7 @@ def in_place_on_outputs():
     output = model(data)
     output *= 1.0
     booster.backward(output.square().mean(), optimizer)
-    torch.testing.assert_close(booster.full_gradient(model, "inner.weight"), plain.inner.weight.grad)
+    torch.testing.assert_close(full_gradient(booster, model, "inner.weight"), plain.inner.weight.grad)
 
 
 def test_in_place_operation_on_the_output_of_a_unit_keeps_its_gradient():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import booster_runtime
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
 from booster_testing import run_on_ranks
@@ -35,7 +36,7 @@ def averages(options, precision):
     booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=64, **options))
     net = make()
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
-    ema = booster.ema(model, DECAY)
+    ema = booster_runtime.ema(booster, model, DECAY)
     mirror = make()
     copy_into(mirror, model)
     reference = AveragedModel(mirror, multi_avg_fn=get_ema_multi_avg_fn(DECAY))

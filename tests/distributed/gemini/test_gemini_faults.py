@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import booster_runtime
 from booster_core import Booster
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import BudgetError, ConfigError, OffloadError
 from booster_gemini import GeminiPlugin
-from booster_gemini.placement.auto import BudgetError
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
@@ -242,7 +242,7 @@ def change_lawfully(folder, options, saved):
     """Do all that may change parameters, in debugging, and return what comes of it."""
     booster, model, optimizer = boost(folder, **options)
     losses = [step(booster, model, optimizer)]
-    ema = booster.ema(model, 0.5)
+    ema = booster_runtime.ema(booster, model, 0.5)
     losses.append(step(booster, model, optimizer, 1))
     ema.update()
     with ema.applied():

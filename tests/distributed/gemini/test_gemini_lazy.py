@@ -129,7 +129,7 @@ def boost_from_folder(folder, options):
             part = part.flatten()[slice(*shard.flat)]
         assert torch.equal(shard.data, part), shard.name
     close(boosted)
-    DistCoordinator().rendezvous("everybody has read", timeout_seconds=30)
+    DistCoordinator().block_all(name="everybody has read", timeout_seconds=30)
     return memory.peak_bytes
 
 

@@ -9,7 +9,7 @@ from booster_core.errors import PluginError
 from booster_core.plugin import register_hooks, unregister_hooks
 from booster_core.plugin.hookspecs import hookimpl
 from booster_gemini import GeminiPlugin
-from booster_gemini.placement.policy import Moves, PlacementPolicy
+from booster_gemini.placement import Moves, PlacementPolicy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from expert_models import MAX_NORM, MODELS, assert_same_gradients, batch_of, make, make_optimizer, train_plainly
 
 from booster_core import Booster
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_zero import ZeroConfig
 
@@ -44,7 +45,7 @@ def compare(name, options, settings=None):
     for step in range(STEPS):
         step_backward(booster, model, optimizer, batch_of(step, data_rank))
         gradients = expected.gradients[step]
-        found = {key: booster.full_gradient(model, key) for key in gradients}
+        found = {key: full_gradient(booster, model, key) for key in gradients}
         assert_same_gradients(found, gradients, f"{name} step {step}")
         assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(expected.norms[step], rel=1e-6)
         optimizer.step()
@@ -137,7 +138,7 @@ def accumulate(options):
             booster.backward(model(**batch_of(part, data_rank)).loss, optimizer)
     booster.backward(model(**batch_of(2, data_rank)).loss, optimizer)
     gradients = expected.gradients[0]
-    assert_same_gradients({key: booster.full_gradient(model, key) for key in gradients}, gradients)
+    assert_same_gradients({key: full_gradient(booster, model, key) for key in gradients}, gradients)
     assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(expected.norms[0], rel=1e-6)
 
 
@@ -152,7 +153,7 @@ def recompute(name, one_sided, reentrant):
     booster, model, optimizer, data_rank, data_size = boosted(model, {"ep_size": 2})
     gradients = train_plainly(make(name, one_sided=one_sided), 1, data_size).gradients[0]
     booster.backward(model(**batch_of(0, data_rank)).loss, optimizer)
-    assert_same_gradients({key: booster.full_gradient(model, key) for key in gradients}, gradients)
+    assert_same_gradients({key: full_gradient(booster, model, key) for key in gradients}, gradients)
 
 
 @pytest.mark.covering(1)
@@ -169,7 +170,7 @@ def recompute_stages():
     )
     gradients = train_plainly(make("deepseek_v3", one_sided=True), 1, data_size).gradients[0]
     step_backward(booster, model, optimizer, batch_of(0, data_rank))
-    assert_same_gradients({key: booster.full_gradient(model, key) for key in gradients}, gradients)
+    assert_same_gradients({key: full_gradient(booster, model, key) for key in gradients}, gradients)
 
 
 def test_recomputed_layers_of_stages_send_tokens_again():
@@ -188,7 +189,7 @@ def without_an_optimizer():
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(held, lr=0.1))
     gradients = train_plainly(whole, 1, dist.get_world_size()).gradients[0]
     booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
-    assert_same_gradients({key: booster.full_gradient(model, key) for key in gradients}, gradients)
+    assert_same_gradients({key: full_gradient(booster, model, key) for key in gradients}, gradients)
 
 
 def test_experts_that_the_optimizer_does_not_hold_have_gradients():
@@ -226,7 +227,7 @@ def grouped(options):
     expected = train_plainly(make("qwen3_moe", dtype=torch.float32), 1, data_size)
     booster.backward(model(**batch_of(0, data_rank)).loss, optimizer)
     for key, gradient in expected.gradients[0].items():
-        torch.testing.assert_close(booster.full_gradient(model, key), gradient, rtol=1e-4, atol=2e-6, msg=key)
+        torch.testing.assert_close(full_gradient(booster, model, key), gradient, rtol=1e-4, atol=2e-6, msg=key)
 
 
 def test_the_grouped_kernel_computes_spread_experts():

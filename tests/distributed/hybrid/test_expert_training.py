@@ -11,6 +11,7 @@ from torch import nn
 from booster_core import Booster
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
 from booster_hybrid.expert_parallel import exchange
+from booster_runtime import full_gradient, join
 from booster_testing import run_on_ranks
 
 WIDTH, NUM_EXPERTS, TOP_K, TOKENS = 16, 8, 2, 24
@@ -112,7 +113,7 @@ def filled_in():
     booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
     gradients = train_plainly(whole, 1, dist.get_world_size()).gradients[0]
     for key, gradient in gradients.items():
-        torch.testing.assert_close(booster.full_gradient(model, key), gradient, rtol=1e-4, atol=2e-6, msg=key)
+        torch.testing.assert_close(full_gradient(booster, model, key), gradient, rtol=1e-4, atol=2e-6, msg=key)
 
 
 def build():
@@ -134,9 +135,9 @@ def with_uneven_ends():
     rank = dist.get_rank()
     batches = [batch_of(number, rank) for number in range(1 + rank)]
     found = []
-    for batch in booster.join(batches):
+    for batch in join(booster, batches):
         booster.backward(model(**batch).loss, optimizer)
-        found.append({key: booster.full_gradient(model, key) for key, _ in whole.named_parameters()})
+        found.append({key: full_gradient(booster, model, key) for key, _ in whole.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
     reference = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -170,7 +171,7 @@ def with_other_lengths():
     for batch in batches:
         (whole(**batch).loss / len(batches)).backward()
     expected = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
-    assert_same_gradients({key: booster.full_gradient(model, key) for key in expected}, expected)
+    assert_same_gradients({key: full_gradient(booster, model, key) for key in expected}, expected)
 
 
 def test_ranks_may_have_other_numbers_of_tokens():
@@ -202,7 +203,7 @@ def with_adapters_elsewhere():
         (whole(**batch_of(0, rank)).loss / dist.get_world_size()).backward()
     expected = {key: parameter.grad for key, parameter in whole.named_parameters() if parameter.grad is not None}
     assert expected
-    assert_same_gradients({key: booster.full_gradient(model, key) for key in expected}, expected)
+    assert_same_gradients({key: full_gradient(booster, model, key) for key in expected}, expected)
 
 
 @pytest.mark.filterwarnings(

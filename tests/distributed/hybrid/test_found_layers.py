@@ -14,6 +14,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.find_layers import find_layers
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 _SIZES = {
@@ -163,7 +164,7 @@ def compare(make, batch, loss_of, options):
     assert any(parameter.grad is not None for parameter in whole.parameters())
     for name, parameter in whole.named_parameters():
         if parameter.grad is not None:
-            found = booster.full_gradient(model, name)
+            found = full_gradient(booster, model, name)
             torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
     if result["loss"] is not None:
         torch.testing.assert_close(result["loss"].double(), loss.detach().double(), rtol=1e-6, atol=1e-9)
@@ -356,7 +357,7 @@ def split_sequences(make, mode):
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-9)
     for name, parameter in whole.named_parameters():
         if parameter.grad is not None:
-            found = booster.full_gradient(model, name)
+            found = full_gradient(booster, model, name)
             torch.testing.assert_close(found, parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
 
 

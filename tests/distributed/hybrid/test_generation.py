@@ -8,6 +8,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import train_batch
 from booster_testing import RankError, run_on_ranks
 
 PROMPT = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
@@ -178,7 +179,7 @@ def train_between(options, generates):
     losses = []
     for _ in range(3):
         batch = {"input_ids": PROMPT, "labels": PROMPT}
-        losses.append(booster.train_batch(iter([batch]), model, None, optimizer).item())
+        losses.append(train_batch(booster, iter([batch]), model, None, optimizer).item())
         if generates:
             model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
     return losses

@@ -21,7 +21,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_runtime import enable_activation_checkpointing
+from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors
 from booster_testing.training import whole_model
@@ -148,7 +148,7 @@ def compare(name, config, options, *, recompute=False):
     for step in range(STEPS):
         loss = backward(booster, model, optimizer, zoo, in_double(zoo.share(step, data_rank, SAMPLES)))
         assert mean_over_ranks(loss) == pytest.approx(losses[step], rel=1e-5)
-        found = {key: booster.full_gradient(model, key) for key in gradients[step]}
+        found = {key: full_gradient(booster, model, key) for key in gradients[step]}
         assert_same_tensors(found, gradients[step], IN_DOUBLE)
         assert float(optimizer.clip_grad_by_norm(1.0)) == pytest.approx(norms[step], rel=1e-5)
         optimizer.step()
@@ -357,7 +357,7 @@ def narrow(name, options):
     model = adapted(name, {}, lambda model, lora: booster.enable_lora(model, lora_config=lora)).float()
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     backward(booster, model, optimizer, zoo, batch)
-    found = {key: booster.full_gradient(model, key) for key in truth}
+    found = {key: full_gradient(booster, model, key) for key in truth}
     ours, theirs = (distance(each, truth) for each in (found, alone))
     assert ours <= NARROW * theirs + 2**-8, (ours, theirs)
 
@@ -402,7 +402,7 @@ def dropped(name, options, config=None):
         for path in sorted(set(booster.plugin.parameter_paths(model).values()))
         if "lora_" in path and users_name(path) not in model.local.splits
     ]
-    return masks, {path: booster.full_gradient(model, path) for path in whole}
+    return masks, {path: full_gradient(booster, model, path) for path in whole}
 
 
 def test_dropout_matches_on_replicated_and_differs_on_sharded_activations():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama_tied"
@@ -159,7 +162,7 @@ def sent_in_backward(ddp):
         optimizer.step()
     finally:
         collectives.all_reduce = original
-    gradient = booster.full_gradient(model, "layers.0.weight")
+    gradient = full_gradient(booster, model, "layers.0.weight")
     return sent, gradient
 
 
@@ -240,3 +243,47 @@ def differing(name, value, other, **options):
 def test_ranks_with_different_settings_are_named(name, value, other, shown):
     message = f"The ranks built their plugin with different settings: .*{shown}.*Build it alike on every rank"
     expect_on_ranks(ConfigError, message, differing, 2, name, value, other)
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def boost_twice(options):
+    """Return what the project's logger says on this rank, and what `describe` says."""
+    booster = Booster("cpu", plugin="hybrid" if options is None else HybridParallelPlugin(**options))
+    records = Records()
+    logging.getLogger("booster").addHandler(records)
+    try:
+        for _ in range(2):
+            model = nn.Linear(4, 4) if not (options or {}).get("tp_size") else make()[0]
+            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        logging.getLogger("booster").removeHandler(records)
+    return [message for message in records.messages if "splits nothing" in message], booster.describe()
+
+
+@pytest.mark.parametrize("options", [None, {"zero_stage": 0}, {"ddp": DataParallelConfig()}])
+def test_a_plugin_that_splits_nothing_says_so_once(options):
+    (warnings, text), (of_rank_1, _) = run_on_ranks(boost_twice, 2, options)
+    assert len(warnings) == 1
+    for name in ("tp_size", "pp_size", "sp_size", "zero_stage"):
+        assert name in warnings[0]
+    assert not of_rank_1
+    assert "splits='nothing, as under plugin 'ddp''" in text.replace('"', "'")
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size"), [({"zero_stage": 1}, 2), ({"zero_stage": 3}, 2), ({"tp_size": 2}, 2), (None, 1)]
+)
+def test_a_plugin_that_splits_something_or_has_one_rank_says_nothing(options, world_size):
+    for warnings, text in run_on_ranks(boost_twice, world_size, options):
+        assert not warnings
+        assert "splits=" not in text

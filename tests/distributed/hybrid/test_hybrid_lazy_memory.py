@@ -104,7 +104,7 @@ def counted_reads() -> Iterator[list[int]]:
 def boost(settings: dict[str, int], folder: Path | None, options: dict[str, Any]) -> tuple[int, int, int]:
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
     booster = Booster(plugin=HybridParallelPlugin(**options))
-    DistCoordinator().rendezvous("everybody is ready", timeout_seconds=60)
+    DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
     with peak_memory() as memory, counted_reads() as counts:
         with LazyInitContext() as context:
             model = make_llama(settings) if folder is None else type_of_llama().from_pretrained(folder)

@@ -24,6 +24,7 @@ from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.tensor_parallel.logits import SplitLogits
+from booster_runtime import full_gradient
 from booster_runtime.data import leaves_by_path
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -98,7 +99,7 @@ def compare(name, options):
         expected = plain.gradients[step]
         batch = in_format(zoo, zoo.share(step, data_rank, SAMPLES))
         result = booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer, return_outputs=step == 0)
-        found = {key: booster.full_gradient(model, key) for key in expected}
+        found = {key: full_gradient(booster, model, key) for key in expected}
         assert_equal(found, expected, zoo, largest(expected))
         assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(plain.norms[step], rel=1e-5)
         losses = DistCoordinator().all_gather_object(None if result["loss"] is None else float(result["loss"]))
@@ -152,7 +153,7 @@ def narrow(name, options):
     booster, model, optimizer = boosted(zoo, options, "bf16")
     batch = zoo.whole(0, 1, 4)
     booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)
-    assert_narrow(zoo, batch, lambda names: {key: booster.full_gradient(model, key) for key in names})
+    assert_narrow(zoo, batch, lambda names: {key: full_gradient(booster, model, key) for key in names})
 
 
 @pytest.mark.parametrize("name", cases(NAMES, NARROW_DEFAULT))
@@ -171,7 +172,7 @@ def scaled(name, options):
     assert_narrow(
         zoo,
         zoo.whole(0, data_size, SAMPLES),
-        lambda names: {key: booster.full_gradient(model, key) for key in names},
+        lambda names: {key: full_gradient(booster, model, key) for key in names},
         torch.float16,
         SCALE,
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from model_zoo import get_model
 
 from booster_core import Booster
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 
@@ -78,7 +79,7 @@ def compare(name, options):
             iter([zoo.share(step, data_rank, SAMPLES)]), model, zoo.loss, optimizer, return_loss=True
         )
         for key, gradient in gradients[step].items():
-            torch.testing.assert_close(booster.full_gradient(model, key), gradient, **TOLERANCE, msg=key)
+            torch.testing.assert_close(full_gradient(booster, model, key), gradient, **TOLERANCE, msg=key)
         assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(norms[step], rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
@@ -149,7 +150,7 @@ def gradients_of(name, options, precision, calls):
                 )
             else:
                 booster.backward(zoo.loss_of(model, part) / calls, optimizer)
-    found = {name: booster.full_gradient(model, name) for name in booster.plugin.parameter_paths(model)}
+    found = {name: full_gradient(booster, model, name) for name in booster.plugin.parameter_paths(model)}
     return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
@@ -171,7 +172,7 @@ def gradients_of_later_calls(name, options, calls):
     booster, model, optimizer = boosted(name, options)
     for part in parts_of(zoo.share(0, 0, SAMPLES), calls):
         booster.execute_pipeline(iter([part]), model, lambda outputs, part: zoo.loss(outputs, part) / calls, optimizer)
-        found = {name: booster.full_gradient(model, name) for name in booster.plugin.parameter_paths(model)}
+        found = {name: full_gradient(booster, model, name) for name in booster.plugin.parameter_paths(model)}
     return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
@@ -287,7 +288,7 @@ def lora(options):
         else:
             model, optimizer, *_ = booster.boost(model, optimizer)
             booster.execute_pipeline(iter([zoo.share(0, 0, SAMPLES)]), model, zoo.loss, optimizer)
-            gradients = {n: booster.full_gradient(model, n) for n in booster.plugin.parameter_paths(model)}
+            gradients = {n: full_gradient(booster, model, n) for n in booster.plugin.parameter_paths(model)}
             found.append({n: gradient for n, gradient in gradients.items() if gradient is not None})
     ours, plain = found
     assert plain
@@ -318,7 +319,7 @@ def checkpointed(options, how):
         if is_on and how == "after boost":
             enable_activation_checkpointing(model)
         booster.execute_pipeline(iter([zoo.share(0, 0, SAMPLES)]), model, zoo.loss, optimizer)
-        found.append({n: booster.full_gradient(model, n) for n in booster.plugin.parameter_paths(model)})
+        found.append({n: full_gradient(booster, model, n) for n in booster.plugin.parameter_paths(model)})
     for key, gradient in found[0].items():
         torch.testing.assert_close(found[1][key], gradient, msg=key)
 

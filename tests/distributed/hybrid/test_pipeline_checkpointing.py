@@ -13,6 +13,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 MICROBATCHES = 4
@@ -89,7 +90,7 @@ def train(options):
     kept.live = kept.peak = 0
     torch.manual_seed(7)
     booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
-    return {key: booster.full_gradient(model, key) for key in booster.plugin.parameter_paths(model)}, kept.peak
+    return {key: full_gradient(booster, model, key) for key in booster.plugin.parameter_paths(model)}, kept.peak
 
 
 @pytest.mark.parametrize("style", ["1f1b", "interleaved", "zbv"])

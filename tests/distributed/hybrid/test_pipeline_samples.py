@@ -10,6 +10,7 @@ from torch.nn import functional
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_runtime import evaluate_batch, full_gradient, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 
 CLASSES = 4
@@ -62,12 +63,12 @@ def run(call, criterion, example):
     model = make()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if call == "train_batch":
-        booster.train_batch(endless(), model, criterion, optimizer)
+        train_batch(booster, endless(), model, criterion, optimizer)
     elif call == "evaluate_batch":
-        booster.evaluate_batch(endless(), model, criterion)
+        evaluate_batch(booster, endless(), model, criterion)
     else:
         booster.execute_pipeline(endless(), model, criterion, optimizer)
-    return {name: booster.full_gradient(model, name) for name, _ in make().named_parameters()}
+    return {name: full_gradient(booster, model, name) for name, _ in make().named_parameters()}
 
 
 @pytest.mark.parametrize("call", ["execute_pipeline", "train_batch", "evaluate_batch"])

@@ -21,6 +21,7 @@ from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
 from booster_hybrid.tensor_parallel import linear
+from booster_runtime import full_gradient
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
@@ -141,7 +142,7 @@ def compare_with_one_process(name, options):
         for key, parameter in whole.named_parameters():
             if parameter.grad is not None:
                 # fp32, sums in another order.
-                found = booster.full_gradient(model, key)
+                found = full_gradient(booster, model, key)
                 torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(float(norm), rel=1e-5)
@@ -182,7 +183,7 @@ def narrow_gradients(name, style):
     options = {"pp_size": 2, "tp_size": 2, "pp_style": style, "num_model_chunks": 2, "num_microbatches": 2}
     booster, model, optimizer = boosted(name, options, "bf16")
     booster.execute_pipeline(iter([zoo.share(0, 0, 4)]), model, zoo.loss, optimizer)
-    return {key: booster.full_gradient(model, key) for key in booster.plugin.parameter_paths(model)}
+    return {key: full_gradient(booster, model, key) for key in booster.plugin.parameter_paths(model)}
 
 
 def test_bf16_gradients_of_split_layers_do_not_depend_on_when_they_are_computed():

@@ -23,6 +23,7 @@ from t5_sequences import run_or_refused
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.training import whole_model
 
@@ -73,7 +74,7 @@ def compare(name, options):
         expected = plain.gradients[step]
         loss = zoo.loss_of(model, in_format(zoo, zoo.share(step, data_rank, 4)))
         booster.backward(loss, optimizer)
-        found = {key: booster.full_gradient(model, key) for key in expected}
+        found = {key: full_gradient(booster, model, key) for key in expected}
         assert_equal(found, expected, zoo, largest(expected))
         assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(plain.norms[step], rel=1e-5)
         if data_size == 1:
@@ -108,7 +109,7 @@ def compare_in_stages(name, options):
     for step in range(STEPS):
         expected = plain.gradients[step]
         booster.execute_pipeline(iter([in_format(zoo, zoo.share(step, 0, 4))]), model, zoo.loss, optimizer)
-        found = {key: booster.full_gradient(model, key) for key in expected}
+        found = {key: full_gradient(booster, model, key) for key in expected}
         assert_equal(found, expected, zoo, largest(expected))
         assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(plain.norms[step], rel=1e-5)
         optimizer.step()
@@ -131,7 +132,7 @@ def narrow(name, options):
     original = zoo.seeded()
     model, optimizer, *_ = booster.boost(original, make_optimizer(original))
     booster.backward(zoo.loss_of(model, batch), optimizer)
-    assert_narrow(zoo, batch, lambda names: {key: booster.full_gradient(model, key) for key in names})
+    assert_narrow(zoo, batch, lambda names: {key: full_gradient(booster, model, key) for key in names})
 
 
 NARROW_DEFAULT = dict.fromkeys(MODES, ("transformers/t5_generation",))

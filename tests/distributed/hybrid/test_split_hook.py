@@ -9,6 +9,7 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import evaluate_batch, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 
@@ -72,12 +73,12 @@ def train(num_microbatches, through_booster):
     expected = whole(**batch())
     loss = loss_of(expected, None)
     if through_booster:
-        found = booster.evaluate_batch(iter([batch()]), model, loss_of)
+        found = evaluate_batch(booster, iter([batch()]), model, loss_of)
         torch.testing.assert_close(found.loss.double(), loss.detach(), rtol=1e-5, atol=1e-6)
     result = booster.execute_pipeline(iter([batch()]), model, loss_of, optimizer, return_outputs=True)
     loss.backward()
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(booster.full_gradient(model, name), parameter.grad, msg=name)
+        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
     if result["outputs"] is not None:
         torch.testing.assert_close(result["outputs"], expected.detach())
         torch.testing.assert_close(result["loss"], loss.detach())

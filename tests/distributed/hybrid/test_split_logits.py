@@ -20,6 +20,7 @@ from booster_core.ranks.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.logits import split_logits
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory
 
@@ -319,7 +320,7 @@ def compare_models(names):
         booster.backward(found, optimizer)
         for key, parameter in whole.named_parameters():
             if parameter.grad is not None:
-                gradient = booster.full_gradient(model, key)
+                gradient = full_gradient(booster, model, key)
                 torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
 
 

@@ -1,3 +1,9 @@
+"""Collectives on flat buffers: what each rank gets, and that ranks may wait in any order."""
+
+import threading
+from itertools import accumulate
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,3 +101,150 @@ def first_ranks_values():
 
 def test_broadcast_and_all_reduce_take_a_tensor_in_place():
     run_on_ranks(first_ranks_values, 2)
+
+
+def term(rank, numel, dtype):
+    """Return values whose sum depends on its order, as floating sums do."""
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)).to(
+        dtype
+    )
+
+
+def combined(numel, dtype, op_name):
+    op = getattr(dist.ReduceOp, op_name)
+    tensor = term(dist.get_rank(), numel, dtype)
+    collectives.all_reduce(tensor, op).wait()
+    return tensor
+
+
+def in_rank_order(size, numel, dtype, op_name):
+    """Return the sum or average in rank order, in fp32 if the dtype is narrower."""
+    wide = torch.promote_types(dtype, torch.float32)
+    total = term(0, numel, dtype).to(wide)
+    for rank in range(1, size):
+        total = total + term(rank, numel, dtype).to(wide)
+    return (total * (1.0 / size) if op_name == "AVG" else total).to(dtype)
+
+
+@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("op_name", ["SUM", "AVG"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_all_reduce_sums_in_rank_order_and_fp32(num_ranks, op_name, dtype):
+    for numel in (1, 1000, 100_003):  # small and large ones travel differently
+        expected = in_rank_order(num_ranks, numel, dtype, op_name)
+        for found in run_on_ranks(combined, num_ranks, numel, dtype, op_name):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def combines(numel, dtype, op_name):
+    op = getattr(dist.ReduceOp, op_name)
+    tensor = values(dist.get_rank(), numel, torch.float32).mul(100).to(dtype)
+    terms = [values(peer, numel, torch.float32).mul(100).to(dtype) for peer in range(dist.get_world_size())]
+    expected = {"SUM": torch.sum, "MAX": torch.amax, "MIN": torch.amin}[op_name](torch.stack(terms), 0)
+    collectives.all_reduce(tensor, op).wait()
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.covering(1)  # every size, operation and number of ranks once; the other combinations are slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 200_001])
+@pytest.mark.parametrize(
+    ("dtype", "op_name"), [(torch.float32, "MAX"), (torch.int64, "SUM"), (torch.int64, "MIN")], ids=str
+)
+def test_all_reduce_is_exact_where_no_order_changes_the_result(num_ranks, numel, dtype, op_name):
+    run_on_ranks(combines, num_ranks, numel, dtype, op_name)
+
+
+def averages_large_halves():
+    tensor = torch.full((200_000,), 60_000.0, dtype=torch.float16)
+    collectives.all_reduce(tensor, dist.ReduceOp.AVG).wait()
+    return tensor.isfinite().all().item() and bool((tensor == torch.tensor(60_000.0).half()).all())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_average_of_halves_does_not_overflow_in_the_sum(num_ranks):
+    assert all(run_on_ranks(averages_large_halves, num_ranks))
+
+
+def scatters_to_narrow():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    source = term(rank, 4 * size, torch.float32)
+    before = source.clone()
+    out = torch.empty(4, dtype=torch.bfloat16)
+    collectives.reduce_scatter(source, range(0, 4 * size + 1, 4), out).wait()
+    return torch.equal(source, before)
+
+
+def test_reduce_scatter_into_a_narrower_dtype_keeps_the_source():
+    assert all(run_on_ranks(scatters_to_narrow, 3))
+
+
+def waits_in_another_order_on_each_rank(rounds):
+    """Large sums on three ranks have two halves; neither the order of waits nor a barrier may block the second."""
+    rank = dist.get_rank()
+    for index in range(rounds):
+        tensors = [torch.full((50_000,), float(rank + part)) for part in range(3)]
+        works = [collectives.all_reduce(tensor) for tensor in tensors]
+        if rank == 1:
+            works[0].wait()
+        if index % 3 == 0 and rank != 2:
+            dist.barrier()
+        for part in torch.randperm(3, generator=torch.Generator().manual_seed(rank)).tolist():
+            works[part].wait()
+        if index % 3 == 0 and rank == 2:
+            dist.barrier()
+        for part, tensor in enumerate(tensors):
+            assert torch.equal(tensor, torch.full((50_000,), 3.0 + 3 * part))
+
+
+def test_ranks_may_wait_for_large_sums_in_any_order():
+    run_on_ranks(waits_in_another_order_on_each_rank, 3, 12)
+
+
+def exchanges(lengths):
+    """Each rank has a slice of another length for each other; a third of them is empty."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = [0, *accumulate(lengths[rank][:size])]
+    received = [0, *accumulate(lengths[peer][rank] for peer in range(size))]
+    source = torch.arange(sent[-1]) + 1000 * rank
+    expected = [1000 * peer + sum(lengths[peer][:rank]) + torch.arange(lengths[peer][rank]) for peer in range(size)]
+    out = torch.full((received[-1],), -1)
+    collectives.all_to_all(source, sent, out, received).wait()
+    assert torch.equal(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_each_rank_gets_the_slices_that_the_others_have_for_it(num_ranks):
+    run_on_ranks(exchanges, num_ranks, [[3, 0, 5, 7], [2, 4, 0, 1], [0, 9, 6, 0], [8, 1, 0, 2]])
+
+
+def held_after(rounds):
+    tensor = torch.ones(300_000)
+
+    def use():
+        for _ in range(rounds):
+            group = dist.new_group()
+            collectives.all_reduce(tensor, group=group).wait()
+            collectives.all_reduce(tensor[:8].clone(), group=group).wait()
+            dist.destroy_process_group(group)
+
+    def held():
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    use()
+    before = held()
+    use()
+    return before, held()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list a process's open files there")
+def test_groups_that_are_destroyed_leave_no_files_or_threads():
+    for before, after in run_on_ranks(held_after, 2, 5):
+        assert after == before
+
+
+def test_a_collective_without_a_process_group_says_what_to_start():
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        collectives.all_reduce(torch.ones(1))

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime import gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.mutants import ReferencePlugin
 
@@ -47,7 +48,7 @@ def evaluate(is_stream, how):
     gathered = []
     with torch.no_grad():
         for indices, x in loader:
-            gathered.append(booster.gather_for_metrics({"indices": indices, "scores": model(x)}, loader))
+            gathered.append(gather_for_metrics(booster, {"indices": indices, "scores": model(x)}, loader))
     return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
 
 
@@ -64,7 +65,7 @@ def gather_what_does_not_fit():
     booster = Booster("cpu", plugin=ReferencePlugin())
     loader = booster.prepare_dataloader(range(COUNT), 2)
     batch = next(iter(loader))
-    booster.gather_for_metrics(batch if DistCoordinator().rank == 0 else batch[:1], loader)
+    gather_for_metrics(booster, batch if DistCoordinator().rank == 0 else batch[:1], loader)
 
 
 def test_values_that_do_not_fit_one_rank_raise_on_every_rank():

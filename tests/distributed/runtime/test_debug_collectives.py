@@ -1,6 +1,7 @@
 """``BOOSTER_DEBUG=collectives``: a planted mismatch raises on every rank, with each call's place."""
 
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import MissingRanksError
+from booster_core.errors import ConfigError, MissingRanksError
 from booster_runtime import collectives
 from booster_runtime.collectives import MismatchError
 from booster_runtime.collectives.transports import transport_of
@@ -17,9 +18,8 @@ from booster_testing import expect_on_ranks, run_on_ranks
 HERE = Path(__file__).name
 
 
-@pytest.fixture(autouse=True, params=["torch", "direct"])
-def debugging(monkeypatch, request):
-    monkeypatch.setenv("BOOSTER_TRANSPORT", request.param)
+@pytest.fixture(autouse=True)
+def debugging(monkeypatch):
     monkeypatch.setenv("BOOSTER_DEBUG", "collectives")
 
 
@@ -151,4 +151,25 @@ def wrapper():
 def test_without_the_variable_there_is_no_wrapper(monkeypatch):
     assert run_on_ranks(wrapper, 2) == ["CheckedTransport"] * 2
     monkeypatch.delenv("BOOSTER_DEBUG")
-    assert set(run_on_ranks(wrapper, 2)) <= {"TorchTransport", "DirectTransport"}
+    assert run_on_ranks(wrapper, 2) == ["TorchTransport"] * 2
+
+
+def sets_its_own(*values):
+    """Set BOOSTER_DEBUG to another value on each rank, and use a group."""
+    value = values[dist.get_rank()]
+    if value is None:
+        os.environ.pop("BOOSTER_DEBUG", None)
+    else:
+        os.environ["BOOSTER_DEBUG"] = value
+    collectives.all_reduce(torch.ones(1)).wait()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("collectives", None), r"BOOSTER_DEBUG=collectives is set on ranks \[0\] only"),
+        (("all", None), "Rank 0: BOOSTER_DEBUG='all' lists 'all'; the only mode is 'collectives'"),
+    ],
+)
+def test_contradicting_settings_raise_on_every_rank(values, message):
+    expect_on_ranks(ConfigError, message, sets_its_own, 2, *values)

@@ -1,5 +1,8 @@
 """Replicas that drift are found, with the tensor, the ranks and the step."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,8 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import DistCoordinator
-from booster_testing import run_on_ranks
+from booster_runtime import check_replicas
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.mutants import ReferencePlugin
 
@@ -29,7 +33,7 @@ def step(booster, model, optimizer):
 
 def train_checked():
     booster, model, optimizer = boost()
-    with booster.check_replicas(model, every=1) as check:
+    with check_replicas(booster, model, every=1) as check:
         for _ in range(3):
             step(booster, model, optimizer)
     step(booster, model, optimizer)
@@ -42,7 +46,7 @@ def test_equal_replicas_pass_and_a_closed_check_counts_no_more():
 
 def drift(what):
     booster, model, optimizer = boost()
-    booster.check_replicas(model, every=2)
+    check_replicas(booster, model, every=2)
     first = DistCoordinator().rank == 0
     step(booster, model, optimizer)
     step(booster, model, optimizer)
@@ -93,7 +97,7 @@ def train_batch_norm():
     model = WithBatchNorm()
     booster = Booster(plugin=ReferencePlugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with booster.check_replicas(model, every=1):
+    with check_replicas(booster, model, every=1):
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(DistCoordinator().rank))
         booster.backward(model(inputs).square().mean(), optimizer)
         optimizer.step()
@@ -104,8 +108,44 @@ def test_running_statistics_of_batch_norm_may_differ():
     assert run_on_ranks(train_batch_norm, 2) == [True, True]
 
 
+def check_and_drop():
+    booster, model, optimizer = boost()
+    check = check_replicas(booster, model, every=1)
+    step(booster, model, optimizer)
+    seen = weakref.ref(model), weakref.ref(model.unwrap()), weakref.ref(booster)
+    del booster, model, optimizer
+    gc.collect()
+    assert [each() for each in seen] == [None] * 3
+    with pytest.raises(ConfigError, match="the model of this check is no more"):
+        check.check()
+    again, other, optimizer = boost()
+    step(again, other, optimizer)
+    assert check.steps == 1
+    check.close()
+
+
+def test_a_check_that_is_open_keeps_no_model():
+    run_on_ranks(check_and_drop, 2)
+
+
+def check_without_booster():
+    booster, model, optimizer = boost()
+    check_replicas(booster, model, every=1)
+    loss = model(torch.ones(2, 8)).square().mean()
+    del booster
+    gc.collect()
+    if DistCoordinator().rank == 0:
+        next(iter(model.parameters())).data += 1
+    optimizer.backward(loss)
+    optimizer.step()
+
+
+def test_a_check_goes_on_without_its_booster():
+    expect_on_ranks(GradientError, "differ after step 1", check_without_booster, 2)
+
+
 def test_a_number_of_steps_below_one_raises():
     booster = Booster()
     model = booster.boost(nn.Linear(2, 2)).model
     with pytest.raises(ConfigError, match="`every=0` is not a number of steps"):
-        booster.check_replicas(model, every=0)
+        check_replicas(booster, model, every=0)

@@ -5,7 +5,7 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, PluginError
-from booster_runtime.gathering import full_state, gathered, set_full_gradient, set_full_state
+from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state
 from booster_runtime.sharding import write_gradient
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMixedBag, TinyMLP
@@ -57,9 +57,9 @@ def change():
     assert torch.equal(optimizer.state[model.unwrap().first.weight]["momentum_buffer"], 2 * momentum)
     optimizer.zero_grad()
     backward(booster, model, optimizer)
-    gradient = booster.full_gradient(model, WEIGHT)
+    gradient = full_gradient(booster, model, WEIGHT)
     set_full_gradient(booster, model, WEIGHT, -gradient if is_first else torch.ones_like(gradient))
-    assert torch.equal(booster.full_gradient(model, WEIGHT), -gradient)
+    assert torch.equal(full_gradient(booster, model, WEIGHT), -gradient)
     return momentum, gradient
 
 
@@ -122,7 +122,7 @@ def refused():
         set_full_state(booster, model, WEIGHT, "momentum_buffer", torch.zeros(2 + rank))
     with pytest.raises(ConfigError, match=r"`values` has shape \(\d,\); the gradient of 'first\.weight'"):
         set_full_gradient(booster, model, WEIGHT, torch.zeros(2 + rank))
-    whole = booster.full_gradient(model, WEIGHT)
+    whole = full_gradient(booster, model, WEIGHT)
     with pytest.raises(TypeError, match=f"in the shape of '{WEIGHT}'; got `list`"):
         set_full_gradient(booster, model, WEIGHT, whole if rank else whole.tolist())  # rank 0's alone is wrong
 

@@ -93,13 +93,13 @@ def fail():
         if os.fork() == 0:
             sys.exit(4)
         assert os.WEXITSTATUS(os.wait()[1]) == 4
-        c.rendezvous("end")
+        c.block_all(name="end")
         tell("FINE")
         sys.exit(0)
 
 def wait():
     if what == "caught":
-        c.rendezvous("end")
+        c.block_all(name="end")
         tell("FINE")
     elif where == "collective":
         dist.all_reduce(torch.ones(1))
@@ -107,7 +107,7 @@ def wait():
     elif where == "sleep":
         time.sleep(300)
     elif where == "rendezvous":
-        c.rendezvous("step", timeout_seconds=300)
+        c.block_all(name="step", timeout_seconds=300)
     elif where == "loop":
         while True:
             sum(range(1000))
@@ -299,7 +299,7 @@ def test_the_monitor_can_be_turned_off(run_script, tmp_path, monkeypatch):
         c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
         assert current_world().monitor is None
         assert not any("monitor" in thread.name for thread in threading.enumerate())
-        c.rendezvous("step")
+        c.block_all(name="step")
         if c.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(4)
@@ -355,7 +355,7 @@ def test_launching_twice_in_one_process(run_script, tmp_path):
         from booster_core.ranks.launch import launch, shutdown
         for port in sys.argv[2:]:
             c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(port), verbose=False, timeout_seconds=60)
-            c.rendezvous("step")
+            c.block_all(name="step")
             assert c.all_gather_object(c.rank) == [0, 1]
             hook = sys.excepthook
             shutdown()

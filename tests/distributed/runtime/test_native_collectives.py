@@ -1,4 +1,4 @@
-"""Torch's own collectives, which devices use, give what the portable transport gives."""
+"""Torch's own collectives, which devices use, give what our messages over gloo give."""
 
 from itertools import pairwise
 

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from booster_runtime import collectives
-from booster_runtime.collectives.transports import override
 from booster_runtime.collectives.transports.rows import touched_rows
 from booster_testing import run_on_ranks
 
@@ -60,15 +59,9 @@ def differing_sums():
     return wrong
 
 
-def differing_sums_on(transport):
-    with override(transport):
-        return differing_sums()
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["torch", "auto"])
-def test_sums_of_rows_have_the_bits_of_whole_sums(transport, num_ranks):
-    for wrong in run_on_ranks(differing_sums_on, num_ranks, transport):
+def test_sums_of_rows_have_the_bits_of_whole_sums(num_ranks):
+    for wrong in run_on_ranks(differing_sums, num_ranks):
         assert wrong == []
 
 
@@ -78,8 +71,7 @@ def not_finite():
     matrix[5, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     share = ROWS * WIDTH // 2
     out = torch.ones(share)
-    with override("torch"):
-        collectives.reduce_scatter_rows(matrix, (0, share, 2 * share), out).wait()
+    collectives.reduce_scatter_rows(matrix, (0, share, 2 * share), out).wait()
     return out
 
 
@@ -111,7 +103,7 @@ def bytes_sent(num_touched):
         return send(tensor, *args, **kwargs)
 
     share = rows * width // dist.get_world_size()
-    with override("torch"), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counting)
         bounds = range(0, rows * width + 1, share)
         collectives.reduce_scatter_rows(matrix, bounds, torch.empty(share)).wait()

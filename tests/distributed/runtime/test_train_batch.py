@@ -6,6 +6,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_runtime import evaluate_batch, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP
@@ -84,7 +85,8 @@ def train_by_whole_batches(plugin_class):
     rank = booster.context.coordinator.rank
     batches = iter(batches_of(rank))
     losses = [
-        booster.train_batch(
+        train_batch(
+            booster,
             batches,
             model,
             cross_entropy,
@@ -96,8 +98,8 @@ def train_by_whole_batches(plugin_class):
         for _ in range(STEPS)
     ]
     with pytest.raises(StopIteration):
-        booster.train_batch(batches, model, cross_entropy, optimizer)
-    evaluation = booster.evaluate_batch(iter(batches_of(rank)), model, cross_entropy, weight=count_labels)
+        train_batch(booster, batches, model, cross_entropy, optimizer)
+    evaluation = evaluate_batch(booster, iter(batches_of(rank)), model, cross_entropy, weight=count_labels)
     assert model.training, "as before the evaluation"
     return losses, (evaluation.loss.item(), evaluation.weight), whole_model(booster, model), evaluation.outputs
 
@@ -112,6 +114,118 @@ def test_gradients_and_losses_are_those_of_one_large_batch(plugin_class):
         assert outputs.shape == (SAMPLES, 5, 6)
 
 
+class FrozenNorm(nn.Module):
+    """A layer whose `eval` reaches one of its two norms, as models with a frozen backbone override `train`."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(8)
+        self.trained = nn.BatchNorm1d(8)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x):
+        return self.trained(self.frozen(x))
+
+
+def evaluate_with_frozen_norms(plugin, is_training):
+    """Return the modes of all modules before and after an evaluation, and the frozen statistics after a step."""
+    inner = nn.Sequential(nn.BatchNorm1d(8), FrozenNorm(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    model.train(is_training)
+    inner[0].eval()
+    inner[2][1].train(not is_training)
+    before = {name: module.training for name, module in model.named_modules()}
+    batch = {"input": torch.arange(32.0).reshape(4, 8)}
+
+    def criterion(outputs, batch):
+        return outputs.square().mean()
+
+    evaluate_batch(booster, iter([batch]), model, criterion)
+    after = {name: module.training for name, module in model.named_modules()}
+    train_batch(booster, iter([batch]), model, criterion, optimizer)
+    return before, after, inner[0].running_mean
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin])
+def test_an_evaluation_restores_the_mode_of_each_module(plugin_class, is_training):
+    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    for before, after, statistics in run_on_ranks(evaluate_with_frozen_norms, size, plugin, is_training):
+        assert len(set(before.values())) == 2, "some modules train and some do not"
+        assert after == before
+        assert not statistics.any(), "a norm in `eval()` keeps its statistics"
+
+
+class FailsToEvaluate(TinyMLP):
+    def forward(self, x):
+        if not self.training:
+            msg = "no evaluation"
+            raise RuntimeError(msg)
+        return super().forward(x)
+
+
+def test_an_evaluation_that_fails_restores_modes():
+    booster, inner = Booster(), FailsToEvaluate()
+    frozen = next(iter(inner.children()))
+    model, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    frozen.eval()
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        evaluate_batch(booster, iter([torch.ones(2, 8)]), model, lambda outputs, batch: outputs.mean())
+    assert inner.training
+    assert not frozen.training
+
+
+def count_as_tensor(batch):
+    return torch.tensor(3 if batch["input"].sum() > 0 else 7) * len(batch["input"])
+
+
+class LossOnOneRank(ReferencePipelinePlugin):
+    """Returns no loss on rank 0, as on a pipeline's first stage."""
+
+    def execute_pipeline(self, *args, **kwargs):
+        result = super().execute_pipeline(*args, **kwargs)
+        return {**result, "loss": None} if torch.distributed.get_rank() == 0 else result
+
+
+def double_losses(plugin, weight):
+    """Return a double model's losses in training and evaluation, and the update of its weight by the gradient."""
+    torch.manual_seed(2)
+    inner = nn.Linear(8, 1, dtype=torch.float64)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    before = inner.weight.detach().clone()
+    batches = [{"input": torch.full((2, 8), number, dtype=torch.float64)} for number in (1 / 3, -1 / 7)]
+
+    def criterion(outputs, batch):
+        return outputs.square().mean()
+
+    evaluations = [evaluate_batch(booster, iter([batch]), model, criterion, weight=weight).loss for batch in batches]
+    loss = train_batch(booster, iter(batches), model, criterion, optimizer, accumulation=2, weight=weight)
+    return batches, evaluations, loss, before - inner.weight.detach()
+
+
+@pytest.mark.parametrize("weight", [None, count_as_tensor])
+@pytest.mark.parametrize("plugin_class", [None, ReferencePlugin, ReferencePipelinePlugin, LossOnOneRank])
+def test_a_double_loss_stays_double(plugin_class, weight):
+    plugin, size = (None, 1) if plugin_class is None else (plugin_class(), 2)
+    shares = (0.5, 0.5) if weight is None else (0.3, 0.7)
+    for batches, evaluations, loss, update in run_on_ranks(double_losses, size, plugin, weight):
+        torch.manual_seed(2)
+        module = nn.Linear(8, 1, dtype=torch.float64)
+        expected = [module(batch["input"]).square().mean() for batch in batches]
+        total = sum(share * each for share, each in zip(shares, expected, strict=True))
+        total.backward()
+        for found, each in zip([*evaluations, loss], [*expected, total], strict=True):
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, each.detach(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(update, module.weight.grad, rtol=1e-12, atol=0)
+
+
 def train_on_pairs(plugin, criterion):
     torch.manual_seed(2)
     model = TinyMLP()
@@ -119,7 +233,7 @@ def train_on_pairs(plugin, criterion):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     pairs = [(torch.full((2, 8), float(number)), torch.ones(2, 4)) for number in range(3)]
     batches = iter(pairs)
-    losses = [booster.train_batch(batches, model, criterion, optimizer, accumulation=2) for _ in range(2)]
+    losses = [train_batch(booster, batches, model, criterion, optimizer, accumulation=2) for _ in range(2)]
     assert next(batches, None) is None
     return losses, whole_model(booster, model)
 
@@ -160,7 +274,7 @@ def train_on_ambiguous_pairs():
     model = Masked()
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
+    train_batch(booster, iter([(torch.ones(2, 8), torch.ones(2, 4))]), model, squared_error, optimizer)
 
 
 def test_targets_that_could_be_an_argument_raise():
@@ -172,7 +286,7 @@ def train_without_loss():
     model = TinyMLP()
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.train_batch(iter([torch.ones(2, 8)]), model, None, optimizer)
+    train_batch(booster, iter([torch.ones(2, 8)]), model, None, optimizer)
 
 
 def test_outputs_without_a_loss_raise():
@@ -184,21 +298,21 @@ def train_without_weight():
     booster, model = Booster(plugin=ReferencePlugin()), make_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = {**batches_of(0)[0], "labels": torch.full((SAMPLES, 5), -100)}
-    booster.train_batch(iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
+    train_batch(booster, iter([batch]), model, cross_entropy, optimizer, weight=count_labels)
 
 
 def test_a_step_without_weight_raises_on_every_rank():
     expect_on_ranks(ConfigError, r"weights of the batches sum up to 0 over all ranks", train_without_weight, 2)
 
 
-@pytest.mark.parametrize("call", ["train_batch", "evaluate_batch"])
+@pytest.mark.parametrize("call", [train_batch, evaluate_batch])
 def test_a_loader_in_place_of_its_iterator_raises(call):
     model = TinyMLP()
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    arguments = [optimizer] if call == "train_batch" else []
-    with pytest.raises(TypeError, match=rf"`Booster\.{call}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
-        getattr(booster, call)([torch.ones(2, 8)], model, squared_error, *arguments)
+    arguments = [optimizer] if call is train_batch else []
+    with pytest.raises(TypeError, match=rf"`{call.__name__}` takes an iterator .*`iter\(dataloader\)`.*got `list`"):
+        call(booster, [torch.ones(2, 8)], model, squared_error, *arguments)
 
 
 @pytest.mark.parametrize("accumulation", [0, -1, True, 1.5])
@@ -207,4 +321,4 @@ def test_a_wrong_number_of_batches_raises(accumulation):
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=f"`accumulation={accumulation}` is no number of batches"):
-        booster.train_batch(iter([torch.ones(2, 8)]), model, squared_error, optimizer, accumulation=accumulation)
+        train_batch(booster, iter([torch.ones(2, 8)]), model, squared_error, optimizer, accumulation=accumulation)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
+from booster_runtime import accumulate, join, reduce, to_device, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
@@ -24,7 +25,7 @@ def _accumulated():
     num_steps = 0
     for _ in range(2):
         for x, y in loader:
-            with booster.accumulate(model, STEPS, loader) as is_last:
+            with accumulate(booster, model, STEPS, loader) as is_last:
                 booster.backward(mse(model(x), y), optimizer)
             if is_last:
                 num_steps += 1
@@ -45,9 +46,9 @@ def _accumulated_in_pipeline(joins):
     booster, model = Booster(plugin=ReferencePipelinePlugin()), make_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batches = [{"input": part} for part in make_data()[0].split(PER_BATCH)][:4]
-    source = booster.join(batches) if joins else iter(batches)
+    source = join(booster, batches) if joins else iter(batches)
     for _ in range(4):
-        with booster.accumulate(model, STEPS) as is_last:
+        with accumulate(booster, model, STEPS) as is_last:
             booster.execute_pipeline(source, model, lambda outputs, _: outputs.square().mean(), optimizer)
         if is_last:
             optimizer.step()
@@ -75,7 +76,7 @@ def _boosted():
 
 def _step_too_early():
     booster, model, optimizer = _boosted()
-    with booster.accumulate(model, steps=2) as is_last:
+    with accumulate(booster, model, steps=2) as is_last:
         assert not is_last
         booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
         optimizer.step()
@@ -87,19 +88,20 @@ def test_a_step_before_the_last_micro_batch_raises():
 
 def _call_as_in_accelerate():
     booster, model, _ = _boosted()
-    with booster.accumulate(model):
+    with accumulate(booster, model):
         pass
 
 
 def _nest():
     booster, model, _ = _boosted()
-    with booster.accumulate(model, steps=2), booster.accumulate(model, steps=2):
+    with accumulate(booster, model, steps=2), accumulate(booster, model, steps=2):
         pass
 
 
 def _accumulate_over_another_loader():
     booster, model, _ = _boosted()
-    booster.accumulate(model, 2, DataLoader([1, 2]))
+    with accumulate(booster, model, 2, DataLoader([1, 2])):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,39 @@ def test_accumulation_that_cannot_be_right_raises(call, message):
     expect_on_ranks(ConfigError, message, call, 1)
 
 
+def _train_batch_in_block(plugin_class, position, steps):
+    booster, model = Booster(plugin=plugin_class()), make_model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = iter([{"input": torch.ones(2, 8)}] * 2)
+
+    def take_step():
+        return train_batch(booster, batches, model, lambda outputs, _: outputs.square().mean(), optimizer)
+
+    for block in range(steps):
+        with accumulate(booster, model, steps=steps):
+            if block == position:
+                take_step()
+    assert steps == 1, "train_batch in a block of several micro-batches"
+    assert take_step(), "the second and last batch"
+
+
+@pytest.mark.parametrize("plugin_class", [ReferencePlugin, ReferencePipelinePlugin])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_whole_step_among_micro_batches_raises(plugin_class, position):
+    message = r"takes a whole step.*multiplies by 0\.5.*`train_batch\(booster, \.\.\., accumulation=N\)` outside"
+    expect_on_ranks(ConfigError, message, _train_batch_in_block, 2, plugin_class, position, 2)
+
+
+def test_a_whole_step_in_a_block_of_one_micro_batch_is_taken():
+    run_on_ranks(_train_batch_in_block, 1, ReferencePlugin, 0, 1)
+
+
 def _steps_and_scheduler():
     booster, model, optimizer = _boosted()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     losses = []
     for _ in range(4):
-        with booster.accumulate(model, steps=2) as is_last:
+        with accumulate(booster, model, steps=2) as is_last:
             booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
         if is_last:
             optimizer.step()
@@ -170,8 +199,8 @@ def _place_and_print():
     inner = make_model()
     model, *_ = booster.boost(inner)
     batch = {"x": torch.ones(2), "nested": [(torch.ones(1), "text")], "encoding": _Encoding(ids=torch.ones(3))}
-    placed = booster.to_device(batch)
-    booster.print("seen", booster.context.coordinator.rank)
+    placed = to_device(booster, batch)
+    booster.context.coordinator.print_on_master("seen", booster.context.coordinator.rank)
     return (
         booster.unwrap(model) is inner,
         placed["nested"][0][1],
@@ -214,7 +243,7 @@ def _reduce_wrongly(kind):
     booster = Booster(plugin=ReferencePlugin())
     rank = booster.context.coordinator.rank
     values = {"text": "text", "shapes": torch.ones(2 + rank), "structure": {str(rank): 1.0}, "reduction": 1.0}[kind]
-    booster.reduce(values, "max" if kind == "reduction" else "mean")
+    reduce(booster, values, "max" if kind == "reduction" else "mean")
 
 
 @pytest.mark.parametrize(

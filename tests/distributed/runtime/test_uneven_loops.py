@@ -1,4 +1,4 @@
-"""`Booster.join` by itself, under a plugin that replicates: what it weighs, what ends it, and what it refuses."""
+"""`join` by itself, under a plugin that replicates: what it weighs, what ends it, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from uneven_runs import NUM_BATCHES, batches_of, make, square, train_plainly
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_runtime import join, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
@@ -23,7 +24,7 @@ def boosted(plugin_class=ReferencePlugin):
 def train():
     booster, model, optimizer, index = boosted()
     count = 0
-    for x in booster.join(batches_of(index)):
+    for x in join(booster, batches_of(index)):
         booster.backward(square(model(x), None), optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -33,7 +34,7 @@ def train():
 
 def train_in_pipeline():
     booster, model, optimizer, index = boosted(ReferencePipelinePlugin)
-    joined = booster.join({"x": x} for x in batches_of(index))
+    joined = join(booster, ({"x": x} for x in batches_of(index)))
     count = 0
     while True:
         try:
@@ -55,7 +56,7 @@ def test_steps_follow_the_ranks_that_have_batches(run):
 
 def with_batches(*of_ranks):
     booster, model, optimizer, index = boosted()
-    for x in booster.join(of_ranks[index]):
+    for x in join(booster, of_ranks[index]):
         booster.backward(square(model(x), None), optimizer)
         optimizer.step()
 
@@ -70,7 +71,7 @@ def failing(count):
 
 def fail_on_one_rank():
     booster, model, optimizer, index = boosted()
-    for x in booster.join(failing(0) if index else batches_of(1)):
+    for x in join(booster, failing(0) if index else batches_of(1)):
         booster.backward(square(model(x), None), optimizer)
         optimizer.step()
 
@@ -89,7 +90,7 @@ def test_an_error_of_one_ranks_batches_raises_on_every_rank():
 
 def step_by_hand():
     booster, model, optimizer, index = boosted()
-    for x in booster.join(batches_of(index)):
+    for x in join(booster, batches_of(index)):
         square(model(x), None).backward()
         optimizer.step()
 
@@ -100,17 +101,17 @@ def test_gradients_that_were_not_weighed_raise_on_every_rank():
 
 def train_whole_batches():
     booster, model, optimizer, index = boosted()
-    booster.train_batch(booster.join(batches_of(index)), model, square, optimizer)
+    train_batch(booster, join(booster, batches_of(index)), model, square, optimizer)
 
 
 def test_whole_batches_can_not_be_joined():
-    expect_on_ranks(ConfigError, "`Booster.train_batch` does not know which batches", train_whole_batches, 2)
+    expect_on_ranks(ConfigError, "`train_batch` does not know which batches", train_whole_batches, 2)
 
 
 def leave_and_go_on(keeps):
     """Leave the loop where one rank has run out, and take one more step on other batches."""
     booster, model, optimizer, index = boosted()
-    joined = booster.join(batches_of(index))
+    joined = join(booster, batches_of(index))
     batches = enumerate(joined)
     if not keeps:
         del joined

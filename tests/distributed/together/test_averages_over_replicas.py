@@ -10,7 +10,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_runtime import collectives
+from booster_runtime import collectives, full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
@@ -138,13 +138,13 @@ def boosted(plugin, rounds, device="cpu"):
     for step in (*rounds, *rounds):
         for kind in step:
             if kind == "look":
-                booster.full_gradient(model, names[0])
+                full_gradient(booster, model, names[0])
                 continue
             number += 1
             with booster.no_sync(model) if kind == "no_sync" else contextlib.nullcontext():
                 x = samples(number, dist.get_rank()).to(device)
                 booster.backward(model(x).square().sum(), optimizer)
-        gradients.append({name: booster.full_gradient(model, name).cpu() for name in names})
+        gradients.append({name: full_gradient(booster, model, name).cpu() for name in names})
         optimizer.step()
         optimizer.zero_grad()
     with model.whole_parameters() if plugin == "gemini" else contextlib.nullcontext():

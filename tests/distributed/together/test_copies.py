@@ -1,6 +1,9 @@
-"""A deep copy of a boosted model, as averages are made: it computes what the model does, or raises where it is made."""
+"""A copy or a pickle of a boosted model: it computes what the model does, or raises where it is made."""
 
 import copy
+import io
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +12,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import CheckpointError, ConfigError, GradientError
+from booster_core.plugin import discovery
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
 
 WHOLE = {"ddp": 2, "zero": 2}
 """Strategies whose ranks hold all parameters, and the number of ranks."""
@@ -119,3 +124,55 @@ def test_a_copy_of_the_own_model_raises_when_it_is_called(plugin):
 
 def test_a_copy_of_the_own_model_is_refused_by_fsdp():
     expect_on_ranks(AssertionError, "FSDP does not support deepcopy", make_copy, 2, "fsdp", True, copy.deepcopy)
+
+
+def saved_by_torch(plugin, precision):
+    """Compare what a pickle, which rank 0 makes alone, and the model compute."""
+    booster, model, optimizer = boost(plugin, precision)
+    step(booster, model, optimizer, 0)
+    file = io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save({"model": model, "step": 1}, file)
+    x = torch.ones(2, 6)
+    expected = evaluated(model, x)
+    model.train()
+    step(booster, model, optimizer, 1)
+    assert not torch.equal(expected, evaluated(model, x))
+    if dist.get_rank() == 0:
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)["model"]
+        assert torch.equal(expected, evaluated(twin, x))
+        assert [name for name, _ in twin.named_parameters()] == [name for name, _ in make().named_parameters()]
+        twin.train()
+        twin(torch.randn(4, 6)).sum().backward()  # it belongs to no run
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("plugin", [None, *WHOLE])
+def test_a_pickle_computes_what_the_model_did(plugin, precision):
+    run_on_ranks(saved_by_torch, WHOLE.get(plugin, 1), plugin, precision)
+
+
+def save_split(plugin, options):
+    booster = Booster("cpu", plugin=discovery.load(plugin)(**options))
+    net = tiny_llama() if "tp_size" in options or "pp_size" in options else make()
+    model, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model, Path(folder) / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options"),
+    [
+        ("fsdp", {}),
+        ("gemini", {}),
+        ("hybrid", {"zero_stage": 1}),
+        ("hybrid", {"zero_stage": 3}),
+        ("hybrid", {"tp_size": 2}),
+        ("hybrid", {"pp_size": 2}),
+    ],
+)
+def test_a_pickle_of_a_split_model_raises_with_the_remedy(plugin, options):
+    match = r"can't be pickled, as `torch\.save\(model, path\)` does.*Call `booster\.save_model\(model, path\)` on"
+    expect_on_ranks(CheckpointError, match, save_split, 2, plugin, options)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime import gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
 
 COUNT = 9
@@ -44,7 +45,7 @@ def evaluate(plugin, is_stream, how):
     gathered = []
     with torch.no_grad():
         for indices, x in loader:
-            gathered.append(booster.gather_for_metrics({"indices": indices, "scores": model(x)}, loader))
+            gathered.append(gather_for_metrics(booster, {"indices": indices, "scores": model(x)}, loader))
     return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
 
 
@@ -76,7 +77,7 @@ def gather_with_shared_batches():
     booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2))
     loader = booster.prepare_dataloader(range(COUNT), 2)
     is_last = DistCoordinator().rank % 2 == 1
-    gathered = [booster.gather_for_metrics(batch if is_last else None, loader) for batch in loader]
+    gathered = [gather_for_metrics(booster, batch if is_last else None, loader) for batch in loader]
     return torch.cat(gathered).tolist()
 
 

@@ -15,6 +15,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
@@ -158,7 +159,7 @@ def boosted(plugin, kind, layer, precision=None):
         assert type(result) is kind
         assert result.logits.dtype == result.hidden.states.dtype == torch.float32
         booster.backward(loss_of(result, targets), optimizer)
-        gradients.append({name: booster.full_gradient(model, name) for name in names})
+        gradients.append({name: full_gradient(booster, model, name) for name in names})
         optimizer.step()
         optimizer.zero_grad()
     return gradients

@@ -37,7 +37,6 @@ def trains(plugin_name):
 
 @pytest.mark.parametrize("plugin_name", ["zero", "gemini", "hybrid"])
 def test_strategies_train_as_without_the_comparison(monkeypatch, plugin_name):
-    monkeypatch.setenv("BOOSTER_TRANSPORT", "torch")
     monkeypatch.setenv("BOOSTER_DEBUG", "collectives")
     compared = run_on_ranks(trains, 2, plugin_name)
     monkeypatch.delenv("BOOSTER_DEBUG")

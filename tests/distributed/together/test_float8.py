@@ -10,6 +10,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_runtime.float8 import convert_to_float8
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -90,7 +91,7 @@ def boosted(plugin):
             booster.execute_pipeline(iter([both_of(step)]), model, lambda output, _: output.loss, optimizer)
         else:
             booster.backward(model(**tokens_of(step, rank)).loss, optimizer)
-        gradients |= {f"{step} {name}": booster.full_gradient(model, name) for name in parameters}
+        gradients |= {f"{step} {name}": full_gradient(booster, model, name) for name in parameters}
         optimizer.step()
         optimizer.zero_grad()
     return gradients

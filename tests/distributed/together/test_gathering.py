@@ -10,7 +10,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime.gathering import full_state, gathered, set_full_gradient, set_full_state
+from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state, train_batch
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -48,7 +48,7 @@ def train(plugin_class, options, precision):
 
     def step(number):
         batch = {"input_ids": tokens(number)[rank::size], "labels": tokens(number)[rank::size]}
-        booster.train_batch(iter([batch]), model, None, optimizer)
+        train_batch(booster, iter([batch]), model, None, optimizer)
 
     for number in range(2):
         step(number)
@@ -91,7 +91,7 @@ def masters_follow(plugin_class, options):
     with gathered(booster, model, [WEIGHT]) as tensors:
         assert bool((tensors[WEIGHT] == 0.75).all())
     batch = {"input_ids": tokens(0), "labels": tokens(0)}
-    booster.train_batch(iter([batch]), model, None, optimizer)
+    train_batch(booster, iter([batch]), model, None, optimizer)
     master = full_state(booster, model, WEIGHT, "master")
     assert master.dtype == torch.float32
     assert bool((master != 0.75).any()), "a small step moves the master"
@@ -126,10 +126,10 @@ def train_with_set_gradients(plugin_class, options, precision):
         else:
             booster.backward(model(**batch).loss, optimizer)
         for name in (WEIGHT, EMBEDDING):
-            gradient = booster.full_gradient(model, name)
+            gradient = full_gradient(booster, model, name)
             drawn = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(number))
             set_full_gradient(booster, model, name, 2 * gradient + drawn if is_first else torch.zeros_like(gradient))
-            read[f"{name} {number}"] = booster.full_gradient(model, name)
+            read[f"{name} {number}"] = full_gradient(booster, model, name)
         read[f"norm {number}"] = optimizer.clip_grad_by_norm(3.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -164,7 +164,7 @@ def set_scaled(plugin_class, options):
     booster.backward(model(input_ids=tokens(0), labels=tokens(0)).loss, optimizer)
     before = whole_model(booster, model)[WEIGHT]
     set_full_gradient(booster, model, WEIGHT, torch.full(before.shape, 0.5))
-    read = booster.full_gradient(model, WEIGHT)
+    read = full_gradient(booster, model, WEIGHT)
     optimizer.step()
     return read, before.float() - whole_model(booster, model)[WEIGHT].float()
 
@@ -182,13 +182,13 @@ def gradients_that_cannot_be_set(plugin_class, options):
     others = [parameter for name, parameter in model.named_parameters() if name != WEIGHT]
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(others, lr=0.1))
     booster.backward(model(input_ids=tokens(0), labels=tokens(0)).loss, optimizer)
-    gradient = booster.full_gradient(model, WEIGHT)
+    gradient = full_gradient(booster, model, WEIGHT)
     with pytest.raises(ConfigError, match="does not hold the parameter"):
         set_full_gradient(booster, model, WEIGHT, gradient)
     rank = booster.context.coordinator.rank
     with pytest.raises(ConfigError, match="has shape"):
         set_full_gradient(booster, model, EMBEDDING, torch.zeros(1 + rank))
-    whole = booster.full_gradient(model, EMBEDDING)
+    whole = full_gradient(booster, model, EMBEDDING)
     with pytest.raises(TypeError, match=f"in the shape of '{EMBEDDING}'; got `list`"):
         set_full_gradient(booster, model, EMBEDDING, whole if rank else whole.tolist())  # rank 0's alone is wrong
     with pytest.raises(ConfigError, match=f"Did you mean '{EMBEDDING}'"):

@@ -7,7 +7,7 @@ from named_plugins import plugin_named
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster
-from booster_runtime.gathering import gathered
+from booster_runtime import accumulate, gathered, reduce
 from booster_testing import run_on_ranks
 
 
@@ -20,7 +20,7 @@ def _accumulated(plugin):
     num_steps = 0
     for _ in range(2):
         for x, y in loader:
-            with booster.accumulate(model, STEPS, loader) as is_last:
+            with accumulate(booster, model, STEPS, loader) as is_last:
                 booster.backward(mse(model(x), y), optimizer)
             if is_last:
                 num_steps += 1
@@ -46,7 +46,7 @@ def _reduced(plugin):
     values = {"loss": torch.tensor([1.0, 3.0]) * (index + 1), "hits": index + 3, "seen": (torch.tensor(2 + index),)}
     if plugin == "hybrid-pp" and coordinator.rank == 0:
         values = None  # a stage without outputs
-    means, sums = booster.reduce(values), booster.reduce(values, "sum")
+    means, sums = reduce(booster, values), reduce(booster, values, "sum")
     return size, means["loss"].tolist(), means["seen"][0].item(), sums["hits"].item(), sums["seen"][0].item()
 
 

@@ -14,6 +14,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -97,6 +98,42 @@ def mean_losses(per_rank):
     return [sum(losses) / len(losses) for losses in zip(*per_rank, strict=True)]
 
 
+# ---- errors of other ranks
+
+
+class Breaks(torch.utils.data.SequentialSampler):
+    """Raises on rank 1 when its order is drawn."""
+
+    def __iter__(self):
+        if DistCoordinator().rank == 1:
+            msg = "no such file"
+            raise OSError(msg)
+        return super().__iter__()
+
+
+def boost_beside_an_error(where):
+    rank = DistCoordinator().rank
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    model = booster.enable_lora(make_model(), lora_config=make_config())
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    optimizer.state[frozen]["exp_avg"] = torch.zeros_like(frozen)
+    (group,) = optimizer.param_groups
+    before = list(group["params"]), list(group["param_names"])
+    loader = torch.utils.data.DataLoader(range(4), sampler=Breaks(range(4)) if where == "loader" else None)
+    criterion = "none" if where == "checks" and rank == 1 else None
+    with pytest.raises((OSError, TypeError), match=None if rank == 1 else "rank 1: "):
+        booster.boost(model, optimizer, criterion, loader)
+    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in before[0]]
+    assert group["param_names"] == before[1]
+    assert frozen in optimizer.state
+
+
+@pytest.mark.parametrize("where", ["checks", "loader"])
+def test_an_error_on_another_rank_leaves_the_optimizer_as_it_was(where):
+    run_on_ranks(boost_beside_an_error, 2, where)
+
+
 # ---- gradients
 
 
@@ -107,7 +144,7 @@ def gradients_on_ranks(plugin_class, options, changes, config):
     booster.backward(loss_of(model, tokens), optimizer)
     held = coordinator.all_gather_object([shard.name for shard in booster.state_adapter(model).model_shards()])
     names = dict.fromkeys(name for of_rank in held for name in of_rank)
-    gradients = {name: booster.full_gradient(model, name) for name in names}
+    gradients = {name: full_gradient(booster, model, name) for name in names}
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 

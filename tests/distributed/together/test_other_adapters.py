@@ -12,6 +12,7 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -72,7 +73,7 @@ def train_and_save(kind, plugin_class, options, folder):
     coordinator = DistCoordinator()
     booster.backward(loss_of(model, tokens_of(0)[coordinator.rank :: coordinator.world_size]), optimizer)
     names = [name.removeprefix("base_model.model.") for name in trained]
-    gradients = {name: booster.full_gradient(model, name) for name in names}
+    gradients = {name: full_gradient(booster, model, name) for name in names}
     optimizer.step()
     optimizer.zero_grad()
     booster.save_lora_as_pretrained(model, folder)

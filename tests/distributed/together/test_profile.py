@@ -6,23 +6,25 @@ import torch
 
 from booster_core import Booster
 from booster_core.plugin import ModelWrapper
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
+from booster_core.ranks.calls import OBSERVERS
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
+from booster_tools import profile
 
 PARTS = {"forward", "backward", "clip_grad_by_norm", "step", "gather", "reduce", "save"}
 
 
-def _patched():
-    calls = naming_missing_ranks.__enter__, naming_missing_ranks.__exit__, ModelWrapper.__call__
-    return *calls, collectives.transport_of
+def _classes():
+    return NamedCall.__enter__, NamedCall.__exit__, ModelWrapper.__call__, collectives.transport_of
 
 
 def _profiled(folder):
-    before = _patched()
+    before = _classes()
     booster, model = Booster(plugin="zero"), torch.nn.Linear(8, 8)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with booster.profile(folder, wait=0, warmup=1, active=2):
+    with profile(booster, folder, wait=0, warmup=1, active=2):
+        assert before == _classes(), "calls are observed, nothing is patched"
         for step in range(3):
             booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
             if step == 1:
@@ -30,7 +32,7 @@ def _profiled(folder):
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return before == _patched() and "save_model" not in vars(booster)
+    return not OBSERVERS and "save_model" not in vars(booster)
 
 
 def test_parts_of_a_step_are_ranges(tmp_path):

@@ -1,5 +1,8 @@
 """Replicas that drift are found, with the tensor, the ranks and the step."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import check_replicas
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
@@ -43,7 +47,7 @@ def step(booster, model, optimizer):
 
 def train_checked(name):
     booster, model, optimizer = boost(name)
-    with booster.check_replicas(model, every=1) as check:
+    with check_replicas(booster, model, every=1) as check:
         for _ in range(3):
             step(booster, model, optimizer)
     step(booster, model, optimizer)
@@ -55,9 +59,24 @@ def test_equal_replicas_pass_and_a_closed_check_counts_no_more(name):
     assert run_on_ranks(train_checked, 2, name) == [3, 3]
 
 
+def check_and_drop(name):
+    booster, model, optimizer = boost(name)
+    check_replicas(booster, model, every=1)
+    step(booster, model, optimizer)
+    seen = weakref.ref(model), weakref.ref(model.unwrap())
+    del booster, model, optimizer
+    gc.collect()
+    return [each() is None for each in seen]
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_check_that_is_open_keeps_no_model(name):
+    assert run_on_ranks(check_and_drop, 2, name) == [[True, True]] * 2
+
+
 def drift(name, what):
     booster, model, optimizer = boost(name)
-    booster.check_replicas(model, every=2)
+    check_replicas(booster, model, every=2)
     first = DistCoordinator().rank == 0
     step(booster, model, optimizer)
     step(booster, model, optimizer)

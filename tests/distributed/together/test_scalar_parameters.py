@@ -13,6 +13,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
@@ -102,7 +103,7 @@ def train(name, kind, folder):
             booster.load_model(model, f"{folder}/model")
             booster.load_optimizer(optimizer, f"{folder}/optimizer")
         booster.backward(model(batch(step, size)[rank::size]).square().mean(), optimizer)
-        gradients.append({key: booster.full_gradient(model, key) for key in trained})
+        gradients.append({key: full_gradient(booster, model, key) for key in trained})
         optimizer.step()
         optimizer.zero_grad()
     booster.save_model(model, f"{folder}/last", use_safetensors=True)

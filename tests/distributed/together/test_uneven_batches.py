@@ -1,4 +1,4 @@
-"""`Booster.join`: ranks with uneven numbers of batches end together, and steps follow the ranks that have some left."""
+"""`join`: ranks with uneven numbers of batches end together, and steps follow the ranks that have some left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_runtime import join
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
@@ -35,7 +36,7 @@ def boosted(name):
 
 def train(name, folder):
     booster, model, optimizer, index = boosted(name)
-    joined = booster.join(batches_of(index))
+    joined = join(booster, batches_of(index))
     count = 0
     if name == "hybrid-pp":
         while True:
@@ -70,7 +71,7 @@ def evaluate():
     booster, model, _, index = boosted("zero")
     model.eval()
     with torch.no_grad():
-        return sum(len(model(x)) for x in booster.join(iter(batches_of(index))))
+        return sum(len(model(x)) for x in join(booster, iter(batches_of(index))))
 
 
 def test_evaluation_ends_together():

@@ -15,6 +15,7 @@ from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -102,7 +103,7 @@ class Boosted(Plain):
         return self.booster.no_sync(self.model, self.optimizer)
 
     def step(self):
-        found = {name: self.booster.full_gradient(self.model, name) for name in self.names}
+        found = {name: full_gradient(self.booster, self.model, name) for name in self.names}
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         norm = self.optimizer.clip_grad_by_norm(0.05)
         self.optimizer.step()

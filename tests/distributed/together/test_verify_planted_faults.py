@@ -25,7 +25,7 @@ from booster_hybrid.pipeline.cut import StagedModel
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
-from booster_tools import verify
+from booster_tools import verify, verify_objects
 from booster_zero import LowLevelZeroPlugin
 from booster_zero.gathering.saved_uses import SavedUses
 
@@ -421,14 +421,13 @@ def without_checks_of_entries():
         yield
 
 
-def boost_weighted(plant):
+def verify_weighted(plant):
     loader = DataLoader([(row, index % 4) for index, row in enumerate(drawn(16, WIDTH))], 8, collate_fn=with_weights)
     torch.manual_seed(0)
     model = Stack()
     with plant():
-        Booster(plugin=pipeline(), verify=True).boost(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), weighted, loader
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        verify_objects(Booster(plugin=pipeline()), model, optimizer, weighted, loader)
 
 
 @pytest.mark.parametrize(
@@ -440,4 +439,4 @@ def boost_weighted(plant):
     ids=["checked", "planted"],
 )
 def test_class_weights_that_microbatches_cut_are_found(plant, error, message):
-    expect_on_ranks(error, message, boost_weighted, 2, plant)
+    expect_on_ranks(error, message, verify_weighted, 2, plant)

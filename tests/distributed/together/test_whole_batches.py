@@ -8,6 +8,7 @@ import torch
 from named_plugins import NAMES, make_model, plugin_named
 
 from booster_core import Booster
+from booster_runtime import evaluate_batch, train_batch
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 
@@ -73,7 +74,8 @@ def train_by_whole_batches(name):
     index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     batches = iter(batches_of(index))
     losses = [
-        booster.train_batch(
+        train_batch(
+            booster,
             batches,
             model,
             cross_entropy,
@@ -85,10 +87,15 @@ def train_by_whole_batches(name):
         for _ in range(STEPS)
     ]
     with pytest.raises(StopIteration):
-        booster.train_batch(batches, model, cross_entropy, optimizer)
+        train_batch(booster, batches, model, cross_entropy, optimizer)
     model.train()
-    evaluation = booster.evaluate_batch(iter(batches_of(index)), model, cross_entropy, weight=count_labels)
-    assert model.training
+    frozen = [module for module in model.modules() if "Norm" in type(module).__name__]
+    assert frozen
+    for module in frozen:
+        module.eval()
+    modes = [module.training for module in model.modules()]
+    evaluation = evaluate_batch(booster, iter(batches_of(index)), model, cross_entropy, weight=count_labels)
+    assert [module.training for module in model.modules()] == modes
     logits = None if evaluation.outputs is None else evaluation.outputs.logits.shape[0]
     return losses, (evaluation.loss.item(), evaluation.weight), whole_model(booster, model), logits
 

@@ -8,25 +8,27 @@ import torch
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
+from booster_core.ranks.calls import OBSERVERS
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePlugin
+from booster_tools import profile
 
 PARTS = {"forward", "backward", "clip_grad_by_norm", "step", "reduce", "save"}
 
 
-def patched():
-    calls = naming_missing_ranks.__enter__, naming_missing_ranks.__exit__, ModelWrapper.__call__
-    return *calls, collectives.transport_of
+def classes():
+    return NamedCall.__enter__, NamedCall.__exit__, ModelWrapper.__call__, collectives.transport_of
 
 
 def profiled(folder):
-    before = patched()
+    before = classes()
     booster, model = Booster(plugin=ReferencePlugin()), torch.nn.Linear(8, 8)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     flag = torch.ones(1)
-    with booster.profile(folder, wait=0, warmup=1, active=2):
+    with profile(booster, folder, wait=0, warmup=1, active=2):
+        assert before == classes(), "calls are observed, nothing is patched"
         for step in range(3):
             booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
             if step == 1:
@@ -36,7 +38,7 @@ def profiled(folder):
             optimizer.step()
             optimizer.zero_grad()
     assert flag.item() == 2**3, "what is named is what is called"
-    return before == patched() and "save_model" not in vars(booster)
+    return not OBSERVERS and "save_model" not in vars(booster)
 
 
 def test_parts_of_a_step_are_ranges(tmp_path):
@@ -51,8 +53,12 @@ def test_parts_of_a_step_are_ranges(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"active": 0}, "`active=0`"), ({"wait": -1}, "`wait=-1`"), ({"warmup": True}, "`warmup=True`")],
+    [
+        ({"active": 0}, "`active=0` of `booster_tools.profile`"),
+        ({"wait": -1}, "`wait=-1`"),
+        ({"warmup": True}, "`warmup=True`"),
+    ],
 )
 def test_numbers_of_steps_are_checked(settings, message, tmp_path):
-    with pytest.raises(ConfigError, match=message), Booster().profile(tmp_path, **settings):
+    with pytest.raises(ConfigError, match=message), profile(Booster(), tmp_path, **settings):
         pass

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket
@@ -272,7 +273,7 @@ def boosted(name, steps):
     gradients = []
     for step in range(steps):
         booster.backward(model(batch(step, size)[rank::size]).square().mean(), optimizer)
-        whole = {n: booster.full_gradient(model, n) for n in names}
+        whole = {n: full_gradient(booster, model, n) for n in names}
         gradients.append({n: gradient for n, gradient in whole.items() if gradient is not None})
         optimizer.step()
         optimizer.zero_grad()
@@ -363,7 +364,7 @@ def backward_twice():
     loss = model(batch(0, 1)).square().mean()
     optimizer.backward(loss, retain_graph=True)
     optimizer.backward(loss)
-    actual = {n: booster.full_gradient(model, n) for n in names}
+    actual = {n: full_gradient(booster, model, n) for n in names}
     assert_same_tensors(actual, {n: p.grad for n, p in expected.named_parameters()}, CLOSE)
 
 
@@ -399,7 +400,7 @@ def teach():
         loss = (teacher(student(batch(0, 1))) - target).square().mean()
         if is_boosted:
             booster.backward(loss, optimizer)
-            found = {n: booster.full_gradient(student, n) for n in names}
+            found = {n: full_gradient(booster, student, n) for n in names}
         else:
             loss.backward()
             found = {n: p.grad for n, p in student.named_parameters()}

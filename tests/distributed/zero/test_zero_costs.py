@@ -15,7 +15,6 @@ from torch import nn
 
 from booster_core import Booster
 from booster_runtime import collectives
-from booster_runtime.collectives.transports import override
 from booster_testing import peak_memory, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
@@ -90,7 +89,7 @@ def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
 def bytes_handed_to_torch(stage):
     """Return the bytes that this rank passes to torch.distributed in one step, by function and tag, whoever calls.
 
-    Nothing is sent in any other way on the portable transport.
+    Nothing is sent in any other way.
     """
     handed = defaultdict(lambda: defaultdict(int))
 
@@ -104,15 +103,14 @@ def bytes_handed_to_torch(stage):
 
         return call
 
-    with override("torch"):
-        booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
+    booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
+    train(booster, model, optimizer, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in list(vars(dist).items()):
+            # Not `isinstance`: torch's deprecated objects warn when asked for their class.
+            if COMMUNICATING.search(name) and type(function) is FunctionType:
+                patch.setattr(dist, name, counting(name, function))
         train(booster, model, optimizer, 64)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, function in list(vars(dist).items()):
-                # Not `isinstance`: torch's deprecated objects warn when asked for their class.
-                if COMMUNICATING.search(name) and type(function) is FunctionType:
-                    patch.setattr(dist, name, counting(name, function))
-            train(booster, model, optimizer, 64)
     return {name: list(by_tag.values()) for name, by_tag in handed.items()}
 
 

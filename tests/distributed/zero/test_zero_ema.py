@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import booster_runtime
 from booster_core import Booster
 from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
@@ -45,7 +46,7 @@ def train(booster, model, optimizer, steps, first=0):
 def averages(options, precision):
     """Train and average next to torch's own average of what forward reads, kept in fp32."""
     booster, model, optimizer = boost(options, precision)
-    ema = booster.ema(model, DECAY)
+    ema = booster_runtime.ema(booster, model, DECAY)
     mirror = make().float()
 
     def look():
@@ -78,7 +79,7 @@ def test_averages_are_torch_s_of_the_values_that_forward_reads(variant, precisio
 
 def distance_from_masters():
     booster, model, optimizer = boost({}, "bf16")
-    ema = booster.ema(model, DECAY)
+    ema = booster_runtime.ema(booster, model, DECAY)
     index_of = {name: index for index, name in optimizer.names.items()}
     masters = {}
     for step in range(6):
@@ -109,7 +110,7 @@ def applies_and_goes_on(options, precision):
     runs = []
     for applies in (False, True):
         booster, model, optimizer = boost(options, precision)
-        ema = booster.ema(model, DECAY)
+        ema = booster_runtime.ema(booster, model, DECAY)
         for step in range(4):
             train(booster, model, optimizer, 1, first=step)
             ema.update()
@@ -131,7 +132,7 @@ def test_applying_averages_leaves_no_trace_in_training(variant, precision):
 
 def saves(options, folder):
     booster, model, optimizer = boost(options, "bf16")
-    ema = booster.ema(model, DECAY)
+    ema = booster_runtime.ema(booster, model, DECAY)
     train(booster, model, optimizer, 3)
     ema.update()
     ema.save(folder)
@@ -140,7 +141,7 @@ def saves(options, folder):
 
 def loads(options, folder):
     booster, model, _ = boost(options, "bf16")
-    ema = booster.ema(model, DECAY)
+    ema = booster_runtime.ema(booster, model, DECAY)
     ema.load(folder)
     return {shard.name: shard.data.clone() for shard in ema.shards()}
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 from torch.utils.checkpoint import checkpoint
 
+import booster_runtime
 from booster_core import Booster
 from booster_runtime import collectives
 from booster_runtime.collectives.pending import Pending
@@ -316,7 +317,7 @@ READS = {
     "modules": lambda booster, model, optimizer: [p.detach() for m in model.modules() for p in m.parameters()],
     "children": lambda booster, model, optimizer: [p.detach() for m in model.children() for p in m.parameters()],
     "eval": lambda booster, model, optimizer: [model.eval()(torch.ones(2, WIDTH)).detach()],
-    "ema": lambda booster, model, optimizer: [shard.data for shard in booster.ema(model, 0.5).shards()],
+    "ema": lambda booster, model, optimizer: [each.data for each in booster_runtime.ema(booster, model, 0.5).shards()],
     "own state_dict": lambda booster, model, optimizer: [*model._modules["module"].state_dict().values()],
     "own forward": lambda booster, model, optimizer: [without_grad(model._modules["module"], torch.ones(2, WIDTH))],
     "own layer": lambda booster, model, optimizer: [model._modules["module"]._modules["second"](torch.ones(2, WIDTH))],

@@ -1,4 +1,4 @@
-"""Gradients of large embeddings, of which the portable transport sends the rows that a batch touches."""
+"""Gradients of large embeddings, of which ranks send the rows that a batch touches."""
 
 import contextlib
 
@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_runtime.collectives.transports import override
+from booster_runtime import full_gradient
+from booster_runtime.collectives.transports import rows
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
@@ -40,7 +41,7 @@ def tokens_of(step, rank):
     return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank)) * 200
 
 
-def train(transport, options, uses_all, accumulates):
+def train(options, uses_all, accumulates, *, sends_all=False):
     """Return the gradients of each step, and the bytes that this rank sent in its last backward."""
     sent, send, gradients = [], dist.isend, []
 
@@ -48,8 +49,10 @@ def train(transport, options, uses_all, accumulates):
         sent.append(tensor.nbytes)
         return send(tensor, *args, **kwargs)
 
-    with override(transport), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counting)
+        if sends_all:
+            patch.setattr(rows, "touched_rows", lambda _: None)
         booster = Booster("cpu", plugin=LowLevelZeroPlugin(**options))
         model, optimizer, *_ = booster.boost(*make(uses_all))
         for step in range(STEPS):
@@ -59,7 +62,7 @@ def train(transport, options, uses_all, accumulates):
                     booster.backward(model(tokens_of(step + micro, dist.get_rank())), optimizer)
             num_bytes = sum(sent)
             names = [name for name, _ in model.unwrap().named_parameters()]
-            gradients.append({name: booster.full_gradient(model, name) for name in names})
+            gradients.append({name: full_gradient(booster, model, name) for name in names})
             optimizer.step()
             optimizer.zero_grad()
     return gradients, num_bytes
@@ -83,14 +86,15 @@ def train_alone(world_size, uses_all, accumulates):
 @pytest.mark.parametrize("uses_all", [False, True])
 def test_gradients_of_a_table_are_those_of_one_process(options, accumulates, uses_all):
     expected = train_alone(2, uses_all, accumulates)
-    rows = run_on_ranks(train, 2, "torch", options, uses_all, accumulates)
-    whole = run_on_ranks(train, 2, "auto", options, uses_all, accumulates)
-    for (gradients, num_bytes), (others, _) in zip(rows, whole, strict=True):
+    touched = run_on_ranks(train, 2, options, uses_all, accumulates)
+    whole = run_on_ranks(train, 2, options, uses_all, accumulates, sends_all=True)
+    for (gradients, num_bytes), (others, whole_bytes) in zip(touched, whole, strict=True):
         for found, other, plain in zip(gradients, others, expected, strict=True):
             assert_same_tensors(found, other, EXACT)
             for name, gradient in plain.items():
                 torch.testing.assert_close(found[name], gradient)
         table_bytes = ROWS * WIDTH * 4 // 2
+        assert whole_bytes > table_bytes
         if uses_all:
             assert num_bytes > table_bytes
         else:

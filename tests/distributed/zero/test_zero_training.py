@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
-from booster_runtime import collectives
+from booster_runtime import collectives, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
@@ -101,7 +101,7 @@ def boosted(optimizer_name, options, steps=5):
             with booster.no_sync(model) if micro < len(MICROS) - 1 else contextlib.nullcontext():
                 loss = loss_of(model, x[rank::world_size], y[rank::world_size], sum(MICROS))
                 booster.backward(loss, optimizer)
-        gradients.append({n: booster.full_gradient(model, n) for n in names})
+        gradients.append({n: full_gradient(booster, model, n) for n in names})
         norms.append(float(optimizer.clip_grad_by_norm(0.7)))
         optimizer.step()
         optimizer.zero_grad()
@@ -217,7 +217,7 @@ def expected_gradients(step=0, **net):
 
 
 def gradients_of(booster, model):
-    every = {n: booster.full_gradient(model, n) for n, _ in model.unwrap().named_parameters()}
+    every = {n: full_gradient(booster, model, n) for n, _ in model.unwrap().named_parameters()}
     return {n: gradient for n, gradient in every.items() if gradient is not None}
 
 

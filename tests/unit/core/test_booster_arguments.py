@@ -1,5 +1,9 @@
 """What a user can get wrong at Booster's door, in one process; the conformance kit repeats the main ones on ranks."""
 
+import re
+from functools import cached_property
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,7 @@ from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import Capability
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.launch import shutdown
+from booster_runtime import full_gradient
 from booster_testing.models import TinyMLP
 
 
@@ -41,6 +46,7 @@ class Halves(Plugin):
     ("plugin", "error", "match"),
     [
         ("zerp", PluginError, "No plugin named 'zerp' is installed"),
+        ("auto", ConfigError, r"Pass what `booster_tools\.choose_plugin\(.*memory_budget_bytes=\.\.\.\)` returns"),
         (3, TypeError, "got `int`"),
         (Halves, TypeError, "got the class `Halves`"),
     ],
@@ -132,12 +138,82 @@ def test_device_that_the_plugin_does_not_support():
         Booster("meta", plugin=Halves())
 
 
-@pytest.mark.parametrize(("device", "match"), [("cpuu", "not a device that torch knows"), ("cuda:0", "sees none here")])
-def test_device_that_is_not_there(device, match):
-    if device == "cuda:0" and torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    with pytest.raises(ConfigError, match=match):
-        Booster(device)
+def test_device_that_torch_does_not_know():
+    with pytest.raises(ConfigError, match="not a device that torch knows"):
+        Booster("cpuu")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu", "mtia", "hpu", "xla", "ipu", "privateuseone"])
+@pytest.mark.parametrize("make", [str, lambda kind: f"{kind}:0", torch.device])
+def test_device_that_is_not_there(make, kind):
+    """Also types without a module of torch (xla), and the one of which a device of another library takes the name."""
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == kind:
+        pytest.skip(f"this machine has a device of type {kind}")
+    asked = make(kind)
+    expected = re.escape(f"`device={asked!r}` needs a device of type '{kind}'") + ".*sees none here. It sees the CPU"
+    with pytest.raises(ConfigError, match=expected):
+        Booster(asked)
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+def test_device_of_another_library(monkeypatch, is_available):
+    backend = SimpleNamespace(is_available=lambda: is_available, device_count=lambda: 1)
+    monkeypatch.setattr(torch, "privateuseone", backend, raising=False)
+    if is_available:
+        assert Booster("privateuseone").device == torch.device("privateuseone")
+        with pytest.raises(ConfigError, match="`device='privateuseone:1'` is not here"):
+            Booster("privateuseone:1")
+    else:
+        with pytest.raises(ConfigError, match=r"'privateuseone', and torch .* sees none here"):
+            Booster("privateuseone")
+
+
+def test_missing_device_beside_another_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    with pytest.raises(ConfigError, match=r"It sees the CPU and devices of type 'xpu'\. Use `device='xpu'`"):
+        Booster("mps")
+
+
+def test_device_of_an_index_that_is_not_there(monkeypatch):
+    _Cuda(monkeypatch)
+    assert Booster("cuda:3").device == torch.device("cuda", 3)
+    with pytest.raises(ConfigError, match=r"torch sees 4 device\(s\) of type 'cuda', 'cuda:0' to 'cuda:3'"):
+        Booster("cuda:4")
+
+
+class WithoutEngine(Booster):
+    @property
+    def own(self):
+        return self.plugin.missing_in_own
+
+    @cached_property
+    def checkpoint_io(self):
+        return self.plugin.missing_in_engine
+
+
+def test_an_attribute_error_in_an_attribute_of_a_booster_is_told_as_it_is(monkeypatch):
+    booster = WithoutEngine()
+    for name, missing in (("own", "missing_in_own"), ("checkpoint_io", "missing_in_engine")):
+        with pytest.raises(AttributeError, match=f"'SingleDevicePlugin' object has no attribute '{missing}'"):
+            getattr(booster, name)
+
+    def break_hooks():
+        msg = "module 'torch' has no attribute 'xyz'"
+        raise AttributeError(msg)
+
+    monkeypatch.setattr("booster_core.booster.hook_relay", break_hooks)
+    with pytest.raises(AttributeError, match="module 'torch' has no attribute 'xyz'") as raised:
+        _ = booster.context
+    assert raised.traceback[-1].name == "break_hooks"
+
+
+def test_a_name_that_a_booster_does_not_have_is_told():
+    with pytest.raises(AttributeError, match=r"^`Booster` has no `preparee`\.$"):
+        _ = Booster().preparee
+    assert not hasattr(Booster(), "preparee")
+    with pytest.raises(AttributeError, match=r"has no `profile`; call `booster_tools\.profile\(booster, folder\)`\.$"):
+        _ = Booster().profile
 
 
 def test_default_plugin_moves_the_model():
@@ -230,8 +306,8 @@ def test_full_gradient_by_a_wrong_name():
     booster = Booster("cpu")
     model, *_ = booster.boost(*model_and_optimizer())
     with pytest.raises(ConfigError, match=r"no parameter named 'first.wait'. Did you mean 'first.weight'\?"):
-        booster.full_gradient(model, "first.wait")
-    assert booster.full_gradient(model, "first.weight") is None
+        full_gradient(booster, model, "first.wait")
+    assert full_gradient(booster, model, "first.weight") is None
 
 
 def test_full_gradient_looks_names_up_once_and_finds_new_ones(monkeypatch):
@@ -241,10 +317,10 @@ def test_full_gradient_looks_names_up_once_and_finds_new_ones(monkeypatch):
     calls, find = [], booster.plugin.parameter_paths
     monkeypatch.setattr(booster.plugin, "parameter_paths", lambda boosted: calls.append(boosted) or find(boosted))
     for name in ("first.weight", "second.bias", "first.bias"):
-        assert torch.equal(booster.full_gradient(model, name), model.unwrap().get_parameter(name).grad)
+        assert torch.equal(full_gradient(booster, model, name), model.unwrap().get_parameter(name).grad)
     assert len(calls) == 1
     model.unwrap().second.more = nn.Parameter(torch.ones(2))
-    assert booster.full_gradient(model, "second.more") is None
+    assert full_gradient(booster, model, "second.more") is None
     assert len(calls) == 2
 
 
@@ -256,7 +332,7 @@ def test_two_models_in_one_booster():
     for model, optimizer, *_ in pairs:
         with booster.no_sync(model):
             booster.backward(model(torch.ones(1, 8)).sum(), optimizer)
-        assert booster.full_gradient(model, "second.bias").tolist() == [1.0] * 4
+        assert full_gradient(booster, model, "second.bias").tolist() == [1.0] * 4
 
 
 def test_gradients_of_zero_may_be_there():
@@ -264,3 +340,17 @@ def test_gradients_of_zero_may_be_there():
     model(torch.ones(2, 8)).sum().backward()
     optimizer.zero_grad(set_to_none=False)
     Booster("cpu").boost(model, optimizer)
+
+
+def test_functions_that_take_a_booster_are_named_with_their_package():
+    import booster_runtime
+    import booster_tools
+    from booster_core.attribute_hints import HINTS
+
+    named = [hint.split("`")[1] for hint in HINTS.values() if "`booster_runtime." in hint or "`booster_tools." in hint]
+    assert len(named) > 10
+    for call in named:
+        package, name = call.partition("(")[0].split(".")
+        assert name in {"booster_runtime": booster_runtime, "booster_tools": booster_tools}[package].__all__
+    with pytest.raises(AttributeError, match=r"has no `train_batch`; call `booster_runtime\.train_batch\(booster, "):
+        _ = Booster().train_batch

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, name_ranks
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.rendezvous import name_ranks
 
 
 @pytest.fixture
@@ -20,9 +19,11 @@ def test_a_world_of_one(coordinator):
 
 
 def test_nobody_is_waited_for(coordinator):
-    coordinator.rendezvous("save_model")
+    coordinator.block_all(name="save_model")
     coordinator.block_all()
-    coordinator.raise_together(None)
+    coordinator.agree("boost", {"seed": 1})
+    with coordinator.together("save_model"):
+        pass
     assert coordinator.broadcast_object("it") == "it"
     assert coordinator.all_gather_object("it") == ["it"]
     with coordinator.priority_execution():
@@ -31,8 +32,8 @@ def test_nobody_is_waited_for(coordinator):
 
 def test_an_error_is_raised_as_it_is(coordinator):
     error = ValueError("mine")
-    with pytest.raises(ValueError, match="mine") as caught:
-        coordinator.raise_together(error)
+    with pytest.raises(ValueError, match="mine") as caught, coordinator.together("save_model"):
+        raise error
     assert caught.value is error
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks import rendezvous
-from booster_core.ranks.rendezvous import LongWait, Rendezvous
+from booster_core.ranks import meeting
+from booster_core.ranks.meeting import LongWait, Meeting
 
 
 def test_a_long_meeting_names_who_is_missing_once_per_interval(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_NOTE_SECONDS", 0.2)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
 
     def come(rank):
         with pytest.raises(MissingRanksError):
-            Rendezvous(store, rank, range(4)).meet("boost", timeout_seconds=0.9)
+            Meeting(store, rank, range(4)).meet("boost", timeout_seconds=0.9)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 3)]
     for thread in threads:

@@ -92,6 +92,13 @@ def test_a_restored_scaler_continues(interval, before, after):
     assert scales_of_ours(restored, after) == scales_of_ours(scaler, after)
 
 
+def test_a_scale_grows_after_more_good_steps_than_its_interval():
+    """A state may come from a run with a longer interval."""
+    scaler = DynamicLossScaler(LossScaleConfig(initial_scale=8.0, growth_interval=3))
+    scaler.load_state_dict({"scale": 8.0, "num_good_steps": 5})
+    assert scales_of_ours(scaler, [False] * 4) == [16.0, 16.0, 16.0, 32.0]
+
+
 def test_the_state_has_numbers_of_their_kind():
     scaler = DynamicLossScaler()
     scaler.load_state_dict({"scale": 8, "num_good_steps": 3.0})

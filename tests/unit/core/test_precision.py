@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
@@ -6,6 +6,7 @@ import torch
 
 from booster_core.booster import Booster
 from booster_core.errors import ConfigError
+from booster_core.plugin import Capability
 from booster_core.plugin.replicated import place_model
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
@@ -30,6 +31,7 @@ def test_policies_by_name(name, dtype, suffix):
     [
         (lambda: PrecisionPolicy.parse("fp23"), ConfigError, "Unknown precision 'fp23'. Use one of"),
         (lambda: PrecisionPolicy.parse(16), TypeError, "got `int`"),
+        (lambda: PrecisionPolicy.parse("pure-bf16", loss_scale=LossScaleConfig()), ConfigError, "has none of it"),
         (lambda: PrecisionPolicy(compute_dtype=torch.int8), ConfigError, "compute_dtype"),
         (lambda: PrecisionPolicy(loss_scale=LossScaleConfig()), ConfigError, "is for fp16"),
         (lambda: Booster("cpu", "bf16", SingleDevicePlugin(precision="fp32")), ConfigError, "twice with two answers"),
@@ -43,6 +45,54 @@ def test_policies_by_name(name, dtype, suffix):
 def test_contradictions_are_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+def test_pure_bf16_is_one_format():
+    policy = PrecisionPolicy.parse("pure-bf16")
+    assert policy.compute_dtype == policy.param_dtype == policy.master_dtype == torch.bfloat16
+    assert policy.is_pure
+    assert not policy.uses_autocast
+    assert PrecisionPolicy.parse("fp32").is_pure
+    assert not PrecisionPolicy.parse("bf16").is_pure
+
+
+ASKED_NOTHING = PrecisionPolicy(param_dtype=None, follows_model=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_policy_that_follows_the_model_takes_the_format_of_what_is_trained(name, dtype):
+    model = TinyMLP().to(dtype)
+    policy = ASKED_NOTHING.for_model(model)
+    assert replace(policy, follows_model=False) == PrecisionPolicy.parse(name)
+    assert policy.for_model(model) is policy
+    assert PrecisionPolicy.parse("fp32").for_model(model).compute_dtype == torch.float32, "it was asked for"
+    model.requires_grad_(requires_grad=False)
+    assert ASKED_NOTHING.for_model(model) is ASKED_NOTHING
+    assert ASKED_NOTHING.for_model(TinyMLP().double()) is ASKED_NOTHING
+
+
+class OnlyWide(SingleDevicePlugin):
+    name = "wide"
+    capabilities = SingleDevicePlugin.capabilities - {Capability.BF16}
+
+
+def test_a_plugin_without_bf16_refuses_what_would_need_it():
+    model = TinyMLP().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"trained parameters are in bf16.*'wide' does not support precision 'bf16'"):
+        Booster("cpu", plugin=OnlyWide()).boost(model, optimizer)
+    with pytest.raises(ConfigError, match="'wide' does not support precision 'bf16'"):
+        Booster("cpu", "pure-bf16", OnlyWide())
+    Booster("cpu", "fp32", OnlyWide()).boost(model, optimizer)
+
+
+def test_buffers_and_batch_normalization_are_no_part_of_a_narrow_policy():
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 2, 1), torch.nn.BatchNorm1d(2))
+    model.register_buffer("table", torch.ones(2) / 3)
+    boosted, *_ = Booster("cpu", "pure-bf16").boost(model)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert {each.dtype for each in model[1].parameters()} == {model.table.dtype} == {torch.float32}
+    assert boosted(torch.ones(2, 2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_the_same_answer_twice_is_one_answer():

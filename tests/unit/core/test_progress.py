@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 
 from booster_core.errors import MissingRanksError
-from booster_core.ranks.rendezvous import PROGRESS, Progress, naming_missing_ranks
-from booster_core.ranks.world import current_world
+from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall, observed_by
+from booster_core.ranks.world import PROGRESS, Progress, current_world
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,7 @@ def test_calls_are_counted():
 
 
 def test_a_context_notes_beginning_and_end():
-    with naming_missing_ranks("step"):
+    with NamedCall("step"):
         assert PROGRESS.record() == {
             "counts": {"step": 1},
             "last": ("step", 1),
@@ -38,7 +41,7 @@ def test_a_context_notes_beginning_and_end():
             "call": ("step", 1),
             "ranks": None,
         }
-        with naming_missing_ranks("reduction"):
+        with NamedCall("reduction"):
             assert PROGRESS.call == ("step", 1)
         assert PROGRESS.call == ("step", 1)
     assert PROGRESS.is_finished
@@ -46,16 +49,16 @@ def test_a_context_notes_beginning_and_end():
 
 
 def test_the_ranks_of_the_outermost_call_are_noted():
-    with naming_missing_ranks("forward", (2, 3)):
-        with naming_missing_ranks("gather of parameters"):
+    with NamedCall("forward", (2, 3)):
+        with NamedCall("gather of parameters"):
             assert PROGRESS.record()["ranks"] == [2, 3]
         assert PROGRESS.record()["ranks"] == [2, 3]
-    with naming_missing_ranks("step"):
+    with NamedCall("step"):
         assert PROGRESS.record()["ranks"] is None
 
 
 def fail_in_step(error, ranks=None):
-    with naming_missing_ranks("step", ranks):
+    with NamedCall("step", ranks):
         raise error
 
 
@@ -116,3 +119,71 @@ def test_without_a_monitor_the_timeout_is_still_explained():
     with pytest.raises(MissingRanksError, match=r"`step` #1 timed out after .* s: some ranks of 1 did not") as caught:
         fail_in_step(timeout)
     assert caught.value.__cause__ is timeout
+
+
+class _Diary:
+    """Writes down what begins and ends."""
+
+    def __init__(self):
+        self.lines = []
+
+    @contextlib.contextmanager
+    def during(self, call):
+        self.lines.append(f"begin {call.name}")
+        try:
+            yield
+        except Exception as error:
+            self.lines.append(f"{type(error).__name__} in {call.name}")
+            raise
+        self.lines.append(f"end {call.name}")
+
+
+def test_an_observer_sees_the_calls_of_a_block():
+    diary = _Diary()
+    with NamedCall("before"), observed_by(diary):
+        with NamedCall("step"), ObservedCall("all_reduce", payload_bytes=8):
+            pass
+        thread = threading.Thread(target=lambda: NamedCall("elsewhere").__enter__())
+        thread.start()
+        thread.join()
+    with NamedCall("after"):
+        pass
+    assert diary.lines == [
+        "begin step", "begin all_reduce", "end all_reduce", "end step", "begin elsewhere"
+    ]  # fmt: skip
+    assert not OBSERVERS
+
+
+def test_a_call_that_began_under_an_observer_ends_under_it():
+    diary = _Diary()
+    with contextlib.ExitStack() as stack:
+        with observed_by(diary):
+            stack.enter_context(NamedCall("step"))
+        assert diary.lines == ["begin step"]
+    assert diary.lines == ["begin step", "end step"]
+
+
+def test_an_observer_sees_what_a_call_raised():
+    diary = _Diary()
+    with pytest.raises(MissingRanksError), observed_by(diary):
+        fail_in_step(RuntimeError("Timed out"))
+    assert diary.lines == ["begin step", "RuntimeError in step"]
+    assert not OBSERVERS
+
+
+def test_calls_that_are_observed_alone_are_not_counted():
+    with ObservedCall("all_reduce"):
+        assert PROGRESS.record()["counts"] == {}
+
+
+def test_observers_are_told_of_bytes():
+    seen = []
+
+    class Sizes:
+        def during(self, call):
+            seen.append((call.name, call.ranks, call.payload_bytes, call.sent_bytes))
+            return contextlib.nullcontext()
+
+    with observed_by(Sizes()), NamedCall("gather", (0, 2), payload_bytes=8, sent_bytes=4):
+        pass
+    assert seen == [("gather", (0, 2), 8, 4)]

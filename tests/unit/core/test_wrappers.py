@@ -30,6 +30,21 @@ def test_model_wrapper_forwards_attributes_and_state():
         _ = model.nothing
 
 
+class Sized(nn.Module):
+    """Has a length, and nothing else of a container."""
+
+    def __len__(self):
+        return 0
+
+
+def test_truth_of_a_wrapper_is_that_of_the_own_model():
+    assert bool(ModelWrapper(TinyMLP())) is True
+    assert bool(ModelWrapper(nn.Sequential())) is False
+    assert bool(ModelWrapper(Sized())) is False
+    with pytest.raises(TypeError, match="'Sized' object is not iterable"):
+        list(ModelWrapper(Sized()))
+
+
 def test_model_wrapper_lists_each_parameter_once():
     wrapper = ModelWrapper(TinyMixedBag())
     assert len(list(wrapper.parameters())) == len(list(wrapper.unwrap().parameters()))

@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from booster_gemini.placement.auto import AutoPlacement, BudgetError
+from booster_core.errors import BudgetError
+from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.policy import Event, Kind, Request, largest_working_set
 from booster_gemini.placement.static import StaticPlacement
 

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import BudgetError, ConfigError, OffloadError
 from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import _THREADS, DiskStore
 from booster_gemini.memory.tiered import TieredHome
-from booster_gemini.placement.auto import AutoPlacement, BudgetError
+from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.static import StaticPlacement
 from booster_runtime.memory import ALIGNMENT, aligned_buffer
 from booster_zero.engine import Role

@@ -30,12 +30,12 @@ def test_a_result_is_the_ratio_of_each_round(benchmarks, tmp_path, monkeypatch, 
     monkeypatch.setenv("BOOSTER_BENCH_RESULTS", str(path))
     # the third round was disturbed: both took ten times as long, and the ratio stays
     ours, theirs = [0.9, 1.1, 10.0, 1.0, 1.2], [1.0, 1.0, 10.0, 1.0, 1.0]
-    assert results.compare("a step", ours, theirs, yardstick="DDP", bar=1.0, transport="direct")
+    assert results.compare("a step", ours, theirs, yardstick="DDP", bar=1.0)
     assert not results.compare("a step", ours, theirs, yardstick="DDP", bar=0.99)
     assert not results.compare("saved", [50], [100], yardstick="the formula", bar=0.9, at_least=True, unit="B")
     first, second, third = (results.Result(**json.loads(line)) for line in path.read_text().splitlines())
     assert (first.median, first.low, first.high, first.rounds) == (1.0, 1.0, pytest.approx(1.1), 5)
-    assert (first.ours, first.theirs, first.benchmark, first.transport) == (1.1, 1.0, "zero", "direct")
+    assert (first.ours, first.theirs, first.benchmark) == (1.1, 1.0, "zero")
     assert [each.is_met for each in (first, second, third)] == [True, False, False]
     printed = capsys.readouterr().out.splitlines()
     assert printed[1] == (
@@ -51,8 +51,8 @@ def test_the_page_shows_each_recorded_result(benchmarks, tmp_path):
     assert "Measured on 2026-01-02: A processor; x86_64, 2 cores, 24 GiB, Linux; Python 3.11.7, torch 2.13.0." in text
     assert "2 of 3 bars are met." in text
     assert (
-        "| step of the ZeRO plugin | DistributedDataParallel | direct | 0.900 | 0.880 to 0.930 | 0.95 | 90 ms | 100 ms "
-        "| 8 |" in text
+        "| step of the ZeRO plugin | DistributedDataParallel | 0.900 | 0.880 to 0.930 | 0.95 | 90 ms | 100 ms | 8 |"
+        in text
     )
     assert "| **0.800, missed** |  | at least 0.9 | 80 MiB | 100 MiB | 1 |" in text
     assert text.index("## DDP plugin") < text.index("## ZeRO plugin")

@@ -3,30 +3,15 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives.settings import checks_collectives, requested_transport
+from booster_runtime.collectives.settings import checks_collectives
 from booster_runtime.collectives.sums import combine_into, sum_into
 from booster_runtime.hooks import before_launch
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("BOOSTER_TRANSPORT", "shm", "BOOSTER_TRANSPORT='shm' must be auto"),
-        ("BOOSTER_DEBUG", "collectives,memory", "lists 'memory'; the only mode is 'collectives'"),
-        ("BOOSTER_DIRECT_COLLECTIVES", "0", "Unset it, and set BOOSTER_TRANSPORT=torch"),
-        ("BOOSTER_DIRECT_COLLECTIVES", "1", "Unset it, and set BOOSTER_TRANSPORT=auto"),
-    ],
-)
-def test_a_launch_refuses_a_wrong_setting(monkeypatch, name, value, message):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
+def test_a_launch_refuses_a_wrong_setting(monkeypatch):
+    monkeypatch.setenv("BOOSTER_DEBUG", "collectives,memory")
+    with pytest.raises(ConfigError, match="lists 'memory'; the only mode is 'collectives'"):
         before_launch("gloo")
-
-
-@pytest.mark.parametrize(("value", "transport"), [("", "auto"), ("torch", "torch"), ("direct", "direct")])
-def test_the_requested_transport(monkeypatch, value, transport):
-    monkeypatch.setenv("BOOSTER_TRANSPORT", value)
-    assert requested_transport() == transport
 
 
 @pytest.mark.parametrize(("value", "checks"), [(None, False), ("", False), (" collectives ", True)])

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_runtime import gather_for_metrics
 from booster_runtime.data.dealing import split_dataloader
 from booster_runtime.data.prepare import prepare_dataloader
 
@@ -91,8 +92,8 @@ def test_values_that_are_not_one_per_sample_are_refused():
 def test_one_process_gathers_what_it_has():
     booster = Booster()
     loader = booster.prepare_dataloader(range(5), 2)
-    gathered = [booster.gather_for_metrics((batch * 2, {"y": batch}), loader) for batch in loader]
+    gathered = [gather_for_metrics(booster, (batch * 2, {"y": batch}), loader) for batch in loader]
     assert torch.cat([double for double, _ in gathered]).tolist() == [0, 2, 4, 6, 8]
     assert gathered[-1][1]["y"].tolist() == [4]
     with pytest.raises(TypeError, match="is the loader that `boost` or `prepare_dataloader` returned"):
-        booster.gather_for_metrics(torch.ones(2), DataLoader(range(4), batch_size=2))
+        gather_for_metrics(booster, torch.ones(2), DataLoader(range(4), batch_size=2))

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -74,10 +75,47 @@ def test_materialize_needs_the_context_to_be_over() -> None:
             materialize(model)
 
 
-@pytest.mark.parametrize(("device", "message"), [("nowhere", "not a device"), ("meta", "no values to initialise")])
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("nowhere", "`default_device='nowhere'` is not a device"),
+        ("meta", "no values to initialise"),
+        (lambda: "nowhere", "`default_device='nowhere'` is not a device"),
+        (lambda: torch.device("meta"), "no values to initialise"),
+    ],
+)
 def test_default_device_is_checked(device, message) -> None:
     with pytest.raises(ConfigError, match=message):
         LazyInitContext(default_device=device)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
+def test_default_device_may_be_a_function(device) -> None:
+    def get_current_device():
+        return device
+
+    with LazyInitContext(default_device=get_current_device) as context:
+        model = nn.Linear(2, 2)
+    assert context.default_device == torch.device("cpu")
+    assert is_lazy(model)
+    materialize(model)
+    assert model.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (nn.Linear(2, 2), "`Linear`"),
+        (torch.device, "`type`"),
+        (0.5, "`float`"),
+        (Booster("cpu"), "`Booster`"),
+        (lambda: None, "a function that returns `NoneType`"),
+    ],
+)
+def test_default_device_that_is_none(given, got) -> None:
+    message = f"a device, its name such as 'cpu', or a function that returns one; got {got}. Pass `booster.device`"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        LazyInitContext(default_device=given)
 
 
 def test_boosting_twice_is_refused(model) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
+from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import refuse_all_gradients, refuse_gradient, refuse_renormalized, working_dtypes
 from booster_runtime.sharding.written import not_optimized, write_gradient
 
@@ -61,9 +62,10 @@ def test_written_gradients_get_the_loss_scale():
 def test_formats_of_parameters_under_a_narrow_one():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_parameter("count", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
-    dtype_of = working_dtypes(model, torch.bfloat16)
+    narrow = PrecisionPolicy(compute_dtype=torch.bfloat16, param_dtype=torch.bfloat16)
+    dtype_of = working_dtypes(model, narrow)
     assert dtype_of(model[0].weight) == torch.bfloat16
     assert dtype_of(model[1].weight) == torch.float32, "torch's kernel needs it"
     assert dtype_of(model.count) == torch.int64
-    assert working_dtypes(model, None)(model[0].weight) == torch.float32
-    assert working_dtypes(model, torch.float64)(model[1].weight) == torch.float64
+    assert working_dtypes(model, PrecisionPolicy(param_dtype=None))(model[0].weight) == torch.float32
+    assert working_dtypes(model, PrecisionPolicy(param_dtype=torch.float64))(model[1].weight) == torch.float64

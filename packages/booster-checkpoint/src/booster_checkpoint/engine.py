@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Plugin
     from booster_core.state import StateAdapter
 
+_TORCH_SUFFIXES = (TORCH, ".pt", ".pth", ".ckpt")
+_SUFFIXES = (SAFETENSORS, *_TORCH_SUFFIXES)
+"""By these a path is that of a file; not by ``.5-7B``."""
 _MIB = 1 << 20
 _MIN_BUCKET_BYTES = 1024
 
@@ -193,14 +196,18 @@ def _place(part: Part, path: Path, request: SaveRequest) -> tuple[Path, Callable
             msg = f"`size_per_shard={request.size_per_shard}` is not a size in MiB. The default is 1024."
             raise ConfigError(msg)
         part.max_bytes = request.size_per_shard * _MIB
-        return path, lambda: _check_is_no_file(path)
+        return path, lambda: _check_is_no_file(path, "`shard=True` writes a folder. Pass another path or `shard=False`")
+    if isinstance(part, ModelPart) and part.is_pretrained and path.suffix not in _SUFFIXES:
+        part.is_alone = True
+        why = f"a folder as `from_pretrained` reads it is to be written. Pass another path, or '{path}{names.suffix}'"
+        return path, lambda: _check_is_no_file(path, why)
     if names.prefix is not None:
         msg = (
             f"`prefix={names.prefix!r}` names the files of a folder; with `shard=False` the path names the file. Drop "
             "one of them."
         )
         raise ConfigError(msg)
-    other = {SAFETENSORS: (TORCH, ".pt", ".pth", ".ckpt"), TORCH: (SAFETENSORS,)}[names.suffix]
+    other = _TORCH_SUFFIXES if names.suffix == SAFETENSORS else (SAFETENSORS,)
     if path.suffix in other:
         wanted = "True" if names.suffix == TORCH else "False"
         remedy = f"Use a name that ends in '{names.suffix}'"
@@ -214,11 +221,9 @@ def _place(part: Part, path: Path, request: SaveRequest) -> tuple[Path, Callable
     return path.parent, lambda: _check_is_no_folder(path)
 
 
-def _check_is_no_file(path: Path) -> None:
+def _check_is_no_file(path: Path, why: str) -> None:
     if path.exists() and not path.is_dir():
-        msg = (
-            f"Checkpoint path '{path}' is a file, but `shard=True` writes a folder. Pass another path or `shard=False`."
-        )
+        msg = f"Checkpoint path '{path}' is a file, but {why}."
         raise CheckpointError(msg)
 
 

@@ -39,23 +39,19 @@ def staged_for(coordinator: DistCoordinator, target: RemotePath, call: str) -> I
     Collective: every rank.
     """
     folder: Path | None = None
-    error: Exception | None = None
     try:
-        if coordinator.rank == 0:
-            try:
-                folder = Path(tempfile.mkdtemp(prefix="booster-"))
-            except OSError as caught:
-                error = as_checkpoint_error(caught, Path(tempfile.gettempdir()))
-        coordinator.raise_together(error, name=call)
+        with coordinator.together(call):
+            if coordinator.rank == 0:
+                try:
+                    folder = Path(tempfile.mkdtemp(prefix="booster-"))
+                except OSError as error:
+                    raise as_checkpoint_error(error, Path(tempfile.gettempdir())) from error
         path = Path(coordinator.broadcast_object(folder)) / target.name
         yield path
-        if folder is not None:
-            try:
-                _upload(path, target)
-            except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
-                error = caught
         limit = max(coordinator.timeout_seconds, _TRANSFER_TIMEOUT_SECONDS)
-        coordinator.raise_together(error, name=call, timeout_seconds=limit)
+        with coordinator.together(call, timeout_seconds=limit):
+            if folder is not None:
+                _upload(path, target)
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -77,7 +77,7 @@ class Session:
     """How the ranks of one `CheckpointEngine` work together.
 
     Args:
-        coordinator: Rank facts and rendezvous.
+        coordinator: Rank facts, and meetings of ranks.
         timeout_seconds: How long a save or load waits for ranks that do not call it.
 
     Attributes:
@@ -105,7 +105,9 @@ class Session:
 
         Collective: every rank.
         """
-        self.coordinator.raise_together(error, name=name, timeout_seconds=self._timeout_seconds)
+        with self.coordinator.together(name, timeout_seconds=self._timeout_seconds):
+            if error is not None:
+                raise error
 
     @contextmanager
     def together(self, name: str, path: Path, *, for_long: bool = False) -> Iterator[None]:
@@ -120,13 +122,12 @@ class Session:
 
         Collective: every rank.
         """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-            error = as_checkpoint_error(caught, path)
         limit = max(self.coordinator.timeout_seconds, _WRITE_TIMEOUT_SECONDS) if for_long else None
-        self.coordinator.raise_together(error, name=name, timeout_seconds=limit)
+        with self.coordinator.together(name, timeout_seconds=limit):
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
+                raise as_checkpoint_error(error, path)  # noqa: B904 - it may be the same error
 
     def gather(self, name: str, path: Path, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
         """Return what ``work`` returned on every rank, in rank order; see `gather_each`.
@@ -160,7 +161,9 @@ class Session:
             ([_key_of(content) for content in packed], error is not None), process_group=group, name=f"{name} (gather)"
         )
         if any(has_failed for _, has_failed in told):
-            self.coordinator.raise_together(error, name=name)
+            with self.coordinator.together(name):
+                if error is not None:
+                    raise error
         keys = [rank_keys for rank_keys, _ in told]
         travelling = places_in_message(keys)
         message = np.zeros(sum(size for _, size in travelling), dtype=np.uint8)  # each rank fills its places

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
-    from booster_core.batches import Evaluation
     from booster_core.booster import Booster
     from booster_core.checkpoint_io import CheckpointIO
     from booster_core.plugin import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, hookimpl
     from booster_core.precision import LossScaleConfig, PrecisionPolicy
     from booster_core.ranks import DistCoordinator
-    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+    from booster_core.ranks.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch, shutdown
 
     __version__: str
 
@@ -27,7 +26,6 @@ __all__ = [
     "Capability",
     "CheckpointIO",
     "DistCoordinator",
-    "Evaluation",
     "LossScaleConfig",
     "PipelinePlugin",
     "Plugin",
@@ -37,18 +35,18 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "shutdown",
 ]
 
 _import, _names = public_names(
     __name__,
     {
-        ".batches": ["Evaluation"],
         ".booster": ["Booster"],
         ".checkpoint_io": ["CheckpointIO"],
         ".plugin": ["BoostContext", "Boosted", "Capability", "PipelinePlugin", "Plugin", "hookimpl"],
         ".precision": ["LossScaleConfig", "PrecisionPolicy"],
         ".ranks": ["DistCoordinator"],
-        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"],
+        ".ranks.launch": ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "shutdown"],
     },
 )
 

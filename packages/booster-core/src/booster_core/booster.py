@@ -6,29 +6,30 @@ file code.
 
 from __future__ import annotations
 
-import copy
-import difflib
+import contextlib
+import math
 import weakref
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 
-from booster_core.batches import Batches
+from booster_core.attribute_hints import no_attribute
 from booster_core.errors import ConfigError, needs_runtime
 from booster_core.plugin.arguments import check_boost_arguments, check_boosted
 from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.other_libraries import Remedies
-from booster_core.plugin.settings import check_device, own_device, resolve_precision
+from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
-from booster_core.plugin.wrappers import unwrap_model
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.precision.policy import NARROW
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
 from booster_core.saving import Saving
+from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,31 +51,47 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-class Booster(Batches, Remedies):
+__all__ = ["Booster", "LossWeight"]
+
+
+class LossWeight:
+    """What `Booster.weighing_losses` multiplies losses by.
+
+    Attributes:
+        weight: The factor.
+        is_used: Whether a loss, or a criterion for a pipeline, was multiplied.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.is_used = False
+
+
+class Booster(Saving):
     """Makes a training script distributed by the strategy of a plugin.
+
+    Functions of other packages take a Booster first. Of booster_runtime: ``train_batch``, ``evaluate_batch``,
+    ``accumulate``, ``join`` (loops); ``gather_for_metrics``, ``reduce``, ``to_device`` (data); ``full_gradient``,
+    ``set_full_gradient``, ``gathered``, ``full_state``, ``set_full_state`` (whole tensors); ``ema``,
+    ``check_replicas``. Of booster_tools: ``profile`` and others.
 
     Args:
         device: Where the model runs: a device, its name, or ``None`` for this process's CUDA device where there is one
             and the plugin supports it, else the CPU. It is looked up at the first use.
-        mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `PrecisionPolicy`. Nothing asked, here or through
-            the plugin, means fp32: the model runs as it is, without autocast.
+        mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"pure-bf16"``, or a `PrecisionPolicy`. Where nothing is
+            asked, here or through the plugin, each `boost` follows its model: one whose trained parameters are in bf16
+            or fp16 is trained as under that name, with updates in fp32; any other runs as it is.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
-            ``"auto"`` lets the first `boost` plan the installed ones and take the fastest that fits into the budget.
         timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
-        verify: Let each `boost` first train copies of model and optimizer for two steps on the data loader's first
-            batch, under the plugin and in one process, and raise `GradientError` where they differ by more than
-            rounding. The loss is that of the model's outputs, or ``criterion(model(inputs), targets)`` where batches
-            are pairs; where it is another, pass a function ``verify(model, batch)`` that returns it.
-        memory_budget_bytes: For ``plugin="auto"``: what a rank may hold at the peak of a training step, in bytes.
 
     Raises:
-        TypeError: If ``plugin`` is neither a name nor a `Plugin`, ``device`` no device, or ``verify`` no function.
+        TypeError: If ``plugin`` is neither a name nor a `Plugin`, or ``device`` no device.
         PluginError: If no plugin of that name is installed, or it cannot be loaded, or was written for another version
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, plugin, precision and device don't fit, or
-            one of ``plugin="auto"`` and ``memory_budget_bytes`` comes without the other or without booster-runtime.
+            ``plugin="auto"``, which `booster_tools.choose_plugin` takes the place of.
 
     Collective: none.
     """
@@ -87,17 +104,15 @@ class Booster(Batches, Remedies):
         *,
         timeout_seconds: float | None = None,
         device_placement: bool = True,
-        verify: bool | Callable[[nn.Module, Any], Tensor] = False,
-        memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(verify, bool) and not callable(verify):
-            msg = f"`verify` is True, False or a function `verify(model, batch)`; got `{type(verify).__name__}`."
-            raise TypeError(msg)
-        self._verify = verify
         self.device_placement = device_placement
-        if plugin == "auto" or memory_budget_bytes is not None:
-            plugin = self._run("auto_plugin", plugin=plugin, memory_budget_bytes=memory_budget_bytes)
+        if plugin == "auto":
+            msg = (
+                "`plugin='auto'` names no plugin. Pass what `booster_tools.choose_plugin(model, optimizer, criterion, "
+                "dataloader, memory_budget_bytes=...)` returns: the fastest installed one that fits."
+            )
+            raise ConfigError(msg)
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
@@ -115,6 +130,12 @@ class Booster(Batches, Remedies):
         self._device = own_device(None, plugin) if is_known else None
         self._timeout_seconds = timeout_seconds
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what users passed to `boost`
+        self._loss_weights: list[LossWeight] = []
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(type(self), name):
+            object.__getattribute__(self, name)  # raises what the property did
+        raise no_attribute(self, name)
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +163,7 @@ class Booster(Batches, Remedies):
 
         coordinator = DistCoordinator()
         return BoostContext(
+            booster=self,
             device=self.device,
             coordinator=coordinator,
             precision=self.precision,
@@ -199,28 +221,18 @@ class Booster(Batches, Remedies):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split; with
-                ``verify`` or ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
-            GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
+                model's, they have gradients that no step was taken with, or the data loader can't be split.
 
         Collective: every rank of the world.
         """
         loaders = dataloader if isinstance(dataloader, (list, tuple)) else (dataloader,)
         objects = Boosted(model, optimizer, criterion, loaders[0] if loaders else None, lr_scheduler)
         context = self.context
-        coordinator = context.coordinator
-        coordinator.rendezvous("boost", timeout_seconds=context.timeout_seconds)
-        error: Exception | None = None
-        try:
+        with context.coordinator.together("boost", timeout_seconds=context.timeout_seconds):
             check_boost_arguments(objects, further=loaders[1:])
             context.hooks.check_objects(plugin=self.plugin, objects=objects)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error)
-        if self.plugin.name == "auto":
-            context = self._choose_plugin(objects)
-        if self._verify is not False:
-            self._verify_training(objects)
+        context = replace(context, precision=self._agreed_precision(objects))
+        dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
@@ -231,7 +243,10 @@ class Booster(Batches, Remedies):
             both = [boosted.dataloader, *dealt[1:]]
             boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
         self._models.add(model)
-        self._optimizers[boosted.model] = boosted.optimizer
+        wrapper: Any = boosted.model
+        wrapper.attach(() if boosted.optimizer is None else (boosted.optimizer,), context)
+        self._optimizers[wrapper] = boosted.optimizer
+        self._dtypes[wrapper] = dtypes
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
@@ -276,26 +291,89 @@ class Booster(Batches, Remedies):
         )
         return adapted
 
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, **options: Any) -> None:
         """Run backward from a loss, with the loss scale of the run.
 
         Args:
             loss: A scalar computed from the boosted model's output. Under accumulation, divide it by the number of
                 micro-batches.
             optimizer: The optimizer that `boost` returned.
+            **options: ``inputs`` and ``retain_graph``, as for ``Tensor.backward``.
 
         Raises:
-            TypeError: If the optimizer is not a boosted one, or the loss not a tensor.
+            TypeError: If the optimizer is not a boosted one, the loss not a tensor, or there is another option.
+            ConfigError: If the plugin can't give gradients to these ``inputs`` only.
             GradientError: If the loss is not a scalar or has no gradient.
 
         Collective: every data parallel rank, in step.
         """
+        unknown = [f"`{name}`" for name in options if name not in ("inputs", "retain_graph")]
+        if unknown:
+            msg = f"`Booster.backward` takes no {' or '.join(unknown)}. Its options are `inputs` and `retain_graph`."
+            raise TypeError(msg)
         if not isinstance(optimizer, OptimizerWrapper):
             got = type(optimizer).__name__
             msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
-        joined = self._joined()
-        optimizer.backward(loss if joined is None else joined.weigh(loss))
+        optimizer.backward(self._weighed(loss), **options)
+
+    @contextlib.contextmanager
+    def weighing_losses(self, weight: float) -> Iterator[LossWeight]:
+        """Multiply the losses of `backward`, and of criteria in `execute_pipeline`, inside of a ``with`` block.
+
+        Blocks may be nested; their weights are multiplied.
+
+        Args:
+            weight: The factor.
+
+        Yields:
+            The weight, which knows whether it was used.
+        """
+        entered = LossWeight(weight)
+        self._loss_weights.append(entered)
+        try:
+            yield entered
+        finally:
+            self._loss_weights.remove(entered)
+
+    @property
+    def loss_weight(self) -> float:
+        """What losses are multiplied by now: the product of the weights of the blocks around."""
+        return math.prod(each.weight for each in self._loss_weights)
+
+    def _weighed(self, loss: Any) -> Any:
+        for each in self._loss_weights:
+            each.is_used = True
+        weight = self.loss_weight
+        return loss * weight if weight != 1 and isinstance(loss, torch.Tensor) else loss
+
+    @property
+    def boosted_models(self) -> tuple[ModelWrapper, ...]:
+        """The models that this Booster has boosted and somebody still holds."""
+        return tuple(self._optimizers)
+
+    def boosted_model(self, model: nn.Module | None, call: str) -> ModelWrapper:
+        """Return the boosted model that was passed to a call, or the only one there is.
+
+        Args:
+            model: What the user passed; ``None`` where it was left out.
+            call: What the user called, for messages.
+
+        Raises:
+            TypeError: If the model is not one that this Booster has boosted.
+            ConfigError: If it is left out and not exactly one is boosted.
+        """
+        if model is None:
+            if len(self._optimizers) != 1:
+                msg = f"`{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
+                raise ConfigError(msg)
+            return next(iter(self._optimizers))
+        model = boosted_inside(model)
+        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
+            got = f"{type(model).__module__}.{type(model).__qualname__}"
+            msg = f"`{call}` needs the model returned by `Booster.boost`; got `{got}`."
+            raise TypeError(msg)
+        return model
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -314,7 +392,7 @@ class Booster(Batches, Remedies):
 
         Collective: none, but every rank must do the same.
         """
-        boosted = self._the_model(model, "no_sync")
+        boosted = self.boosted_model(model, "Booster.no_sync")
         return self.plugin.no_sync(boosted, optimizer or self._optimizers.get(boosted))
 
     def execute_pipeline(
@@ -339,64 +417,17 @@ class Booster(Batches, Remedies):
                 "`optimizer.step`, or choose a plugin with pipeline parallelism, such as 'hybrid'."
             )
             raise ConfigError(msg)
-        joined = self._joined()
-        if joined is not None:
-            criterion = joined.weighing(criterion)
-        return self.plugin.execute_pipeline(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+
+        def weighed(outputs: Any, batch: Any) -> Tensor:
+            loss: Tensor = self._weighed(criterion(outputs, batch))
+            return loss
+
+        result = self.plugin.execute_pipeline(
+            data_iter, model, weighed, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
-
-    def full_gradient(self, model: nn.Module, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter, in the parameter's shape, from the ranks that hold its parts.
-
-        Args:
-            model: The boosted model.
-            name: The parameter's name in the user's own model.
-
-        Returns:
-            A copy without loss scaling; ``None`` where the parameter has no gradient.
-
-        Raises:
-            TypeError: If the model is not a boosted one.
-            ConfigError: If the model has no parameter of this name.
-
-        Collective: every rank of the plugin's mesh, in step.
-        """
-        boosted = self._the_model(model, "full_gradient")
-        paths: dict[str, str] = boosted.__dict__.setdefault("_parameter_paths", {})
-        if name not in paths:  # adapters that were added since have names of their own
-            paths.update(self.plugin.parameter_paths(boosted))
-        if name not in paths:
-            close = difflib.get_close_matches(name, paths, n=1)
-            msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
-            raise ConfigError(msg)
-        return self.plugin.full_gradient(boosted, self._optimizers.get(boosted), paths[name])
-
-    def check_replicas(self, model: nn.Module | None = None, every: int = 100) -> AbstractContextManager[Any]:
-        """Compare replicas after every so many steps, and raise on every rank where they differ.
-
-        Compared are parameters, buffers, optimizer state and random state, by hashes; each check reads all state once.
-
-        Args:
-            model: The boosted model; may be left out when one model is boosted.
-            every: Number of steps between two checks.
-
-        Returns:
-            The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``,
-            ends it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
-
-        Raises:
-            TypeError: If the model is not a boosted one.
-            ConfigError: If ``every`` is not positive, the model is left out and not exactly one is boosted, or
-                booster-runtime is not installed.
-
-        Collective: none; the checks are, on every rank of the world.
-        """
-        boosted = self._the_model(model, "check_replicas")
-        check: AbstractContextManager[Any] = self._run(
-            "check_replicas", model=boosted, optimizer=self._optimizers.get(boosted), every=every
-        )
-        return check
+        for each in self._loss_weights:  # also those that ``data_iter`` has entered, on stages without a criterion
+            each.is_used = True
+        return result
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
@@ -412,79 +443,65 @@ class Booster(Batches, Remedies):
 
         Collective: none.
         """
-        return unwrap_model(self._the_model(model, "unwrap"))
-
-    def print(self, *values: object) -> None:
-        """Print on the master rank only.
-
-        Collective: none.
-        """
-        self.context.coordinator.print_on_master(*values)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose body the master rank runs first, and the others once it is through there.
-
-        For work that one rank does for all, such as preparing data. What the body raises there is raised everywhere.
-
-        Collective: every rank of the world.
-        """
-        return self.context.coordinator.priority_execution()
-
-    def profile(self, folder: str | Path, *, wait: int = 1, warmup: int = 1, active: int = 3) -> Any:
-        """Return a context in which torch's profiler records optimizer steps, with the parts of each as named ranges.
-
-        Ranges are ``forward``, ``backward``, ``clip_grad_by_norm``, ``step``, ``save``, ``gather`` and ``reduce``, each
-        after ``booster:``. At its end each rank has written ``trace-rank0.json``, which Perfetto opens.
-
-        Args:
-            folder: Where traces go.
-            wait: Number of steps to leave out.
-            warmup: Number of further steps that are recorded and dropped.
-            active: Number of steps to keep.
-
-        Raises:
-            ConfigError: If a number is out of range.
-
-        Collective: none.
-        """
-        return self._run("profile", folder=folder, wait=wait, warmup=warmup, active=active)
+        return unwrap_model(self.boosted_model(model, "Booster.unwrap"))
 
     def describe(self) -> str:
         """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
 
         Collective: none.
         """
-        context, formats = self.context, self.precision.describe()
+        context = self.context
         notes = [line for found in context.hooks.describe_run(models=list(self._models)) for line in found]
-        if any(line.startswith("reduction") for line in notes):
-            del formats["reduce"]  # which only says what was asked for
+        is_said = any(line.startswith("reduction") for line in notes)  # what is asked for is not all there is to say
+        models = self.boosted_models
+        found = dict.fromkeys(line for model in models for line in self._formats_of(model, is_said=is_said))
         lines = [
             f"plugin     {self.plugin.name} ({type(self.plugin).__name__})",
             *(f"           {name}={value!r}" for name, value in self.plugin.describe().items()),
             f"world      {context.coordinator.world_size} rank(s), {context.timeout_seconds:g} s time limit",
             f"device     {self.device}",
-            "precision  " + ", ".join(f"{name} {kept}" for name, kept in formats.items()),
+            *(found or describe_precision(self.precision)),
         ]
-        lines += [] if self.precision.loss_scale is None else [f"           {self.precision.loss_scale}"]
         text = "\n".join([*lines, *notes])
         context.coordinator.print_on_master(text)
         return text
 
-    def _choose_plugin(self, objects: Boosted) -> BoostContext:
-        """Take the plugin that booster-runtime chooses now that the model is known, and return the new context."""
-        self.plugin = self._run("choose_plugin", objects=objects)
-        self.precision = resolve_precision(self.precision, self.plugin)
-        del vars(self)["context"]  # of the plugin that stood for it
-        return self.context
+    def _run(self, method: str, **arguments: Any) -> Any:
+        """Do the work of a method, which another distribution has."""
+        function = hook_relay().booster_method(name=method)
+        if function is None:
+            raise ConfigError(needs_runtime(f"`Booster.{method}` is done"))
+        return function(booster=self, **arguments)
 
-    def _verify_training(self, objects: Boosted) -> None:
-        """Compare a short training of copies with that of one process; these neither count as steps nor stay."""
-        twin = copy.copy(self)
-        Saving.__init__(twin)  # knows the boosted models
-        twin_context = replace(self.context, after_step=None)
-        vars(twin).pop("checkpoint_io", None)
-        vars(twin).update(_models=weakref.WeakSet(), _verify=False, _joined_batches=None, context=twin_context)
-        twin._run("verify_boost", objects=objects, loss=None if self._verify is True else self._verify)  # noqa: SLF001
+    def _formats_of(self, model: ModelWrapper, *, is_said: bool) -> list[str]:
+        """Return lines on the formats of a boosted model, read from its tensors; without that of sums if it is said."""
+        masters = None
+        is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
+        if is_narrow and model.boosted_optimizers:  # wider ones have no masters, and state may be on a disk
+            shards = self.state_adapter(model).optimizer_shards()
+            masters = next((shard.dtype for shard in shards if shard.state == "master"), None)
+        return describe_precision(model.boost_context.precision, model, masters=masters, says_reduce=not is_said)
+
+    def _agreed_precision(self, objects: Boosted) -> PrecisionPolicy:
+        """Return the precision in which objects are boosted, the same on every rank.
+
+        Collective: every rank of the world, where the precision follows the model.
+        """
+        policy = self.precision
+        if not policy.follows_model:
+            return policy
+        coordinator = self.context.coordinator
+        with coordinator.together("boost"):
+            policy = precision_for(policy, objects, self.plugin)
+        names = coordinator.all_gather_object(policy.name)
+        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if other is not None:  # on every rank alike
+            msg = (
+                f"The trained parameters of the model are in {names[0]} on rank 0 and in {names[other]} on rank "
+                f"{other}. Build it in one format on every rank, or pass `mixed_precision`."
+            )
+            raise ConfigError(msg)
+        return policy
 
     def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""

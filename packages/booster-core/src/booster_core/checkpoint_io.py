@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_core.plugin.interface import BoostContext, Plugin
-    from booster_core.precision.loss_scaler import DynamicLossScaler
+    from booster_core.precision import DynamicLossScaler, PrecisionPolicy
     from booster_core.state.adapter import StateAdapter
 
 __all__ = [
@@ -329,12 +329,13 @@ class ModelState:
     Args:
         adapter: Its shards.
         module: The user's own model, for its configuration and for names in published files.
-        dtype: Element type in which floating tensors are written; their own where ``None``.
+        dtype: Element type in which floating tensors are written, for all or by their names; those without one are
+            written as they are. Where it is by name, values are those of `StateAdapter.export_shards`.
     """
 
     adapter: StateAdapter
     module: nn.Module | None = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,12 +347,14 @@ class TrainingState:
         objects: The other objects of the run.
         optimizer: The optimizer's state, where there is one.
         ema: Averages of the model, if any.
+        precision: In which the model is boosted; ``None`` for a plain one.
     """
 
     model: ModelState
     objects: TrainingObjects
     optimizer: StateAdapter | None = None
     ema: ModelState | None = None
+    precision: PrecisionPolicy | None = None
 
 
 class GlobalPosition(ABC):

@@ -9,17 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _MAX_SHOWN = 10
 
 __all__ = [
     "BoosterError",
+    "BudgetError",
     "CheckpointError",
     "ConfigError",
     "GradientError",
     "LaunchError",
     "LazyInitError",
+    "MismatchError",
     "MissingRanksError",
     "OffloadError",
     "PluginError",
@@ -35,6 +37,19 @@ class BoosterError(Exception):
 
 class ConfigError(BoosterError, ValueError):
     """A value that the user chose is wrong, or contradicts another one."""
+
+
+class BudgetError(ConfigError):
+    """A memory budget is smaller than what must be held at once.
+
+    Attributes:
+        least_bytes: The least budget that would do.
+        moment: What the model does when it needs that much, such as ``"forward of head"``; ``""`` where unknown.
+    """
+
+    def __init__(self, message: str, *, least_bytes: int = 0, moment: str = "") -> None:
+        super().__init__(message)
+        self.least_bytes, self.moment = least_bytes, moment
 
 
 class LaunchError(BoosterError, RuntimeError):
@@ -61,6 +76,10 @@ class MissingRanksError(BoosterError, TimeoutError):
     """Some ranks did not reach a collective call within the time limit; the message names them."""
 
 
+class MismatchError(BoosterError, RuntimeError):
+    """Ranks call different collectives, or the same one with different reductions, dtypes or lengths."""
+
+
 class RankFailedError(BoosterError, RuntimeError):
     """Another rank failed; the message carries its rank, error and traceback."""
 
@@ -78,6 +97,17 @@ def shorten(names: Iterable[str]) -> str:
     listed = list(names)
     text = ", ".join(f"'{name}'" for name in listed[:_MAX_SHOWN])
     return text if len(listed) <= _MAX_SHOWN else f"{text} and {len(listed) - _MAX_SHOWN} more"
+
+
+def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
+    """Return "rank 3", "ranks 1, 2 and 5" or, beyond ten, "ranks 0, 1, ... and 17 others"."""
+    num_ranks = len(ranks) if num_ranks is None else num_ranks
+    if num_ranks == 1:
+        return f"rank {ranks[0]}"
+    named = [str(rank) for rank in ranks[:_MAX_SHOWN]]
+    if num_ranks > len(named):
+        return f"ranks {', '.join(named)} and {num_ranks - len(named)} others"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
 def needs_runtime(what: str) -> str:

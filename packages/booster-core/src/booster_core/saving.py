@@ -25,12 +25,13 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -45,10 +46,10 @@ class Saving:
     plugin: Plugin
     context: BoostContext
     """Device, ranks, precision and hooks of this run, fixed at the first use."""
-    _run: Callable[..., Any]
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[ModelWrapper, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._dtypes: weakref.WeakKeyDictionary[ModelWrapper, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
     @cached_property
@@ -68,7 +69,7 @@ class Saving:
         boosted = self._boosted_model(model)
         if boosted is None:
             return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
-        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], self.context)
+        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], boosted.boost_context)
 
     def save_model(
         self,
@@ -83,10 +84,15 @@ class Saving:
     ) -> None:
         """Write a model in the layout of Hugging Face libraries, without gathering it anywhere.
 
+        A boosted model is written in the formats that it came in, the same under every plugin: see
+        `PrecisionPolicy.export_dtype`. A plain one is written as it is.
+
         Args:
             model: The model that `boost` returned, or a plain one that every rank holds whole.
-            checkpoint: A file, or with ``shard=True`` a folder. Folders are made as needed; older files are replaced.
-                A URL (``s3://bucket/model``) is uploaded to while it is written.
+            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers or diffusers is written into a
+                folder also without ``shard``, as one file with its ``config.json``, unless the path ends in
+                ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders are made
+                as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
@@ -114,7 +120,7 @@ class Saving:
             use_async=use_async,
         )
         with self._saving("model", request, model):
-            self.checkpoint_io.save_model(self._model_state(model), request)
+            self.checkpoint_io.save_model(self._model_state(model, self._export_dtypes(model)), request)
 
     def load_model(
         self,
@@ -189,7 +195,8 @@ class Saving:
         self._check_module(model, "save_lora_as_pretrained")
         request = SaveRequest(call="save_lora_as_pretrained", path=checkpoint, use_safetensors=use_safetensors)
         with self._saving("lora", request, model):
-            self.checkpoint_io.save_lora(self._model_state(model), request, selected_adapters)
+            state = self._model_state(model, self._export_dtypes(model))
+            self.checkpoint_io.save_lora(state, request, selected_adapters)
 
     def save_optimizer(
         self,
@@ -317,7 +324,8 @@ class Saving:
             call="save_checkpoint", path=root, size_per_shard=size_per_shard, use_async=use_async, step=options
         )
         with self._saving("checkpoint", request, model):
-            state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
+            with self.context.coordinator.together(request.call, timeout_seconds=self.context.timeout_seconds):
+                state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
             self.checkpoint_io.save_checkpoint(state, request)
 
     def load_checkpoint(
@@ -376,7 +384,8 @@ class Saving:
             resume=resume,
         )
         with self._announced("checkpoint", request):
-            state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
+            with self.context.coordinator.together(request.call, timeout_seconds=self.context.timeout_seconds):
+                state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
             return self.checkpoint_io.load_checkpoint(state, request)
 
     def has_checkpoint(self, root: str | Path) -> bool:
@@ -410,23 +419,6 @@ class Saving:
                 raise ConfigError(msg)
             self._registered[key] = item, per_rank
 
-    def ema(self, model: nn.Module, decay: float = 0.999) -> MovingAverage:
-        """Return a moving average of a model's weights: ``update()`` it after each step.
-
-        Args:
-            model: As for `save_model`.
-            decay: Weight of the old average in each update.
-
-        Raises:
-            TypeError: If ``model`` is not a module.
-            ConfigError: If ``decay`` is out of range.
-
-        Collective: none; made on every rank.
-        """
-        self._check_module(model, "ema")
-        average: MovingAverage = self._run("ema", model=model, decay=decay)
-        return average
-
     def wait(self) -> None:
         """Wait until a save in the background has ended.
 
@@ -441,16 +433,25 @@ class Saving:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
         model = boosted_inside(model)
         for boosted in self._optimizers:
-            if isinstance(boosted, ModelWrapper) and (boosted is model or boosted.unwrap() is model):
+            if boosted is model or boosted.unwrap() is model:
                 return boosted
         return None
 
-    def _model_state(self, model: nn.Module) -> ModelState:
-        """Return a model as engines see it; floating tensors of a boosted one are written as its precision says."""
-        dtype = None if self._boosted_model(model) is None else self.context.precision.save_dtype
+    def _model_state(
+        self, model: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+    ) -> ModelState:
+        """Return a model as engines see it."""
         return ModelState(adapter=self.state_adapter(model), module=unwrap_model(model), dtype=dtype)
 
-    def _model_of(self, optimizer: Optimizer, call: str) -> nn.Module:
+    def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
+        """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
+        boosted = self._boosted_model(model)
+        if boosted is None:
+            return None
+        precision = boosted.boost_context.precision
+        return {name: precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
+
+    def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
         for boosted, own in self._optimizers.items():
             if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
                 return boosted
@@ -466,30 +467,27 @@ class Saving:
         dataloader: Any,
         ema: MovingAverage | None,
     ) -> TrainingState:
-        """Return the parts of a training state, from the arguments that a user passes; wrong on one, raise on all."""
-        error: Exception | None = None
-        try:
-            self._check_module(model, call)
-            if ema is not None and not callable(getattr(ema, "state_adapter", None)):
-                msg = f"`ema` of `Booster.{call}` must have a method `state_adapter`; got `{type(ema).__name__}`."
-                raise TypeError(msg)
-            schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
-            state = TrainingState(
-                model=self._model_state(model),
-                optimizer=None if optimizer is None else self.state_adapter(self._model_of(optimizer, call)),
-                objects=TrainingObjects(
-                    device=self.context.device,
-                    schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
-                    loss_scaler=getattr(optimizer, "loss_scaler", None),
-                    dataloader=dataloader,
-                    registered=dict(self._registered),
-                ),
-                ema=None if ema is None else ModelState(adapter=ema.state_adapter()),
-            )
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        self.context.coordinator.raise_together(error, name=call, timeout_seconds=self.context.timeout_seconds)
-        return state
+        """Return the parts of a training state, from the arguments that a user passes."""
+        self._check_module(model, call)
+        if ema is not None and not callable(getattr(ema, "state_adapter", None)):
+            msg = f"`ema` of `Booster.{call}` must have a method `state_adapter`; got `{type(ema).__name__}`."
+            raise TypeError(msg)
+        boosted = self._boosted_model(model)
+        precision = None if boosted is None else boosted.boost_context.precision
+        schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
+        return TrainingState(
+            model=self._model_state(model, None if precision is None else precision.save_dtype),
+            optimizer=None if optimizer is None else self.state_adapter(self._model_of(optimizer, call)),
+            objects=TrainingObjects(
+                device=self.context.device,
+                schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
+                loss_scaler=getattr(optimizer, "loss_scaler", None),
+                dataloader=dataloader,
+                registered=dict(self._registered),
+            ),
+            ema=None if ema is None else ModelState(adapter=ema.state_adapter()),
+            precision=precision,
+        )
 
     def _check_module(self, model: Any, call: str) -> None:
         if not isinstance(model, nn.Module):
@@ -505,8 +503,8 @@ class Saving:
         with self._announced(kind, request):
             boosted = self._boosted_model(model)
             if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
-                with naming_missing_ranks("save"):
-                    self.plugin.prepare_save(boosted, self._optimizers[boosted], self.context)
+                with NamedCall("save"):
+                    self.plugin.prepare_save(boosted, self._optimizers[boosted], boosted.boost_context)
             yield
 
     @contextlib.contextmanager
@@ -515,7 +513,8 @@ class Saving:
         verb = "save" if isinstance(request, SaveRequest) else "load"
         before, after = (getattr(self.context.hooks, f"{moment}_{verb}") for moment in ("before", "after"))
         before(kind=kind, checkpoint=request.path)
-        yield
+        with ObservedCall(verb) if OBSERVERS else contextlib.nullcontext():
+            yield
         if isinstance(request, SaveRequest) and request.use_async:
             self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=request.path))
         else:

@@ -298,6 +298,23 @@ class DDPOptimizer(OptimizerWrapper):
         if self.first_step is not None and not self.first_step.is_accumulating:
             self._average()
 
+    def check_inputs(self, inputs: tuple[Any, ...]) -> None:
+        """Check that DDP's reducer can finish with the gradients of some tensors only.
+
+        Raises:
+            ConfigError: If it waits for those of other parameters too.
+        """
+        super().check_inputs(inputs)
+        ids = {id(each) for each in inputs}
+        num_inputs = sum(id(parameter) in ids for parameter in self._reduced.values())
+        if not self._unreduced.can_finish(num_inputs, len(self._reduced)):
+            msg = (
+                f"`inputs` has {num_inputs} of the {len(self._reduced)} parameters that DDP averages together, and it "
+                "would wait for the others. Leave `inputs` out, or run this forward and backward under "
+                "`booster.no_sync`; `optimizer.step()` then averages the gradients."
+            )
+            raise ConfigError(msg)
+
     def settle(self) -> None:
         """Average gradients that DDP has not: those of ``no_sync``, or of a second backward through one forward.
 

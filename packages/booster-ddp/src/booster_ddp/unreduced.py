@@ -32,7 +32,7 @@ class UnreducedGradients:
 
     Args:
         model: The boosted model.
-        context: Provides the rendezvous before averaging.
+        context: Lets ranks wait for each other before averaging.
         bucket_bytes: Size of the buckets in which gradients are averaged.
         rank_local: Parameters that are not averaged.
         wire: The format in which they are sent and summed; ``None`` for their own.
@@ -100,6 +100,21 @@ class UnreducedGradients:
             )
             raise GradientError(msg) from cause
 
+    def can_finish(self, num_inputs: int, num_reduced: int) -> bool:
+        """Return whether DDP's reducer can finish, or needn't begin, if a backward is for some parameters only.
+
+        Args:
+            num_inputs: Number of parameters that get a gradient.
+            num_reduced: Number of parameters whose gradients are averaged.
+
+        Collective: none.
+        """
+        ddp = self._ddp() if self._is_reducer_ready else None
+        if ddp is None or num_inputs == num_reduced:
+            return True
+        # It begins with the first gradient; with a static graph, at the outputs.
+        return not num_inputs and not ddp.static_graph
+
     def average(self) -> list[int]:
         """Average all gradients over the ranks.
 
@@ -115,7 +130,7 @@ class UnreducedGradients:
         assert model is not None, "the optimizer, which calls this, references it"
         # Else a rank that has run fewer backward passes would pair this all-reduce with those of its next backward.
         context = self._context
-        context.coordinator.rendezvous("average gradients", context.timeout_seconds)
+        context.coordinator.block_all(name="average gradients", timeout_seconds=context.timeout_seconds)
         counts = average_gradients(self._reduced(model), self._bucket_bytes, self._wire)
         self.exist = False
         return counts

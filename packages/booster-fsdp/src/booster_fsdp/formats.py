@@ -18,7 +18,7 @@ from booster_core.precision import NARROW, PrecisionPolicy
 if TYPE_CHECKING:
     from booster_fsdp.config import FSDPConfig
 
-_NOT_ASKED = PrecisionPolicy(param_dtype=None)
+_NOT_ASKED = PrecisionPolicy(param_dtype=None, follows_model=True)
 
 
 def resolve_formats(config: FSDPConfig, asked: PrecisionPolicy) -> PrecisionPolicy:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster_core.plugin import rebind
+from booster_core.plugin import rebind, stored_dtypes
 from booster_runtime.lazy import take_values
 from booster_runtime.sharding import dtensor_shards, local_of, send_first
 
@@ -48,8 +48,9 @@ def hollow_model(
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
             send_first(tensor.data)
+    dtype_of = stored_dtypes(model, policy)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(_dtype(parameter, policy))
+        parameter.data = parameter.data.to(dtype_of(parameter))
     return recording
 
 
@@ -94,28 +95,13 @@ def fill_model(
         if isinstance(parameter, DTensor)
         for shard in dtensor_shards(path, None, parameter)
     ]
-    error: Exception | None = None
-    try:
+    with coordinator.together("boost"):
         recording.fill(shards, device)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="boost")
     # Replicated tensors were filled in the dtype of their construction.
-    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-    for parameter in whole:
-        parameter.data = parameter.data.to(_dtype(parameter, policy))
-    if policy.param_dtype is not None and not policy.uses_autocast:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(policy.param_dtype)
-
-
-def _dtype(parameter: nn.Parameter, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the dtype in which a parameter is stored; see `booster_core.plugin.place_model`."""
-    is_kept = policy.uses_autocast and not parameter.requires_grad
-    if policy.param_dtype is None or is_kept or not parameter.is_floating_point():
-        return parameter.dtype
-    return policy.param_dtype
+    dtype_of = stored_dtypes(model, policy)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(dtype_of(tensor))
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

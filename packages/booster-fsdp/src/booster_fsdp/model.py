@@ -9,7 +9,8 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper, through_door
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
+from booster_runtime.local_state import refuse_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,15 @@ class FSDPModel(ModelWrapper):
         )
         raise ConfigError(msg)
 
-    def attach(self, optimizer: FSDPOptimizer | None) -> None:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        refuse_pickle()
+
+    def attach_optimizer(self, optimizer: FSDPOptimizer | None) -> None:
         """Set the optimizer that holds the gradients of the model's shards."""
         self.__dict__["optimizer"] = optimizer
 
@@ -119,5 +128,5 @@ class FSDPModel(ModelWrapper):
         precision = self.precision
         enabled = precision is not None and precision.uses_autocast
         dtype = precision.compute_dtype if precision is not None and enabled else None
-        with naming_missing_ranks("forward"), torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+        with NamedCall("forward"), torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
             return method(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,26 @@ class FSDPOptimizer(OptimizerWrapper):
         """
         self._settlement.has_backward = True
         super().backward(loss, inputs, retain_graph=retain_graph)
+
+    def check_inputs(self, inputs: tuple[Any, ...]) -> None:
+        """Check that no sharded parameter of the model is among the tensors that backward is for.
+
+        Raises:
+            ConfigError: If one is: forward used a gathered copy of it, and nothing leads to the parameter itself.
+        """
+        super().check_inputs(inputs)
+        model = cast("nn.Module", self._units.modules[0])
+        present = [*self._model_parameters, *model.parameters()]  # after forward some are gathered copies
+        replicated = {id(each) for each in self._model_parameters if not isinstance(each, DTensor)}
+        sharded = {id(each) for each in present} - replicated
+        num_sharded = sum(id(each) in sharded for each in inputs)
+        if num_sharded:
+            msg = (
+                f"`inputs` has {num_sharded} parameters of the model, and FSDP computes with gathered copies of them, "
+                "so that they would get no gradient. Leave `inputs` out, freeze the other parameters before `boost`, "
+                "or use a plugin such as 'zero'."
+            )
+            raise ConfigError(msg)
 
     def settle(self) -> None:
         """Reduce the gradients of ``no_sync``, and average those of replicated parameters.

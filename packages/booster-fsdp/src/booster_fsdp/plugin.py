@@ -220,7 +220,7 @@ class TorchFSDPPlugin(Plugin):
                 optimizer.views.move_state()
         else:
             settlement.settle_each_backward()
-        wrapped.attach(optimizer)
+        wrapped.attach_optimizer(optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_runtime import collectives
 from booster_runtime.sharding import BufferWatch, RaisedAnywhere
 
@@ -89,7 +89,7 @@ class Settlement:
         """
         if not any(self._changed_buffers):
             return
-        with naming_missing_ranks("sharing of buffers"):
+        with NamedCall("sharing of buffers"):
             self._buffers.send_changed(self._changed_buffers)
         self._changed_buffers = []
 

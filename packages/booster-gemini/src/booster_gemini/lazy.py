@@ -55,13 +55,8 @@ def fill_chunks(
         shards.append(
             TensorShard(name=name, global_shape=shape, dtype=data.dtype, box=full_box(shape), flat=flat, data=data)
         )
-    error: Exception | None = None
-    try:
-        with _Present() as present:
-            recording.fill(shards, context.device, before_write=lambda shard: present.come(chunk_of[shard.name]))
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    context.coordinator.raise_together(error)
+    with context.coordinator.together("boost"), _Present() as present:
+        recording.fill(shards, context.device, before_write=lambda shard: present.come(chunk_of[shard.name]))
 
 
 class _Present(contextlib.ExitStack):

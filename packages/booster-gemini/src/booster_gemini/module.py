@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
-from booster_core.precision import NARROW, cast_floating
 from booster_zero.gathering import GatheringModel, ParameterHooks, copy_error
 
 if TYPE_CHECKING:
@@ -23,8 +20,7 @@ class GeminiModel(GatheringModel):
     Args:
         module: The user's model.
         manager: Its chunks.
-        precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
-            have that format: inputs and buffers may then be wider.
+        precision: Precision of the run.
         optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
         leaves: As for `ParameterHooks`.
     """
@@ -50,14 +46,6 @@ class GeminiModel(GatheringModel):
             ConfigError: Always.
         """
         raise copy_error()
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        precision = self.precision
-        if precision is None or precision.compute_dtype not in NARROW:
-            return self.module(*args, **kwargs)
-        with torch.autocast(self._device_type, dtype=precision.compute_dtype):
-            outputs = self.module(*args, **kwargs)
-        return cast_floating(outputs, precision.output_dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well.

@@ -207,7 +207,9 @@ class GeminiPlugin(Plugin):
             note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
-        context.coordinator.raise_together(manager.home.problem())
+        with context.coordinator.together("boost"):
+            if problem := manager.home.problem():
+                raise problem
         gathered = {
             module: [parameter for leaf in inside for parameter in leaf.parameters()]
             for module, inside in leaves.items()

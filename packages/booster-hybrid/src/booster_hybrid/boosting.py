@@ -37,7 +37,7 @@ from booster_hybrid.tensor_parallel.apply import TensorParallelModel, paralleliz
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_group
-from booster_runtime.data import to_device
+from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
 from booster_runtime.sharding import (
     ShardingRanks,
@@ -186,33 +186,24 @@ class HybridSetup:
         if size == 1:
             return {}
         unchecked: dict[str, str] = {}
-        error: Exception | None = None
-        try:
+        with self._context.coordinator.together("boost"):
             policy = policy_to_check(self._model, self._options.custom_policy, self._context.hooks)
-            if policy is None:  # pinned by Booster's own tests
-                return {}
-            unchecked = check_policy(
-                self._model,
-                policy,
-                size,
-                self._context.device,
-                batch=None if is_lazy else self._example_batch,
-                split_sequence=self._split_sequence if self._config.sequence.mode == "split_gather" else None,
-            )
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        self._context.coordinator.raise_together(error, name="boost")
+            if policy is not None:  # else it is pinned by Booster's own tests
+                unchecked = check_policy(
+                    self._model,
+                    policy,
+                    size,
+                    self._context.device,
+                    batch=None if is_lazy else self._example_batch,
+                    split_sequence=self._split_sequence if self._config.sequence.mode == "split_gather" else None,
+                )
         return unchecked
 
     def _find_experts(self, size: int) -> None:
-        error: Exception | None = None
-        try:
+        with self._context.coordinator.together("boost"):
             rules = expert_rules(self._model, self._options.custom_policy, self._context.hooks)
             self._experts = find_experts(self._model, rules, size)
             check_experts(self._experts, self._context.device)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        self._context.coordinator.raise_together(error, name="boost")
 
     def plan_stages(self) -> StagePlan | None:
         """Find the model's layers and how it is cut into stages, by a dry run on the first rank.
@@ -240,18 +231,19 @@ class HybridSetup:
                 )
                 raise ConfigError(msg)
             return None
-        error: Exception | None = None
         found: Any = None
         seen: list[dict[str, int]] = []
-        try:
-            batch = self._example_batch()
-            if self._options.split_batch is None:
-                seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
-            if self._context.coordinator.rank == 0:
-                found = self._run_dry(batch)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught if isinstance(caught, (BoosterError, TypeError)) else dry_run_failed(model, caught)
-        self._context.coordinator.raise_together(error, name="boost")
+        with self._context.coordinator.together("boost"):
+            try:
+                batch = self._example_batch()
+                if self._options.split_batch is None:
+                    seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
+                if self._context.coordinator.rank == 0:
+                    found = self._run_dry(batch)
+            except (BoosterError, TypeError):
+                raise
+            except Exception as error:
+                raise dry_run_failed(model, error) from error
         self._lists, trace, crossings, idle = self._context.coordinator.broadcast_object(found, name="boost")
         self._entries_seen = seen
         return None if trace is None else StagePlan.of(model, trace, crossings, idle, config)
@@ -336,7 +328,7 @@ class HybridSetup:
         split_backward = SplitBackward(self._model) if self._config.pipeline.style in V_STYLES else None
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
-        dtypes = working_dtypes(self._model, self._context.precision.param_dtype)
+        dtypes = working_dtypes(self._model, self._context.precision)
         communicates = self._config.tensor.size > 1 or bool(self._experts)
         staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
         leave_out(self._model, self._objects.optimizer)
@@ -420,7 +412,7 @@ class HybridSetup:
 
     def _example_batch(self) -> Any:
         batch = example_batch(self._model, self._objects.dataloader, self._options.example_batch)
-        return to_device(batch, torch.device("cpu") if self._is_on_host else self._context.device)
+        return move_batch(batch, torch.device("cpu") if self._is_on_host else self._context.device)
 
     def _known_lists(self, *, is_pipeline: bool) -> list[str]:
         """Return the lists of layers that a policy names; none where a dry run has to find them."""

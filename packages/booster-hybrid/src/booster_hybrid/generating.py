@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_hybrid.random_streams import drawing_alike
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.same_options import check_same_options
@@ -96,7 +96,7 @@ def _generate(
     parameters or tokens they exchange, which take as many forwards as the longest of them.
     """
     inner = generating_model(model.unwrap())
-    with naming_missing_ranks("generate", model.replica.ranks):
+    with NamedCall("generate", model.replica.ranks):
         check_same_batch((args, kwargs), model.replica.group, list(model.replica.ranks))
         check_same_options(method, args, kwargs, inner, model.replica)
     if inner is not None:
@@ -111,7 +111,7 @@ def _generate(
         if set(model.callers.ranks) - set(model.replica.ranks):
             kwargs.setdefault("synced_gpus", True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(naming_missing_ranks("generate", model.replica.ranks))
+        stack.enter_context(NamedCall("generate", model.replica.ranks))
         stack.enter_context(drawing_alike(model.replica, device))
         if inner is not None and not may_keep:
             stack.enter_context(_waiting_with_the_same_inputs(inner))

@@ -5,6 +5,7 @@ Scripts ask for these under Colossal-AI's names, which this keeps.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,7 @@ class MeshAttributes:
 
     config: HybridConfig
     _axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
+    _has_warned = False
 
     @property
     def tp_size(self) -> int:
@@ -199,6 +201,24 @@ class MeshAttributes:
             ConfigError: If no model was boosted yet.
         """
         return self._group("ep")
+
+    @property
+    def _splits_nothing(self) -> bool:
+        sizes = self.tp_size, self.pp_size, self.sp_size, self.ep_size
+        return dist.is_initialized() and dist.get_world_size() > 1 and max(sizes) == 1 and self.config.zero is None
+
+    def _warn_of_plain_data_parallelism(self) -> None:
+        """Say once, on rank 0, that every rank will hold all of a model."""
+        if not self._splits_nothing or self._has_warned:
+            return
+        self._has_warned = True
+        if dist.get_rank() == 0:
+            logging.getLogger("booster").warning(
+                "Plugin 'hybrid' splits nothing: with tp_size=1, pp_size=1, sp_size=1 and zero_stage=0 each of %d "
+                "ranks holds the whole model, its gradients and its optimizer state, as under plugin 'ddp'. Pass "
+                "`HybridParallelPlugin(tp_size=...)`, `pp_size`, `sp_size` or `zero_stage`, or choose another plugin.",
+                dist.get_world_size(),
+            )
 
     def _mesh(self, asked: str) -> MeshShape:
         if not dist.is_initialized():

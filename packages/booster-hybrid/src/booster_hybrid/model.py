@@ -8,9 +8,10 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import through_door
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
+from booster_runtime.local_state import refuse_pickle
 from booster_zero import ZeroModel
 
 if TYPE_CHECKING:
@@ -46,6 +47,14 @@ class HybridModel(ZeroModel):
         """
         refuse_copy()
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        refuse_pickle()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
 
@@ -65,11 +74,11 @@ class HybridModel(ZeroModel):
         if self.callers.size == 1 or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         # Replicas may evaluate on more or fewer batches than others: only these ranks wait for each other.
-        with naming_missing_ranks("forward", self.callers.ranks):
+        with NamedCall("forward", self.callers.ranks):
             if self.replica.size > 1 and not self._has_compared:
                 check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
                 self._has_compared = True
-            return super().forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     @through_door
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

@@ -235,6 +235,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         Collective: every rank of the world.
         """
         check_same_settings(self._settings(context), context.coordinator)
+        self._warn_of_plain_data_parallelism()
         if context.coordinator.world_size > 1:
             refuse_renormalized(objects.model)  # before groups are made: ranks that wait there would get another error
         axes = self._axes_of_world()
@@ -440,14 +441,10 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             paths = {path for each, path in stages.paths.items() if stages.aliases.get(each, each) == first}
         module = unwrap_model(model)
         names = NamedTensors.of(module).name_of
-        error: Exception | None = None
-        try:
+        with DistCoordinator().together("set_full_gradient"):
             for path, parameter in module.named_parameters():
                 if path in paths:
                     set_gradient(optimizer, parameter, boosted.local.take(names[id(parameter)], values), name)
-        except ConfigError as caught:
-            error = caught
-        DistCoordinator().raise_together(error, name="set_full_gradient")
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter
@@ -471,6 +468,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             "max_norm": self._zero.config.max_norm,
             "parallel_output": self.parallel_output,
             "unchecked_layers": self._unchecked_layers,
+            **({"splits": "nothing, as under plugin 'ddp'"} if self._splits_nothing else {}),
         }
 
     def _settings(self, context: BoostContext) -> Mapping[str, object]:

@@ -15,6 +15,7 @@ from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from booster_core.state import Box, JSONValue, ParamGroup
@@ -55,6 +56,9 @@ class HybridStateAdapter(StateAdapter):
 
     def model_shards(self) -> Iterator[TensorShard]:
         return self._moved(self._inner.model_shards())
+
+    def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
+        return self._moved(self._inner.export_shards(dtypes))
 
     def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
         local = {name: self._local_meta(name, meta) for name, meta in stored.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError, MissingRanksError
-from booster_core.ranks import DistCoordinator, naming_missing_ranks
+from booster_core.ranks import DistCoordinator, NamedCall
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def on_whole(
     """
     name = name_of(func)
     ranks = None if group is None else dist.get_process_group_ranks(group)
-    with naming_missing_ranks(_MEETING, ranks):
+    with NamedCall(_MEETING, ranks):
         meet(name, group)
         whole_args, whole_named = pytree.tree_map_only(kind, gather, (tuple(args), dict(named)))
     return func(*whole_args, **whole_named)
@@ -186,7 +186,7 @@ def meet(name: str, group: ProcessGroup | None) -> None:
     Collective: the group.
     """
     try:
-        DistCoordinator().rendezvous(_MEETING, process_group=group)
+        DistCoordinator().block_all(group, name=_MEETING)
     except MissingRanksError as error:
         msg = (
             f"{error} `{name}` needs whole logits, of which each of these ranks has a part. Let all of them call it, "

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 def before_launch(backend: str) -> None:
     """Refuse environment variables with a wrong value, set up the log, and let NCCL record its collectives."""
     from booster_core.log import configure_log
-    from booster_runtime.collectives.settings import checks_collectives, requested_transport
+    from booster_runtime.collectives.settings import checks_collectives
     from booster_runtime.liveness.flight_recorder import keep_flight_record
 
     configure_log()
-    requested_transport()
     checks_collectives()
     if "nccl" in backend:
         keep_flight_record(os.environ)
@@ -59,26 +58,22 @@ def watch_ranks(
 def check_objects(plugin: Plugin, objects: Boosted) -> None:
     """Refuse a lazy model that was boosted before, and adapters that the plugin or optimizer does not train."""
     from booster_runtime.lazy.boosting import check_not_boosted
-    from booster_runtime.lora import prepare_adapters
+    from booster_runtime.lora import check_adapters
 
     check_not_boosted(objects.model)
-    prepare_adapters(objects.model, objects.optimizer, plugin)
-
-
-@hookimpl
-def before_configure(objects: Boosted) -> None:
-    """Note which parameters are frozen."""
-    from booster_runtime.frozen import note_frozen
-
-    note_frozen(objects)
+    check_adapters(objects.model, objects.optimizer, plugin)
 
 
 @hookimpl
 def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
-    """Give a lazy model its values, or let the plugin do so with the same seeds on every rank."""
+    """Give a lazy model its values, or let the plugin do so, and take an adapter's frozen base out of the optimizer."""
+    from booster_runtime.frozen import note_frozen
     from booster_runtime.lazy.boosting import prepare_lazy
+    from booster_runtime.lora import drop_frozen
 
     prepare_lazy(plugin, objects, context)
+    drop_frozen(objects.model, objects.optimizer)
+    note_frozen(objects)  # without what the line above has taken out of the optimizer
 
 
 @hookimpl
@@ -102,17 +97,23 @@ def prepare_dataloader(
 @hookimpl
 def booster_method(name: str) -> Callable[..., Any] | None:
     """Do the work of methods of `Booster`."""
-    from booster_runtime.methods import METHODS, method
+    if name == "enable_lora":
+        from booster_runtime.lora import enable_lora
 
-    return method(name) if name in METHODS else None
+        return enable_lora
+    if name == "place_batches":
+        from booster_runtime.data.loader import place_batches
+
+        return place_batches
+    return None
 
 
 @hookimpl
 def after_configure(booster: Booster, plugin: Plugin, boosted: Boosted, context: BoostContext) -> None:
     """Place and compare batches, watch frozen parameters, and let ``save_pretrained`` save by Booster."""
     from booster_runtime.data.first_batch import watch_first_batch
+    from booster_runtime.data.loader import place_batches
     from booster_runtime.frozen import watch_frozen
-    from booster_runtime.methods import place_batches
     from booster_runtime.save_pretrained import take_over
 
     assert isinstance(boosted.model, ModelWrapper), "checked by `boost`"

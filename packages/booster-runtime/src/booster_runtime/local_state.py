@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-__all__ = ["mark_as_local"]
+__all__ = ["mark_as_local", "refuse_pickle"]
 
 
 class LocalState(OrderedDict[str, Any]):
@@ -36,6 +36,22 @@ class LocalState(OrderedDict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)((name, copy.deepcopy(value, memo)) for name, value in self.items())
+
+
+def refuse_pickle() -> NoReturn:
+    """Refuse to pickle a boosted model of which this rank may hold a part, as ``torch.save`` of the model would.
+
+    Raises:
+        CheckpointError: Always.
+
+    Collective: none.
+    """
+    msg = (
+        "A boosted model of this strategy can't be pickled, as `torch.save(model, path)` does: this process may hold a "
+        "part of the model only. Call `booster.save_model(model, path)` on every rank, which plain "
+        "PyTorch and transformers can load, or `booster.save_checkpoint` to resume the run."
+    )
+    raise CheckpointError(msg)
 
 
 def mark_as_local(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import BitsAndBytesConfig
 
+    from booster_core import Booster
     from booster_core.plugin import Plugin
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
@@ -41,6 +42,28 @@ _TESTED_UNDER = {
     "VERA": _SHARDING,
 }
 """Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
+
+
+def enable_lora(
+    booster: Booster,
+    pretrained_dir: str | Path | None,
+    bnb_quantization_config: Any,
+    *,
+    quantize: bool,
+    **arguments: Any,
+) -> PeftModel:
+    """Put low-rank adapters into a model; see `Booster.enable_lora`."""
+    # A folder may be there for some ranks only.
+    together = booster.context.coordinator.together
+    with contextlib.nullcontext() if pretrained_dir is None else together("enable_lora"):
+        quantization = None
+        if quantize or bnb_quantization_config is not None:
+            from booster_runtime.quantization import check_quantization
+
+            quantization = check_quantization(bnb_quantization_config, booster.device)
+        return add_adapters(
+            plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
+        )
 
 
 def add_adapters(
@@ -91,11 +114,8 @@ def add_adapters(
         raise ConfigError(msg) from error
 
 
-def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
-    """Check a model that has adapters before it is boosted, and take frozen parameters out of its optimizer.
-
-    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
-    master weights of it, which never change.
+def check_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
+    """Check a model that has adapters before it is boosted.
 
     Raises:
         ConfigError: If the plugin does not train adapters, or the optimizer was made before they were.
@@ -121,7 +141,28 @@ def prepare_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plug
             else "No adapter of the model is trained. Pass `is_trainable=True` where adapters are loaded by peft."
         )
         raise ConfigError(msg)
-    _drop_frozen(optimizer)
+
+
+def drop_frozen(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Take the frozen parameters of a model that has adapters out of its optimizer.
+
+    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
+    master weights of it, which never change.
+
+    Collective: none.
+    """
+    if optimizer is None or not has_adapters(model):
+        return
+    for group in optimizer.param_groups:
+        names: list[str] | None = group.get("param_names")
+        if names is not None:
+            group["param_names"] = [
+                name for name, parameter in zip(names, group["params"], strict=True) if parameter.requires_grad
+            ]
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
 
 def _check_kinds(model: nn.Module, plugin: Plugin) -> None:
@@ -221,16 +262,3 @@ def _strip(model: nn.Module) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _drop_frozen(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        names: list[str] | None = group.get("param_names")
-        if names is not None:
-            group["param_names"] = [
-                name for name, parameter in zip(names, group["params"], strict=True) if parameter.requires_grad
-            ]
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]

@@ -7,6 +7,7 @@ would not show there.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -17,19 +18,42 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
+from booster_core.plugin import unwrap_model
 from booster_core.state import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
-    from torch.optim import Optimizer
     from typing_extensions import Self
 
     from booster_core import Booster
+    from booster_core.plugin import ModelWrapper, OptimizerWrapper
 
 _Key = tuple[str, ...]
 _MOST_LISTED = 10
+
+
+def check_replicas(booster: Booster, model: nn.Module | None = None, every: int = 100) -> ReplicaCheck:
+    """Compare replicas after every so many steps, and raise on every rank where they differ.
+
+    Compared are parameters, buffers, optimizer state and random state, by hashes; each check reads all state once.
+
+    Args:
+        booster: Of the run.
+        model: The boosted model; may be left out when one model is boosted.
+        every: Number of steps between two checks.
+
+    Returns:
+        The check, which begins now; its ``check()`` compares at once, and ``close()``, or the end of a ``with``, ends
+        it. At a difference it raises `GradientError`, which names tensors, ranks and steps.
+
+    Raises:
+        TypeError: If the model is not a boosted one.
+        ConfigError: If ``every`` is not positive, or the model is left out and not exactly one is boosted.
+
+    Collective: the checks, on every rank of the world.
+    """
+    return ReplicaCheck(booster, booster.boosted_model(model, "check_replicas"), every)
 
 
 class ReplicaCheck:
@@ -43,31 +67,29 @@ class ReplicaCheck:
 
     Running statistics of ``BatchNorm`` are left out: each data parallel rank updates its own from its own samples.
 
+    Made by `check_replicas`; of several optimizers of a model, the steps of the last one are counted.
+
     Args:
         booster: Has boosted the model.
-        model: The boosted model.
-        optimizer: Its boosted optimizer; ``None`` to call `check` by hand only.
+        model: The boosted model. A check that is never closed does not keep it, and ends with it.
         every: Number of steps between two checks, at least 1. A check reads all state once.
 
     Raises:
         ConfigError: If ``every`` is not positive.
-
-    Collective: none; the checks are, on every rank of the world.
     """
 
-    def __init__(self, booster: Booster, model: nn.Module, optimizer: Optimizer | None, every: int = 100) -> None:
+    def __init__(self, booster: Booster, model: ModelWrapper, every: int = 100) -> None:
         if every < 1:
             msg = f"`every={every}` is not a number of steps; use 1 or more."
             raise ConfigError(msg)
         self.every = every
         self.steps = 0
-        self._booster = booster
-        self._model = model
-        self._optimizer = optimizer
         self._coordinator = booster.context.coordinator
+        self._model = weakref.ref(model)
         self._last_equal: int | None = None
         self._known: dict[int, list[_Key]] = {}
-        register_hooks(self)
+        for optimizer in model.boosted_optimizers[-1:]:
+            optimizer.on_step.append(self._count)
 
     def __enter__(self) -> Self:
         """Return the check, which ends with the context."""
@@ -78,31 +100,34 @@ class ReplicaCheck:
         self.close()
 
     def close(self) -> None:
-        """Check no more.
+        """Check no more; may be called repeatedly."""
+        model = self._model()
+        for optimizer in () if model is None else model.boosted_optimizers[-1:]:
+            if self._count in optimizer.on_step:
+                optimizer.on_step.remove(self._count)
 
-        Collective: none.
-        """
-        unregister_hooks(self)
-
-    @hookimpl
-    def after_step(self, optimizer: Optimizer, metrics: Mapping[str, Any]) -> None:
-        """Count a step of the model's optimizer, and check when its turn has come."""
-        del metrics
-        if optimizer is self._optimizer:
-            self.steps += 1
-            if self.steps % self.every == 0:
-                self.check()
+    def _count(self, optimizer: OptimizerWrapper, metrics: dict[str, Any]) -> None:
+        """Count a step, and check when its turn has come."""
+        del optimizer, metrics
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.check()
 
     def check(self) -> None:
         """Compare the replicas now.
 
         Raises:
             GradientError: If values that several ranks hold differ; names tensors, ranks and steps.
+            ConfigError: If the model is no more.
 
         Collective: every rank of the world.
         """
+        model = self._model()
+        if model is None:
+            msg = "There is nothing to compare: the model of this check is no more. Keep it, or close the check."
+            raise ConfigError(msg)
         seen: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, digests in enumerate(self._gather(dict(self._digests()))):
+        for rank, digests in enumerate(self._gather(dict(self._digests(model)))):
             for key, digest in digests:
                 seen[key][digest].append(rank)
         drifted = {key: list(ranks.values()) for key, ranks in seen.items() if len(ranks) > 1}
@@ -133,10 +158,11 @@ class ReplicaCheck:
             self._known.update(self._coordinator.all_gather_object((names, list(own))))
         return [zip(self._known[each], array("Q", digests), strict=True) for each, digests in gathered]
 
-    def _digests(self) -> Iterator[tuple[_Key, int]]:
+    def _digests(self, model: ModelWrapper) -> Iterator[tuple[_Key, int]]:
         """Yield a name and a hash of each value that another rank may hold too."""
-        adapter = self._booster.state_adapter(self._model)
-        module = unwrap_model(self._model)
+        booster = model.boost_context.booster
+        adapter = booster.state_adapter(model)
+        module = unwrap_model(model)
         statistics = set(_running_statistics(module))
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in adapter.model_shards():
@@ -151,7 +177,7 @@ class ReplicaCheck:
         for shard in adapter.optimizer_shards():
             place = (str(shard.box), str(shard.flat_range))
             yield ("optimizer", shard.name, str(shard.state), *place), _digest(shard.data)
-        index, _ = self._booster.plugin.data_parallel_coordinates(self._coordinator)
+        index, _ = booster.plugin.data_parallel_coordinates(self._coordinator)
         yield ("random", str(index)), _digest(torch.get_rng_state())
 
 

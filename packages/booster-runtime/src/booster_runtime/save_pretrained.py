@@ -173,8 +173,7 @@ def _save_adapters(
 def _agree(booster: Booster, check: Callable[[], None], *, is_main_process: bool) -> None:
     """Raise on every rank if arguments are wrong on one, and name the ranks that do not come."""
     context = booster.context
-    error: Exception | None = None
-    try:
+    with context.coordinator.together("save_pretrained", timeout_seconds=context.timeout_seconds):
         check()
         if not is_main_process and context.coordinator.rank == 0:
             msg = (
@@ -182,9 +181,6 @@ def _agree(booster: Booster, check: Callable[[], None], *, is_main_process: bool
                 "`save_pretrained` and writes its part."
             )
             raise ConfigError(msg)
-    except (ConfigError, TypeError) as caught:
-        error = caught
-    context.coordinator.raise_together(error, name="save_pretrained", timeout_seconds=context.timeout_seconds)
 
 
 def _check_others(others: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.ranks import DistCoordinator
+from booster_runtime import full_gradient
 from booster_runtime.lazy import LazyInitContext
 from booster_testing.models import TinyStack
 from booster_testing.training import Trained, Training, summed_loss, whole_model
@@ -73,7 +74,7 @@ def train_in_pipeline(training: PipelineTraining) -> Trained:
                 result = booster.execute_pipeline(batches, model, criterion, optimizer)
             total += _mean_over_pipelines(result["loss"])
         trained.losses.append(total)
-        gradients = {name: booster.full_gradient(model, name) for name in names}
+        gradients = {name: full_gradient(booster, model, name) for name in names}
         trained.gradients.append({name: grad for name, grad in gradients.items() if grad is not None})
         if training.max_norm is not None:
             trained.norms.append(float(optimizer.clip_grad_by_norm(training.max_norm, training.norm_type)))
@@ -149,7 +150,7 @@ def evaluates(training: PipelineTraining, how: str) -> None:
     assert result["outputs"] is None or not result["outputs"].requires_grad
     assert abs(_mean_over_pipelines(result["loss"]) - expected) <= 1e-5 * abs(expected)
     name = next(iter(dict(training.make_model().named_parameters())))
-    gradient = booster.full_gradient(model, name)
+    gradient = full_gradient(booster, model, name)
     assert gradient is None or not gradient.count_nonzero()
     model.train()
     _step(training, booster, model, optimizer, 0)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from booster_core import Booster
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.ranks import DistCoordinator
+from booster_runtime import full_gradient
 from booster_runtime.lazy import LazyInitContext
 from booster_testing.loops import LOOPS
 from booster_testing.models import TinyMixedBag
@@ -299,7 +300,7 @@ class BoostedRun(PlainRun):
         self.optimizer.clip_grad_by_norm(1e9)
 
     def _gradients(self) -> dict[str, Tensor]:
-        found = {name: self.booster.full_gradient(self.model, name) for name in self._names}
+        found = {name: full_gradient(self.booster, self.model, name) for name in self._names}
         return {name: gradient.cpu() for name, gradient in found.items() if gradient is not None}
 
     def _clip_by_norm(self, max_norm: float, norm_type: float) -> Tensor:

@@ -11,18 +11,20 @@ from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_tools.notebooks import notebook_launch
-    from booster_tools.planning import plan
+    from booster_tools.planning import choose_plugin, plan
+    from booster_tools.profiling import profile
     from booster_tools.tracking import track
-    from booster_tools.verification import verify
+    from booster_tools.verification import verify, verify_objects
 
-__all__ = ["notebook_launch", "plan", "track", "verify"]
+__all__ = ["choose_plugin", "notebook_launch", "plan", "profile", "track", "verify", "verify_objects"]
 
 __getattr__, __dir__ = public_names(
     __name__,
     {
         ".notebooks": ["notebook_launch"],
-        ".planning": ["plan"],
+        ".planning": ["choose_plugin", "plan"],
+        ".profiling": ["profile"],
         ".tracking": ["track"],
-        ".verification": ["verify"],
+        ".verification": ["verify", "verify_objects"],
     },
 )

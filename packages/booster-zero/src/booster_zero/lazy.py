@@ -52,13 +52,9 @@ def fill_model(
         is_stand_in = any(size > 1 and not step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
         if is_stand_in:  # no optimizer holds it, so that no bucket does
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=context.device)
-    error: Exception | None = None
     has_optimizer = optimizer is not None
-    try:
+    with context.coordinator.together("boost"):
         recording.fill(_shards(model, recording, adapter, sharded or {}, has_optimizer=has_optimizer), context.device)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    context.coordinator.raise_together(error, name="boost")
     if sharded is not None:
         adapter.finish_load(model=True, optimizer=False)
         return

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from booster_core.plugin import ModelWrapper
-from booster_core.precision import NARROW, cast_floating
+from booster_core.precision import cast_floating
+from booster_core.ranks import ObservedCall
 from booster_runtime.sharding import refuse_all_gradients
 
 if TYPE_CHECKING:
@@ -43,11 +44,25 @@ class ZeroModel(ModelWrapper):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, as by ``torch.save``, the user's model, which is whole here, without the optimizer."""
+        if self._optimizer is None:
+            return super().__reduce_ex__(protocol)
+        plain = type(self)(self.unwrap(), precision=self.precision, optimizer=None)
+        plain.training = self.training
+        return plain.__reduce_ex__(protocol)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
 
         Collective: none.
         """
+        if torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        with ObservedCall("forward"):  # not counted: replicas may evaluate on more or fewer batches than others
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._optimizer is None:
             return self._run(*args, **kwargs)
         self._optimizer.reducer.watch()
@@ -58,7 +73,7 @@ class ZeroModel(ModelWrapper):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         precision, module = self.precision, self._inside()
-        if precision is None or precision.compute_dtype not in NARROW:
+        if precision is None or not precision.uses_autocast:
             return module(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=precision.compute_dtype):
             outputs = module(*args, **kwargs)

@@ -279,10 +279,6 @@ class LowLevelZeroPlugin(Plugin):
         if self.config.offload_dir is None:
             return Home()
         folder = MappedFolder(self.config.offload_dir, option="offload_dir")
-        error: ConfigError | None = None
-        try:
+        with context.coordinator.together("boost"):
             folder.check()
-        except ConfigError as caught:
-            error = caught
-        context.coordinator.raise_together(error, name="boost")
         return Home(folder)

@@ -278,7 +278,7 @@ def make_plan(
             msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
             raise ConfigError(msg)
     # Another form would be read in place of this one by those who look for it first, or ask for it.
-    replaced = [form for part in parts if part.is_divided for form in (part.names, *part.names.other_forms)]
+    replaced = [form for part in parts if part.has_folder for form in (part.names, *part.names.other_forms)]
     in_one_file = [part.names for part in parts if part.file_name in (None, part.names.single)]
 
     def is_obsolete(name: str) -> bool:
@@ -293,7 +293,7 @@ def make_plan(
         homes=tuple(homes),
         elsewhere=tuple(part.extra_elsewhere() for part in parts),
         obsolete=is_obsolete,
-        marks=tuple(part.names.mark for part in parts if part.is_divided),
+        marks=tuple(part.names.mark for part in parts if part.has_folder),
         healed={names.mark: names.index for names in (*replaced, *in_one_file)},
     )
 

@@ -32,7 +32,7 @@ def run_facts(plugin: Plugin, context: BoostContext) -> dict[str, Any]:
         },
         "world_size": world_size,
         "mesh": {"world": world_size, "data_parallel": plugin.data_parallel_coordinates(context.coordinator)[1]},
-        "precision": {name: str(kept) for name, kept in context.precision.describe().items()},
+        "precision": context.precision.describe(),
     }
 
 

@@ -74,7 +74,7 @@ def save_step(
             raise ConfigError(msg)
         steps = open_steps(request.path)
         training = TrainingPart(state.objects, rank=coordinator.rank, step=options.step, extra=options.extra)
-    _check_alike(coordinator.all_gather_object({**request.agreed(), "ema": state.ema is not None}))
+    coordinator.agree(call, {**request.agreed(), "ema": state.ema is not None})
     written_in = ""
     with session.together(call, where, for_long=True):
         if coordinator.rank == 0:
@@ -92,6 +92,8 @@ def save_step(
         parts.append(ModelPart(state.ema.adapter, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
     stated = {} if options.metric is None else {METRIC: encode_json(float(options.metric), METRIC)}
+    if state.precision is not None:
+        stated["precision"] = state.precision.describe()
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
@@ -300,14 +302,3 @@ def _home(name: str) -> str:
     if name in (names.single, names.index, names.groups) or names.is_part(name):
         return OPTIMIZER
     return "" if name.startswith(f"{BASE}.") else MODEL
-
-
-def _check_alike(asked: list[dict[str, Any]]) -> None:
-    for rank, theirs in enumerate(asked):
-        for option, value in theirs.items():
-            if value != asked[0][option]:
-                msg = (
-                    f"Ranks disagree about `{option}`: {asked[0][option]!r} on rank 0, {value!r} on rank {rank}. Pass "
-                    "the same on all ranks."
-                )
-                raise ConfigError(msg)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +22,7 @@ from booster_core.errors import ConfigError
 from booster_core.state import ModelView, NamedTensors, is_adapted, own_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from peft import PeftModel
     from torch import nn
@@ -84,12 +85,12 @@ def save_adapters(
             msg = f"The adapter's name '{name}' leads out of '{folder}', where its files go. Rename the adapter."
             raise ConfigError(msg)
         home = folder if name == "default" else folder / name
-        names = FileNames(base=_FILE, suffix=suffix)
+        names, files, dtype = FileNames(base=_FILE, suffix=suffix), _file_names(model, name), state.dtype
         part = ModelPart(
-            _AdapterView(state.adapter, _file_names(model, name)),
+            _AdapterView(state.adapter, files, dtype if isinstance(dtype, Mapping) else {}),
             names,
             file_name=names.single,
-            dtype=state.dtype,
+            dtype=_in_files(dtype, files) if isinstance(dtype, Mapping) else dtype,
             texts={_CONFIG: _config_text(model, name)},
         )
 
@@ -102,14 +103,20 @@ def save_adapters(
 class _AdapterView(ModelView):
     """Shows the tensors of one adapter under their names in peft's files."""
 
-    def __init__(self, inner: StateAdapter, names: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, inner: StateAdapter, names: Mapping[str, Sequence[str]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         super().__init__(inner)
-        self._names = names
+        self._names, self._dtypes = names, dtypes
 
     def model_shards(self) -> Iterator[TensorShard]:
-        for shard in self.inner.model_shards():
+        for shard in self.inner.export_shards(self._dtypes):
             for name in self._names.get(shard.name, ()):
                 yield replace(shard, name=name)
+
+
+def _in_files(dtypes: Mapping[str, torch.dtype], files: Mapping[str, Sequence[str]]) -> dict[str, torch.dtype]:
+    return {file: dtypes[name] for name, in_files in files.items() if name in dtypes for file in in_files}
 
 
 def _file_names(model: PeftModel, adapter: str) -> dict[str, list[str]]:

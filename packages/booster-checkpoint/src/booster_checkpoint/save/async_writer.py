@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_checkpoint.save.writer import Fragment, fill_buckets, synchronize_devices
+from booster_core.ranks import Meetings, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -81,22 +82,25 @@ class BackgroundWriter:
         self._lock = threading.Lock()
         self._followers: list[Callable[[], object]] = []
         self._is_over = True
+        self._meetings: Meetings | None = None
         self._waits_at_exit = False
 
     def start(self, name: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread. The job before it has been waited for.
 
-        Collective: none.
+        Collective: none, but every rank starts the same jobs.
         """
         assert self._thread is None, "the job before was waited for"
         self.is_started = True
         self._name, self._error = name, None
         self._followers, self._is_over = [], False
+        self._meetings = meetings = Meetings(f"job {next(current_world().jobs)}")
 
         def run() -> None:
             try:
-                work()
-                self._call_followers()
+                with meetings.in_this_thread():
+                    work()
+                    self._call_followers()
             except Exception as error:  # noqa: BLE001 - kept for the next call, which raises it on every rank
                 with self._lock:
                     self._error, self._is_over = error, True
@@ -121,7 +125,8 @@ class BackgroundWriter:
                 return
             failed = self._error is not None
         if not failed:
-            call()
+            with contextlib.nullcontext() if self._meetings is None else self._meetings.in_this_thread():
+                call()  # meets those ranks whose job still goes on
 
     def _call_followers(self) -> None:
         while True:

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,18 @@ from typing_extensions import override
 
 from booster_checkpoint.files.optimizer_info import OptimizerInfo
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state import NamedTensors, TensorShard, encode_json, full_box, own_class, without_adapters
+from booster_core.state import (
+    NamedTensors,
+    TensorShard,
+    encode_json,
+    full_box,
+    has_adapters,
+    own_class,
+    without_adapters,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from booster_checkpoint.files.layout import FileNames
     from booster_checkpoint.save.transformers_files import PretrainedNames
@@ -39,17 +48,26 @@ class Part(ABC):
         names: How its files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
+
+    Attributes:
+        is_alone: Whether the folder is this part's, though it is one file: other forms there are removed.
     """
 
     def __init__(self, names: FileNames, *, max_bytes: int | None = None, file_name: str | None = None) -> None:
         self.names = names
         self.max_bytes = max_bytes
         self.file_name = file_name
+        self.is_alone = False
 
     @property
     def is_divided(self) -> bool:
         """Whether the part is a set of numbered files with an index."""
         return self.max_bytes is not None
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether the part is what its folder is read as, in one file or several."""
+        return self.is_divided or self.is_alone
 
     @property
     def keeps_values(self) -> bool:
@@ -105,9 +123,10 @@ class ModelPart(Part):
         names: How the files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
-        dtype: Element type that floating tensors are written in; ``None`` leaves each as it is.
+        dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
+            one are written as they are.
         texts: Further files and their content.
-        module: The user's own model. State that only its ``state_dict`` shows is refused. Next to an index goes its
+        module: The user's own model. State that only its ``state_dict`` shows is refused. Into a folder goes its
             ``config.json``, and a model of transformers gets the names and shapes of its published files.
     """
 
@@ -118,7 +137,7 @@ class ModelPart(Part):
         *,
         max_bytes: int | None = None,
         file_name: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         texts: Mapping[str, str] | None = None,
         module: nn.Module | None = None,
     ) -> None:
@@ -126,6 +145,7 @@ class ModelPart(Part):
         self._adapter = adapter
         self._module = module
         self._dtype = dtype
+        self._dtype_of: dict[str, torch.dtype] = {}  # by the names in files
         self._texts = dict(texts or {})
         self._extra: dict[str, Any] = {}
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -138,13 +158,20 @@ class ModelPart(Part):
     def keeps_values(self) -> bool:
         return self._adapter.keeps_values
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the model is of a library whose ``from_pretrained`` reads a folder; not one with adapters."""
+        has_method = callable(getattr(self._module, "save_pretrained", None))
+        return self._module is not None and has_method and not has_adapters(self._module) and _has_config(self._module)
+
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
-        for shard in self._adapter.model_shards():
-            if shard.is_owner and self._names_in_files is None:
-                yield shard
-            elif shard.is_owner and self._names_in_files is not None:
-                yield from self._names_in_files.shards(shard)
+        by_name = self._dtype if isinstance(self._dtype, Mapping) else None
+        for shard in self._adapter.model_shards() if by_name is None else self._adapter.export_shards(by_name):
+            if shard.is_owner:
+                for part in [shard] if self._names_in_files is None else self._names_in_files.shards(shard):
+                    self._dtype_of[part.name] = self._dtype_in_file(shard)
+                    yield part
 
     @override
     def extra_shards(self) -> Iterator[TensorShard]:
@@ -159,16 +186,19 @@ class ModelPart(Part):
     @override
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         is_state = any(shard.name in tensors for tensors in self._extra_tensors.values())
-        if self._dtype is None or not shard.dtype.is_floating_point or is_state:
+        return shard.dtype if is_state else self._dtype_of.get(shard.name) or self._dtype_in_file(shard)
+
+    def _dtype_in_file(self, shard: TensorShard) -> torch.dtype:
+        if self._dtype is None or not shard.dtype.is_floating_point:
             return shard.dtype
-        return self._dtype
+        return self._dtype.get(shard.name, shard.dtype) if isinstance(self._dtype, Mapping) else self._dtype
 
     @override
     def local_facts(self) -> list[Any]:
         if self._module is not None:
             _check_model_is_saved_whole(self._module)
-            if self.is_divided:
-                self._texts |= pretrained_files(self._module, self._dtype)
+            if self.has_folder:
+                self._texts |= pretrained_files(self._module, self._first_dtype())
                 if _is_of_transformers(self._module):
                     from booster_checkpoint.save.transformers_files import PretrainedNames
 
@@ -184,6 +214,13 @@ class ModelPart(Part):
             for name, tensors in self._extra_tensors.items()
         }
         return [encoded, shapes]
+
+    def _first_dtype(self) -> torch.dtype | None:
+        """Return the format of the model's first floating parameter in the file, where that is not its own."""
+        if not isinstance(self._dtype, Mapping):
+            return self._dtype
+        buffers = NamedTensors.of(self._module).buffers if self._module is not None else set[str]()
+        return next((at for name, at in self._dtype.items() if name not in buffers and at.is_floating_point), None)
 
     @override
     def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
@@ -315,6 +352,11 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def _adds_entries(module: nn.Module) -> bool:
     own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
     return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
+
+
+def _has_config(model: nn.Module) -> bool:
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "to_json_string") or (isinstance(config, dict) and hasattr(model, "save_config"))
 
 
 def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:

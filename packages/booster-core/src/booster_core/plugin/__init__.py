@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
+    from booster_core.plugin.arguments import check_boost_arguments
     from booster_core.plugin.discovery import PluginListing, installed, load
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
     )
     from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient
     from booster_core.plugin.originals import through_door
-    from booster_core.plugin.replicated import check_no_masters, place_model, rebind
+    from booster_core.plugin.replicated import (
+        check_no_masters,
+        normalisation_parameters,
+        place_model,
+        rebind,
+        stored_dtypes,
+    )
     from booster_core.plugin.single import SingleDevicePlugin
     from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.state import StateAdapter, TensorShard
@@ -44,15 +51,18 @@ __all__ = [
     "StateAdapter",
     "TensorShard",
     "boosted_inside",
+    "check_boost_arguments",
     "check_loss",
     "check_no_masters",
     "hook_relay",
     "hookimpl",
     "installed",
     "load",
+    "normalisation_parameters",
     "place_model",
     "rebind",
     "register_hooks",
+    "stored_dtypes",
     "through_door",
     "unregister_hooks",
     "unscaled_gradient",
@@ -63,6 +73,7 @@ _import, __dir__ = public_names(
     __name__,
     {
         "booster_core.state": ["StateAdapter", "TensorShard"],
+        ".arguments": ["check_boost_arguments"],
         ".discovery": ["PluginListing", "installed", "load"],
         ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
         ".hookspecs": ["hookimpl"],
@@ -76,7 +87,13 @@ _import, __dir__ = public_names(
             "Plugin",
         ],
         ".originals": ["through_door"],
-        ".replicated": ["check_no_masters", "place_model", "rebind"],
+        ".replicated": [
+            "check_no_masters",
+            "normalisation_parameters",
+            "place_model",
+            "rebind",
+            "stored_dtypes",
+        ],
         ".single": ["SingleDevicePlugin"],
         ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient"],
         ".wrappers": ["ModelWrapper", "boosted_inside", "unwrap_model"],

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset, Sampler
     from typing_extensions import TypeVar
 
+    from booster_core.booster import Booster
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
@@ -109,14 +110,16 @@ class BoostContext:
     """The facts of a run that a plugin gets in ``configure``.
 
     Args:
+        booster: Whose `boost` it is.
         device: The device of this rank; the model has not been moved to it yet.
-        coordinator: Rank facts, and rendezvous that name missing ranks.
+        coordinator: Rank facts, and meetings that name missing ranks.
         precision: The resolved precision of the run.
         timeout_seconds: How long a collective call waits for a missing rank.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
         after_step: Called by the optimizer wrapper with itself and its metrics after each step.
     """
 
+    booster: Booster = field(repr=False)
     device: torch.device
     coordinator: DistCoordinator
     precision: PrecisionPolicy
@@ -277,7 +280,7 @@ class Plugin(ABC):
 
         Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same. Every
         rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
-        number of ranks. `Booster.gather_for_metrics` leaves them out.
+        number of ranks. `gather_for_metrics` leaves them out.
 
         Args:
             dataset: A data set with a length; or an iterable one, dealt out item by item.

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from booster_core.errors import GradientError
+from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,6 +53,11 @@ class OptimizerWrapper(Optimizer):
             computed, and ``loss_scale`` under fp16), where a hook asks for them.
     """
 
+    refuses_step: str | None = None
+    """Why a step now would be wrong, such as before the last micro-batch of an accumulation window."""
+    num_steps: int = 0
+    """Number of steps so far, those that an overflow skipped included."""
+
     frozen: Any = None
     """Its ``check(optimizer)``, before each step, raises where a parameter was unfrozen that it would leave out."""
 
@@ -68,7 +74,9 @@ class OptimizerWrapper(Optimizer):
         share_zero_grad(optim, self)
         scaled = precision is not None and precision.loss_scale is not None
         self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
-        self._after_step = after_step
+        self._call_hooks = after_step
+        self.on_step: list[Callable[[OptimizerWrapper, dict[str, Any]], None]] = []
+        """Called with this optimizer and the metrics after each step, in their order; copies have none."""
         # Whether the gradients that are there have been divided by the loss scale.
         self.is_unscaled = False
         # Whether they overflowed; after a step, whether it was skipped.
@@ -96,7 +104,7 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return {**self.__dict__, "on_step": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -142,16 +150,37 @@ class OptimizerWrapper(Optimizer):
 
         Raises:
             TypeError: If ``loss`` is not a tensor.
+            ConfigError: If the strategy can't give gradients to these ``inputs`` only.
             GradientError: If ``loss`` is not a scalar or has no gradient.
 
         Collective: every data parallel rank, in step, outside of ``no_sync``.
         """
         check_loss(loss)
+        if inputs is not None:
+            inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
+            self.check_inputs(inputs)
         if self.loss_scaler is not None:
             self._rescale_gradients()
             loss = loss.float() * self.loss_scaler.scale
-        with naming_missing_ranks("backward"):
+        with NamedCall("backward"):
             loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def check_inputs(self, inputs: tuple[Any, ...]) -> None:
+        """Check that `backward` can give gradients to some tensors only; strategies add what they can't do.
+
+        Raises:
+            ConfigError: If it can't.
+        """
+        if self.loss_scaler is None:
+            return
+        stepped = self.listed_parameters()
+        num_others = sum(id(each) not in stepped for each in inputs)
+        if num_others:
+            msg = (
+                f"`inputs` has {num_others} tensor(s) that the optimizer does not step, whose gradients would keep the "
+                "loss scale of fp16. Use `torch.autograd.grad(loss, inputs)` for them, or train in 'bf16' or 'fp32'."
+            )
+            raise ConfigError(msg)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this rank holds and steps with."""
@@ -185,7 +214,7 @@ class OptimizerWrapper(Optimizer):
         Collective: every rank of the strategy's mesh, in step; none for replicated strategies.
         """
         check_norm_arguments(max_norm, norm_type)
-        with naming_missing_ranks("clip_grad_by_norm"):
+        with NamedCall("clip_grad_by_norm"):
             self.unscale_gradients()
             forbids = error_if_nonfinite and not self.found_overflow
             self._grad_norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
@@ -250,18 +279,24 @@ class OptimizerWrapper(Optimizer):
 
         Collective: every rank of the strategy's mesh, in step.
         """
+        if self.refuses_step is not None:
+            raise GradientError(self.refuses_step)
         if self.frozen is not None:
             self.frozen.check(self)
         if closure is not None and self.loss_scaler is not None:
             msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
             raise GradientError(msg)
-        with naming_missing_ranks("step"):
+        with NamedCall("step"):
             self.unscale_gradients()
             result = None if self.found_overflow else self._update(closure)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=self.found_overflow)
-        if self._after_step is not None:
-            self._after_step(self, self._metrics())
+        self.num_steps += 1
+        metrics = self._metrics()
+        for observe in tuple(self.on_step):
+            observe(self, metrics)
+        if self._call_hooks is not None:
+            self._call_hooks(self, metrics)
         self._grad_norm = None
         return result
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.precision import NARROW
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Callable, Container, Mapping
 
-    from torch import nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from booster_core.precision import PrecisionPolicy
@@ -43,8 +45,8 @@ def place_model(
 ) -> None:
     """Move a model and its optimizer's state to a device and to the policy's format.
 
-    The optimizer keeps holding the parameters, also where a device needs new objects. Under autocast only trained
-    parameters change their format: a frozen base in bf16 stays small. Expanded tensors that are not trained get memory.
+    The optimizer keeps holding the parameters, also where a device needs new objects. Which of them change their
+    format is said by `stored_dtypes`. Expanded tensors that are not trained get memory.
 
     Args:
         model: The user's model.
@@ -67,15 +69,57 @@ def place_model(
             and 0 in tensor.stride()
         ):
             tensor.data = tensor.data.contiguous()
-    if policy.param_dtype is not None:
-        for tensor in [*model.parameters(), *(() if policy.uses_autocast else model.buffers())]:
-            if tensor.is_floating_point() and (tensor.requires_grad or not policy.uses_autocast):
-                tensor.data = tensor.data.to(policy.param_dtype)
-                if tensor.grad is not None:
-                    tensor.grad = tensor.grad.to(policy.param_dtype)
+    dtype_of = stored_dtypes(model, policy)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dtype = dtype_of(tensor)
+        if tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(dtype)
     if optimizer is not None and optimizer.state:
         # Loading its own state casts and moves every entry to its parameter's device and format.
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def stored_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[Tensor], torch.dtype]:
+    """Return a function from a parameter or buffer of a model to the format in which a policy keeps it.
+
+    Under autocast only trained parameters change theirs: a frozen base in bf16 stays small. In bf16 or fp16 buffers
+    keep their own, such as tables of rotary embeddings, and so do the parameters of batch normalization.
+
+    Args:
+        model: The user's model.
+        policy: Precision of the run.
+
+    Collective: none.
+    """
+    dtype = policy.param_dtype
+    own = normalisation_parameters(model) if dtype in NARROW else set()
+
+    def dtype_of(tensor: Tensor) -> torch.dtype:
+        is_left = dtype is None or not tensor.is_floating_point() or id(tensor) in own
+        if is_left or (policy.follows_model and tensor.dtype == torch.float64):
+            return tensor.dtype
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        if (policy.uses_autocast and not tensor.requires_grad) or (is_buffer and dtype in NARROW):
+            return tensor.dtype
+        assert dtype is not None, "such tensors are left as they are"
+        return dtype
+
+    return dtype_of
+
+
+def normalisation_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of batch normalization, whose kernel on the CPU needs the format of statistics.
+
+    Collective: none.
+    """
+    return {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the common base of all of them
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin.discovery import names_of_plugins
-from booster_core.plugin.interface import Plugin
+from booster_core.plugin.interface import Boosted, Plugin
 from booster_core.precision import PrecisionPolicy
+from booster_core.precision.policy import dtype_name
 from booster_core.ranks.environments import detect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
 
 
 def resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> PrecisionPolicy:
-    """Return the precision of a run.
+    """Return the precision of a run; one that follows the model, where none was asked for.
 
     Args:
         asked: What Booster was asked for.
@@ -31,12 +39,87 @@ def resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> Pr
             f"`precision={plugin.precision!r}` of plugin '{plugin.name}'. Give it in one place."
         )
         raise ConfigError(msg)
-    policy = own or given or PrecisionPolicy(param_dtype=None)
+    return supported_precision(own or given or PrecisionPolicy(param_dtype=None, follows_model=True), plugin)
+
+
+def precision_for(policy: PrecisionPolicy, objects: Boosted, plugin: Plugin) -> PrecisionPolicy:
+    """Return the precision in which objects are boosted: that of the run, unless it follows the model that is trained.
+
+    Args:
+        policy: What `resolve_precision` returned for the run.
+        objects: What the user passed to ``boost``; a model without an optimizer is left as it is.
+        plugin: The plugin of the run.
+
+    Raises:
+        ConfigError: If the plugin does not support the format of the model's trained parameters.
+
+    Collective: none.
+    """
+    wanted = policy if objects.optimizer is None else policy.for_model(objects.model)
+    if wanted is policy:
+        return policy
+    try:
+        return supported_precision(wanted, plugin)
+    except ConfigError as cause:
+        msg = (
+            f"No precision was asked for, and the model's trained parameters are in {wanted.name}, so that it is "
+            f"trained as under `mixed_precision='{wanted.name}'`: {cause} To train it in fp32, pass "
+            "`mixed_precision='fp32'`."
+        )
+        raise ConfigError(msg) from cause
+
+
+def supported_precision(policy: PrecisionPolicy, plugin: Plugin) -> PrecisionPolicy:
+    """Return the precision that a run has under a plugin when a policy is asked for.
+
+    Raises:
+        ConfigError: If the plugin does not support it.
+
+    Collective: none.
+    """
     supported = sorted({"fp32", "bf16", "fp16"} & {capability.value for capability in plugin.capabilities})
     if policy.name not in supported:
         msg = f"Plugin '{plugin.name}' does not support precision '{policy.name}'. It supports: {', '.join(supported)}."
         raise ConfigError(msg)
     return plugin.resolve_precision(policy)
+
+
+def describe_precision(
+    policy: PrecisionPolicy,
+    model: nn.Module | None = None,
+    *,
+    masters: torch.dtype | None = None,
+    says_reduce: bool = True,
+) -> list[str]:
+    """Return lines on the formats of a run, for `Booster.describe`.
+
+    Args:
+        policy: What was asked for, or the precision of a boosted model.
+        model: The boosted model, whose tensors say what they are; ``None`` where nothing is boosted yet.
+        masters: Format of the copies that its optimizer updates, if there are any.
+        says_reduce: Whether to name the format of sums over ranks.
+
+    Collective: none.
+    """
+    formats = policy.describe()
+    if not says_reduce:
+        del formats["reduce"]
+    if model is not None:
+        trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+        params = _names_of(trained or frozen)
+        formats["param"] = params + (f" (frozen ones {_names_of(frozen)})" if trained and frozen - trained else "")
+        formats["master"] = "none" if masters is None else dtype_name(masters)
+        if policy.param_dtype is None and policy.compute_dtype == torch.float32:
+            formats["compute"] = params
+    lines = ["precision  " + ", ".join(f"{name} {kept}" for name, kept in formats.items())]
+    if policy.follows_model and model is None:
+        lines.append("           a model in bf16 or fp16 is trained as under that name")
+    return lines if policy.loss_scale is None else [*lines, f"           {policy.loss_scale}"]
+
+
+def _names_of(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(map(dtype_name, dtypes))) or "none"
 
 
 def check_device(asked: object, plugin: Plugin) -> torch.device | None:
@@ -67,15 +150,41 @@ def check_device(asked: object, plugin: Plugin) -> torch.device | None:
         else:
             msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
         raise ConfigError(msg) from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        msg = (
-            f"`device={asked!r}` needs a CUDA device, and torch {torch.__version__} sees none here. Use `device='cpu'`."
-        )
-        raise ConfigError(msg)
+    _check_present(asked, device)
     if not plugin.supports_device(device.type):
         msg = f"Plugin '{plugin.name}' does not run on device type '{device.type}'."
         raise ConfigError(msg)
     return device
+
+
+def _check_present(asked: object, device: torch.device) -> None:
+    """Raise where this machine lacks a device that torch knows by name."""
+    if device.type in ("cpu", "meta"):
+        return
+    backend: Any = getattr(torch, device.type, None)
+    is_there = backend.is_available() if hasattr(backend, "is_available") else _can_allocate(device)
+    if not is_there:
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        other = "the CPU" if here is None else f"the CPU and devices of type '{here.type}'"
+        msg = (
+            f"`device={asked!r}` needs a device of type '{device.type}', and torch {torch.__version__} sees none here. "
+            f"It sees {other}. Use `device='{'cpu' if here is None else here.type}'`."
+        )
+        raise ConfigError(msg)
+    if device.index is not None and hasattr(backend, "device_count") and device.index >= backend.device_count():
+        msg = (
+            f"`device={asked!r}` is not here: torch sees {backend.device_count()} device(s) of type '{device.type}', "
+            f"'{device.type}:0' to '{device.type}:{backend.device_count() - 1}'."
+        )
+        raise ConfigError(msg)
+
+
+def _can_allocate(device: torch.device) -> bool:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError):  # a build without the backend, or a backend without its library
+        return False
+    return True
 
 
 def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:

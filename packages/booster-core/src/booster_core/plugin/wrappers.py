@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from booster_core.attribute_hints import OF_ENGINES, no_attribute
 from booster_core.plugin.originals import guard_forward, through_door
-from booster_core.plugin.other_libraries import OF_ENGINES, no_attribute
 from booster_core.precision.casting import cast_floating
-from booster_core.ranks.rendezvous import naming_missing_ranks
+from booster_core.ranks.calls import NamedCall
 from booster_core.state.names import compiled_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from booster_core.plugin.interface import BoostContext
+    from booster_core.plugin.optimizer import OptimizerWrapper
     from booster_core.precision.policy import PrecisionPolicy
 
 
@@ -35,10 +37,16 @@ class ModelWrapper(nn.Module):
         precision: Precision of the run, applied by autocast where compute is narrower than the parameters; ``None``
             where the strategy applies it itself.
 
-    ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names. Methods other
+    ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names, and so are
+    items, length and iteration of a container, such as ``nn.Sequential``. Methods other
     than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
     (`booster_core.plugin.originals`), because that forward would bypass the strategy.
     """
+
+    boosted_optimizers: tuple[OptimizerWrapper, ...] = ()
+    """The optimizers that were boosted with the model."""
+    boost_context: BoostContext
+    """Of the ``boost`` that returned the model."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a strategy's own forward run the user's model."""
@@ -59,6 +67,16 @@ class ModelWrapper(nn.Module):
         self._device_type = "cpu" if first is None else first.device.type
         self.precision = precision
 
+    def attach(self, optimizers: Sequence[OptimizerWrapper], context: BoostContext) -> None:
+        """Note what the model was boosted with; `Booster.boost` calls it.
+
+        Args:
+            optimizers: The boosted optimizers of the model, in the order of ``boost``.
+            context: Of that ``boost``.
+        """
+        self.__dict__["boosted_optimizers"] = tuple(optimizers)
+        self.__dict__["boost_context"] = context
+
     def unwrap(self) -> nn.Module:
         """Return the user's own model.
 
@@ -75,7 +93,7 @@ class ModelWrapper(nn.Module):
         """
         if torch.compiler.is_compiling():  # Dynamo would graph-break on the timer
             return self._forward(*args, **kwargs)
-        with naming_missing_ranks("forward"):
+        with NamedCall("forward"):
             return self._forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -118,6 +136,29 @@ class ModelWrapper(nn.Module):
             raise no_attribute(self, name)
         make = self.__dict__["_methods"].get(name)
         return getattr(self.unwrap(), name) if make is None else make(self)
+
+    # Python looks these up on the type, not by `__getattr__`.
+
+    def __bool__(self) -> bool:
+        return bool(self._container())
+
+    def __len__(self) -> int:
+        return len(self._container())  # type: ignore[arg-type] # raises what the user's model would
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container())  # type: ignore[call-overload, no-any-return]
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(self._container())  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._container()  # type: ignore[operator]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._container()[key]  # type: ignore[index]
+
+    def _container(self) -> nn.Module:
+        return unwrap_model(self)
 
     def replace_method(self, name: str, make: Callable[[ModelWrapper], Any]) -> None:
         """Let an attribute of the user's model be what ``make`` returns for this wrapper; copies are not affected.

@@ -89,7 +89,7 @@ class DynamicLossScaler:
             self.num_good_steps = 0
             return
         self.num_good_steps += 1
-        if self.num_good_steps == self.config.growth_interval:
+        if self.num_good_steps >= self.config.growth_interval:
             self.scale = min(self.scale * self.config.growth_factor, self.config.max_scale)
             self.num_good_steps = 0
 

@@ -1,22 +1,28 @@
 """`PrecisionPolicy`: a run's number formats, given by name or as an object.
 
 A policy says what a format is used for; how a strategy brings that about (autocast over fp32 parameters, or working
-parameters next to fp32 masters) is up to the plugin; see ``Plugin.resolve_precision``.
+parameters next to fp32 masters) is up to the plugin; see ``Plugin.resolve_precision``. Where no precision is asked for,
+it follows from the model of each `Booster.boost`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_core.precision.loss_scaler import LossScaleConfig
 
+if TYPE_CHECKING:
+    from torch import nn
+
 NARROW = (torch.bfloat16, torch.float16)
 """Formats with fewer bits than fp32 in which models are trained."""
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_PURE = "pure-bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +31,15 @@ class PrecisionPolicy:
 
     Args:
         compute_dtype: Format of matrix products and activations in forward and backward.
-        param_dtype: Format of the parameters that forward reads, to which `Booster.boost` brings them; ``None``, for
-            a run that asked for no precision, leaves each parameter as it is.
+        param_dtype: Format of the parameters that forward reads, to which `Booster.boost` brings them; ``None`` leaves
+            each parameter as it is.
         reduce_dtype: Format in which gradients are summed over ranks.
         master_dtype: Format of the parameters that the optimizer updates.
-        save_dtype: Format in which ``save_model`` writes floating parameters; ``None`` writes each as it is kept.
+        save_dtype: Format in which ``save_model`` writes floating tensors; ``None`` as `export_dtype` says.
         output_dtype: Format to which floating outputs of the model's forward are cast; ``None`` leaves them.
         loss_scale: Dynamic loss scaling; by default on exactly where compute is in fp16, and ``None`` elsewhere.
+        follows_model: Take the formats from each model that is boosted with an optimizer, as `for_model` does, and
+            leave parameters in fp64 as they are: what a run that asks for no precision has.
 
     Raises:
         ConfigError: If a dtype is not a floating one, or loss scaling is asked for without fp16.
@@ -44,6 +52,7 @@ class PrecisionPolicy:
     save_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = torch.float32
     loss_scale: LossScaleConfig | None = None
+    follows_model: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -67,21 +76,70 @@ class PrecisionPolicy:
     @property
     def name(self) -> str:
         """Short name of the compute format: ``fp32``, ``bf16``, ``fp16``."""
-        return _NAMES.get(self.compute_dtype, str(self.compute_dtype).removeprefix("torch."))
+        return dtype_name(self.compute_dtype)
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether parameters, updates, compute and outputs are in one format: the model runs as it is, in that."""
+        return self.compute_dtype == self.param_dtype == self.master_dtype == (self.output_dtype or self.compute_dtype)
 
     @property
     def uses_autocast(self) -> bool:
-        """Whether forward computes in a narrower format than the parameters are kept in."""
-        return self.compute_dtype != (self.param_dtype or self.compute_dtype)
+        """Whether forward runs under autocast: compute is in bf16 or fp16, and not everything is."""
+        return self.param_dtype is not None and self.compute_dtype in NARROW and not self.is_pure
+
+    def for_model(self, model: nn.Module) -> PrecisionPolicy:
+        """Return the policy for training a model: `follows_model` takes bf16 or fp16 from its trained parameters.
+
+        A step of a usual learning rate is smaller than the distance of two numbers in bf16 and is lost, so narrow
+        parameters get the policy ``"bf16"`` (``"fp16"``), as if it were asked for: updates are in fp32, and compute is
+        in the narrow format. Frozen parameters change nothing, and those in fp64 stay as they are.
+
+        Args:
+            model: The user's model, whose values may be missing yet.
+
+        Returns:
+            The policy ``"bf16"`` or ``"fp16"``, where the model has trained parameters of that format; else the same.
+        """
+        if not self.follows_model or self.param_dtype is not None:
+            return self
+        trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        narrow = next((dtype for dtype in NARROW if dtype in trained), None)
+        if narrow is None:
+            return self
+        # A policy of torch's that a plugin was given may have chosen what forward computes in.
+        compute = self.compute_dtype if self.compute_dtype in NARROW else narrow
+        return replace(self, compute_dtype=compute, param_dtype=torch.float32)
+
+    def export_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the format in which ``save_model`` writes a tensor, the same under every plugin.
+
+        It is ``save_dtype``, where that is given. A run whose compute and updates have one format (``"fp32"``) writes
+        that, to which `Booster.boost` has brought the model. Any other run, as under ``"bf16"``, writes what the model
+        came in, from masters where there are any, but nothing wider than what the optimizer updates.
+
+        Args:
+            dtype: Format in which the tensor was passed to `Booster.boost`.
+        """
+        if not dtype.is_floating_point:
+            return dtype
+        if self.save_dtype is not None:
+            return self.save_dtype
+        if self.param_dtype is None:
+            return dtype
+        is_mixed = self.compute_dtype != self.master_dtype
+        return dtype if is_mixed and dtype.itemsize <= self.master_dtype.itemsize else self.master_dtype
 
     @classmethod
     def parse(cls, value: PrecisionPolicy | str, *, loss_scale: LossScaleConfig | None = None) -> PrecisionPolicy:
         """Return the policy that a name stands for, or the policy itself.
 
         ``"bf16"`` and ``"bf16-mixed"`` are the same: parameters and sums stay in fp32, products are in bf16.
+        ``"pure-bf16"`` has parameters, gradients and optimizer state in bf16, without fp32 masters, and runs the model
+        without autocast.
 
         Args:
-            value: ``"fp32"``, ``"bf16"``, ``"fp16"``, one of these with ``-mixed``, or a policy.
+            value: ``"fp32"``, ``"bf16"``, ``"fp16"``, one of these with ``-mixed``, ``"pure-bf16"``, or a policy.
             loss_scale: Loss scaling to use with a policy given by name.
 
         Raises:
@@ -96,10 +154,16 @@ class PrecisionPolicy:
         if not isinstance(value, str):
             msg = f"A precision is a name such as 'bf16' or a PrecisionPolicy; got `{type(value).__name__}`."
             raise TypeError(msg)
+        if value == _PURE:
+            if loss_scale is not None:
+                msg = f"`loss_scale` is for fp16, and precision '{_PURE}' has none of it. Leave `loss_scale` out."
+                raise ConfigError(msg)
+            narrow = torch.bfloat16
+            return cls(compute_dtype=narrow, param_dtype=narrow, master_dtype=narrow, output_dtype=None)
         by_name = {name: dtype for dtype, name in _NAMES.items() if dtype != torch.float64}
         dtype = by_name.get(value.removesuffix("-mixed"))
         if dtype is None:
-            msg = f"Unknown precision '{value}'. Use one of 'fp32', 'bf16', 'fp16', or a PrecisionPolicy."
+            msg = f"Unknown precision '{value}'. Use one of 'fp32', 'bf16', 'fp16', '{_PURE}', or a PrecisionPolicy."
             raise ConfigError(msg)
         return cls(compute_dtype=dtype, loss_scale=loss_scale)
 
@@ -110,4 +174,12 @@ class PrecisionPolicy:
             for field in fields(self)
             if field.name.endswith("_dtype")
         }
-        return {name: "unchanged" if dtype is None else _NAMES.get(dtype, str(dtype)) for name, dtype in kept.items()}
+        return {name: "unchanged" if dtype is None else dtype_name(dtype) for name, dtype in kept.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a format, such as ``"bf16"``.
+
+    Collective: none.
+    """
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -7,24 +7,45 @@ from typing import TYPE_CHECKING
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
+    from booster_core.errors import name_ranks
+    from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
     from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.host import Host, this_host
-    from booster_core.ranks.rendezvous import LOST_PEER, PROGRESS, name_ranks, naming_missing_ranks
-    from booster_core.ranks.world import Monitor, World, close_world, current_world, open_world, opened_world, set_world
+    from booster_core.ranks.launch import ensure_process_group
+    from booster_core.ranks.meeting import Meetings, Outcome
+    from booster_core.ranks.world import (
+        PROGRESS,
+        Monitor,
+        World,
+        close_world,
+        current_world,
+        open_world,
+        opened_world,
+        set_world,
+    )
 
 __all__ = [
     "LOST_PEER",
+    "OBSERVERS",
     "PROGRESS",
     "DistCoordinator",
     "Environment",
     "Host",
+    "Meetings",
     "Monitor",
+    "NamedCall",
+    "ObservedCall",
+    "Observer",
+    "Outcome",
     "World",
     "close_world",
     "current_world",
+    "digest",
+    "ensure_process_group",
     "name_ranks",
-    "naming_missing_ranks",
+    "observed_by",
     "open_world",
     "opened_world",
     "set_world",
@@ -34,10 +55,23 @@ __all__ = [
 __getattr__, __dir__ = public_names(
     __name__,
     {
+        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by"],
+        "booster_core.errors": ["name_ranks"],
         ".coordinator": ["DistCoordinator"],
+        ".digests": ["digest"],
         ".environments": ["Environment"],
         ".host": ["Host", "this_host"],
-        ".rendezvous": ["LOST_PEER", "PROGRESS", "name_ranks", "naming_missing_ranks"],
-        ".world": ["Monitor", "World", "close_world", "current_world", "open_world", "opened_world", "set_world"],
+        ".launch": ["ensure_process_group"],
+        ".meeting": ["Meetings", "Outcome"],
+        ".world": [
+            "PROGRESS",
+            "Monitor",
+            "World",
+            "close_world",
+            "current_world",
+            "open_world",
+            "opened_world",
+            "set_world",
+        ],
     },
 )

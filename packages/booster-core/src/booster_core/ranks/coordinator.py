@@ -1,8 +1,8 @@
 """Rank facts and small collective calls for whoever needs to know where it runs.
 
 `DistCoordinator` is a plain object, made wherever it is needed, and works the same without a process group, as a world
-of one where nobody waits. Its collective calls meet first (`rendezvous`), so that an error names a rank that
-never comes.
+of one where nobody waits. Its collective calls meet first (`block_all`), so that an error names a rank that never
+comes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import builtins
 import contextlib
 import functools
 import threading
-import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from booster_core import errors
-from booster_core.errors import ConfigError, RankFailedError
-from booster_core.ranks.rendezvous import PROGRESS, name_ranks
-from booster_core.ranks.world import close_world, current_world
+from booster_core.errors import ConfigError, RankFailedError, name_ranks
+from booster_core.ranks.digests import describe_differences, digest, plain_form
+from booster_core.ranks.world import PROGRESS, close_world, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from torch.distributed import ProcessGroup
     from typing_extensions import ParamSpec
@@ -129,27 +130,73 @@ class DistCoordinator:
         if executor_rank not in ranks:
             msg = f"`executor_rank={executor_rank}` takes no part. Use one of {name_ranks(ranks)}."
             raise ConfigError(msg)
-        name = "priority_execution"
-        if self.rank != executor_rank:
-            self.raise_together(None, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
-            yield
-            return
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - every kind of failure is carried to the ranks that wait
-            self.raise_together(error, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+        together = self.together("priority_execution", process_group=process_group, timeout_seconds=timeout_seconds)
+        if self.rank == executor_rank:
+            with together:
+                yield
         else:
-            self.raise_together(None, name=name, process_group=process_group, timeout_seconds=timeout_seconds)
+            with together:
+                pass
+            yield
 
-    def rendezvous(
-        self, name: str, timeout_seconds: float | None = None, *, process_group: ProcessGroup | None = None
-    ) -> None:
-        """Wait until all ranks have called this with the same ``name``.
+    def together(
+        self, name: str, *, process_group: ProcessGroup | None = None, timeout_seconds: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context that raises on every rank what its body raises on any.
+
+        Ranks wait for each other at its end; see `block_all`. The body contains no collectives. A rank whose own body
+        raised raises that. The others raise the first rank's error: the same class where it is Booster's or Python's
+        own and takes one message, else `RankFailedError`; the message starts with the rank.
 
         Args:
             name: What the user called; appears in messages.
+            process_group: The ranks that take part.
             timeout_seconds: How long to wait for the others; the launch's time limit by default.
-            process_group: The ranks that meet.
+
+        Raises:
+            MissingRanksError: If some ranks did not call in time, on ranks whose body did not raise.
+            Exception: What the bodies raised.
+
+        Collective: every rank of the group.
+        """
+        return _Together(self, name, process_group, timeout_seconds)
+
+    def agree(self, name: str, value: Any, *, process_group: ProcessGroup | None = None) -> None:
+        """Raise on every rank unless all have the same ``value``.
+
+        Values are compared by `digest`. The error names the ranks that differ and, of mappings, the keys.
+
+        Args:
+            name: What the user called; appears in messages.
+            value: The same on every rank, as `digest` takes it.
+            process_group: The ranks that take part.
+
+        Raises:
+            ConfigError: If values differ.
+
+        Collective: every rank of the group.
+        """
+        comparing = _Together(self, name, process_group, None)
+        with comparing:
+            plain = plain_form(value)
+            comparing.digest = digest(plain)
+        if comparing.differs:
+            values = self.all_gather_object(plain, process_group=process_group, name=name)
+            raise ConfigError(describe_differences(name, values, self._ranks(process_group)))
+
+    def block_all(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        name: str = "block_all",
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Wait until all ranks have come here.
+
+        Args:
+            process_group: The ranks that wait for each other.
+            name: What the user called; appears in messages.
+            timeout_seconds: How long to wait for the others; the launch's time limit by default.
 
         Raises:
             MissingRanksError: If some did not call in time, on every rank that did; later comers get it at once.
@@ -158,48 +205,7 @@ class DistCoordinator:
 
         Collective: every rank of the group.
         """
-        self._meet(name, timeout_seconds, process_group, None)
-
-    def block_all(self, process_group: ProcessGroup | None = None) -> None:
-        """Wait until all ranks have come here; see `rendezvous`.
-
-        Collective: every rank of the group.
-        """
-        self.rendezvous("block_all", process_group=process_group)
-
-    def raise_together(
-        self,
-        error: Exception | None,
-        *,
-        name: str = "raise_together",
-        timeout_seconds: float | None = None,
-        process_group: ProcessGroup | None = None,
-    ) -> None:
-        """Return on every rank if no rank brought an error, else raise on every rank.
-
-        A rank that brings an error raises that. The others raise the first rank's: the same class where it is
-        Booster's or Python's own and takes one message, else `RankFailedError`; the message starts with the rank.
-
-        Args:
-            error: What went wrong here, if anything.
-            name: What the user called; appears in messages.
-            timeout_seconds: How long to wait for the others; the launch's time limit by default.
-            process_group: The ranks that take part.
-
-        Raises:
-            MissingRanksError: If some ranks did not call in time, on ranks that brought no error.
-            Exception: What ranks brought.
-
-        Collective: every rank of the group.
-        """
-        problem = None if error is None else _describe(error)
-        try:
-            problems = self._meet(name, timeout_seconds, process_group, problem)
-        finally:
-            if error is not None:
-                raise error  # nearer to the cause than who is missing, which stays visible as its context
-        if problems:
-            raise _rebuild(problems)
+        self._meet(name, process_group, timeout_seconds)
 
     def broadcast_object(
         self, obj: Any, src: int = 0, *, process_group: ProcessGroup | None = None, name: str = "broadcast_object"
@@ -212,7 +218,7 @@ class DistCoordinator:
         if src not in ranks:
             msg = f"`src={src}` takes no part. Use one of {name_ranks(ranks)}."
             raise ConfigError(msg)
-        self._meet(name, None, process_group, None)
+        self._meet(name, process_group)
         if len(ranks) == 1:
             return obj
         import torch.distributed as dist
@@ -229,7 +235,7 @@ class DistCoordinator:
         Collective: every rank of the group.
         """
         ranks = self._ranks(process_group)
-        self._meet(name, None, process_group, None)
+        self._meet(name, process_group)
         if len(ranks) == 1:
             return [obj]
         import torch.distributed as dist
@@ -261,10 +267,13 @@ class DistCoordinator:
     def _meet(
         self,
         name: str,
-        timeout_seconds: float | None,
         process_group: ProcessGroup | None,
-        problem: dict[str, Any] | None,
-    ) -> list[dict[str, Any]]:
+        timeout_seconds: float | None = None,
+        *,
+        digest: bytes = b"",
+        error: Exception | None = None,
+    ) -> bool:
+        """Wait for the other ranks, raise their errors unless this one has its own, and return if digests differ."""
         if not self._world.is_current:
             msg = (
                 f"`{name}` was called on a coordinator of a process group that is not the present one: it was "
@@ -273,16 +282,16 @@ class DistCoordinator:
             raise ConfigError(msg)
         ranks = self._ranks(process_group)
         if len(ranks) == 1:
-            return [] if problem is None else [{**problem, "rank": self.rank}]
+            return False
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        meetings = self._world.rendezvous_of(tuple(ranks))
+        meeting = self._world.meeting_of(tuple(ranks))
         # What other threads do, or some ranks only, says nothing of the order of the calls that all make.
         is_noted = len(ranks) == self.world_size and threading.current_thread() is threading.main_thread()
         if is_noted:
             PROGRESS.enter(name)
             PROGRESS.is_waiting = True
         try:
-            problems = meetings.meet(name, timeout_seconds, problem, self._world.gone_ranks)
+            outcome = meeting.meet(name, digest=digest, error=error, timeout_seconds=timeout_seconds)
         except BaseException:
             if is_noted:
                 PROGRESS.leave(name)
@@ -292,18 +301,46 @@ class DistCoordinator:
                 PROGRESS.is_waiting = False
         if is_noted:
             PROGRESS.finish(name)
-        return problems
+        if outcome.errors and error is None:
+            raise _rebuild(outcome.errors)
+        return outcome.differs
 
 
-def _describe(error: Exception) -> dict[str, Any]:
-    """Return an error in a form that travels."""
-    return {
-        "module": type(error).__module__,
-        "type": type(error).__qualname__,
-        # A KeyError's own text is a repr of what it was given.
-        "text": str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    }
+class _Together:
+    """Meets the other ranks at the end of a block; see `DistCoordinator.together`.
+
+    Attributes:
+        digest: What the ranks compare; set in the block.
+        differs: Whether it was not the same on all of them.
+    """
+
+    def __init__(
+        self,
+        coordinator: DistCoordinator,
+        name: str,
+        process_group: ProcessGroup | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._coordinator = coordinator
+        self._call = name, process_group, timeout_seconds
+        self.digest = b""
+        self.differs = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # such as an interrupt: this process ends
+        try:
+            self.differs = self._coordinator._meet(*self._call, digest=self.digest, error=error)  # noqa: SLF001
+        except Exception as missing:
+            if error is None:
+                raise
+            # The own error is nearer to the cause than who is missing, which stays visible as its context.
+            error.__context__ = error.__context__ or missing
 
 
 def _rebuild(problems: list[dict[str, Any]]) -> Exception:

@@ -80,7 +80,7 @@ def launch(
     if world.process_group is not None:
         msg = (
             f"The process group has been started already: this is rank {world.rank} of {world.world_size}. Launch once "
-            "per process, or call `booster_core.ranks.launch.shutdown` in between."
+            "per process, or call `booster_core.shutdown()` in between."
         )
         raise LaunchError(msg)
     if config:
@@ -106,7 +106,7 @@ def launch(
         seed_everything(seed)
     coordinator = DistCoordinator()
     # A rank that went on, and perhaps ended, now would close connections that others are still making.
-    coordinator.rendezvous("launch")
+    coordinator.block_all(name="launch")
     if verbose:
         where = f"{environment.address}:{environment.port}"
         who = f"{environment.world_size} ranks at {where}" if environment.world_size > 1 else "a single process"
@@ -161,8 +161,14 @@ def ensure_process_group() -> DistCoordinator:
     return launch(environment=environments.ALONE, seed=None, verbose=False)
 
 
-shutdown = close_world
-"""Ends this process's part of the run; called when the interpreter ends."""
+def shutdown() -> None:
+    """End this process's part of the run: process group, monitor and store. It may be launched again afterwards.
+
+    Called when the interpreter ends. Does nothing where nothing was launched.
+
+    Collective: none; ranks may shut down one after the other.
+    """
+    close_world()
 
 
 def _at_exit() -> None:

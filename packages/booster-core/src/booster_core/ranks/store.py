@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import LaunchError, MissingRanksError
 from booster_core.ranks.environments import has_agent_store
 from booster_core.ranks.host import Host, this_host
-from booster_core.ranks.rendezvous import LongWait, Rendezvous
+from booster_core.ranks.meeting import LongWait, Meeting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +76,7 @@ def meet_at_launch(store: Store, environment: Environment, timeout_seconds: floa
     rank, world_size = environment.rank, environment.world_size
     store.set(f"host/{rank}", this_host().to_text())
     try:
-        Rendezvous(PrefixStore("launch", store), rank, range(world_size)).meet("launch", timeout_seconds)
+        Meeting(PrefixStore("launch", store), rank, range(world_size)).meet("launch", timeout_seconds=timeout_seconds)
     except MissingRanksError as error:
         who = str(error).partition(", which")[0].removeprefix("`launch` ")
         msg = (

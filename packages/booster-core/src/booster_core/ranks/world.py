@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from booster_core.ranks.environments import local_rank_of_launcher
-from booster_core.ranks.rendezvous import Rendezvous
+from booster_core.ranks.meeting import Meeting, Meetings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
@@ -67,6 +67,7 @@ class World:
         monitor: This rank's connection to the monitor, where one runs.
         unwatched_because: Why several ranks have no monitor.
         at_close: Called, last added first, before the group is destroyed.
+        jobs: Numbers work in the background, which all ranks start in step.
     """
 
     rank: int = 0
@@ -79,7 +80,8 @@ class World:
     monitor: Monitor | None = None
     unwatched_because: str | None = None
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict, repr=False)
+    jobs: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    _meetings: Meetings = field(default_factory=Meetings, repr=False)
 
     @property
     def is_current(self) -> bool:
@@ -93,16 +95,76 @@ class World:
         """
         return {} if self.monitor is None else self.monitor.gone
 
-    def rendezvous_of(self, ranks: tuple[int, ...]) -> Rendezvous:
-        """Return the meetings of ``ranks``; the same object each time, because it counts them.
+    def meeting_of(self, ranks: tuple[int, ...]) -> Meeting:
+        """Return the meetings of ``ranks`` that this thread makes; the same object each time, because it counts them.
 
         Collective: none.
         """
-        if ranks not in self._rendezvous:
+        meetings = Meetings.of_thread() or self._meetings
+        if ranks not in meetings.of_ranks:
             assert self.store is not None, "a world of one has no meetings"
             digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]  # keys stay short with many ranks
-            self._rendezvous.setdefault(ranks, Rendezvous(_below(self.store, digest), self.rank, ranks))
-        return self._rendezvous[ranks]
+            store = _below(self.store, f"{digest}/{meetings.name}")
+            meetings.of_ranks.setdefault(ranks, Meeting(store, self.rank, ranks, self.gone_ranks))
+        return meetings.of_ranks[ranks]
+
+
+class Progress:
+    """The calls that this process has entered and finished."""
+
+    __slots__ = ("call", "counts", "is_finished", "is_waiting", "last", "ranks")
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.call: tuple[str, int] | None = None
+        self.ranks: Sequence[int] | None = None
+        self.is_waiting = False
+        self.last: tuple[str, int] | None = None
+        self.is_finished = True
+
+    def enter(self, name: str, ranks: Sequence[int] | None = None) -> int:
+        """Note that the call ``name`` begins, and return its number.
+
+        Args:
+            name: The call.
+            ranks: The ranks that it may wait for; by default, all.
+        """
+        count = self.counts.get(name, 0) + 1
+        self.counts[name] = count
+        self.last = (name, count)
+        self.is_finished = False
+        if self.call is None:
+            self.call, self.ranks = self.last, ranks
+        return count
+
+    def finish(self, name: str) -> None:
+        """Note that the last call ``name`` has ended."""
+        self.last = (name, self.counts[name])
+        self.is_finished = True
+        self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """Note that the last call ``name`` is not waited in any more, however it went."""
+        if self.call is not None and self.call[0] == name:
+            self.call = self.ranks = None
+
+    def clear(self) -> None:
+        """Forget everything: a new process group begins."""
+        self.__init__()  # type: ignore[misc] # the constructor says what nothing is
+
+    def record(self) -> dict[str, Any]:
+        """Return the record in a form that travels."""
+        return {
+            "counts": dict(self.counts),
+            "last": self.last,
+            "finished": self.is_finished,
+            "call": self.call,
+            "ranks": None if self.ranks is None else list(self.ranks),
+        }
+
+
+PROGRESS = Progress()
+"""The record of this process; each process group starts counting from zero."""
 
 
 _generations = itertools.count(1)
@@ -154,7 +216,7 @@ def open_world(
         world_size: Number of processes.
         local_rank: This process's index on its host.
         backend: As for ``init_process_group``.
-        timeout_seconds: Time limit of the group's collectives and of rendezvous.
+        timeout_seconds: Time limit of the group's collectives and of meetings.
         generation: Tells openings over one store apart; by default, the number of groups this process has had.
         device: The CUDA device to which NCCL binds the group.
         watch: Starts the monitor before the group is opened, while ranks can meet only in the store. If the group

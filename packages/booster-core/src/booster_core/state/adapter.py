@@ -75,6 +75,17 @@ class StateAdapter(ABC):
         Collective: none.
         """
 
+    def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
+        """Yield what a file in ``dtypes`` is written from: `model_shards`, or masters of which they are rounded copies.
+
+        Args:
+            dtypes: The element type of tensors in the file, by name; those without one are written as they are.
+
+        Collective: none.
+        """
+        del dtypes
+        return self.model_shards()
+
     def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
         """Yield what a load of ``stored`` writes: `model_shards`, and masters of which they would be a rounded copy."""
         del stored

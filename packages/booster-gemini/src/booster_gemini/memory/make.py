@@ -53,20 +53,13 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
     Collective: every rank of the world, in step: an error on one is raised on all.
     """
     _check_budgets(config, context)
-    home: Home | None = None
-    error: Exception | None = None
-    try:
-        home = _make(config, context)
-    except (ConfigError, PluginError, OSError) as caught:
-        error = caught
-    context.coordinator.raise_together(error)
-    assert home is not None, "what was not made has raised"
-    return home
+    with context.coordinator.together("boost"):
+        return _make(config, context)
 
 
 def _check_budgets(config: GeminiConfig, context: BoostContext) -> None:
     """Raise on every rank where budgets differ: chunks are cut, and gathered ahead, by what all know."""
-    budgets = context.coordinator.all_gather_object(config.memory_budget_bytes)
+    budgets = context.coordinator.all_gather_object(config.memory_budget_bytes, name="boost")
     if len(set(budgets)) > 1:
         told = ", ".join(f"rank {rank}: {budget}" for rank, budget in enumerate(budgets))
         msg = f"`memory_budget_bytes` differs between ranks ({told}). Pass the same on all, such as the least of them."
@@ -180,7 +173,7 @@ def _policy(config: GeminiConfig, context: BoostContext) -> PlacementPolicy:
         told = "nobody answers the hook `placement_policy` for it" if found is None else f"the hook returned {found!r}"
         msg = (
             f"`placement_policy={config.placement_policy!r}` is neither 'static' nor 'auto', and {told}. Install or "
-            "register what brings it; it is a `booster_gemini.placement.policy.PlacementPolicy`."
+            "register what brings it; it is a `booster_gemini.placement.PlacementPolicy`."
         )
         raise PluginError(msg)
     return found

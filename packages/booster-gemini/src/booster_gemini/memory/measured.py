@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import BudgetError, ConfigError, OffloadError
 from booster_gemini.memory.free_memory import FreeMemory
 from booster_gemini.memory.on_device import DeviceHome
-from booster_gemini.placement.auto import BudgetError
 from booster_zero.engine import Role
 
 if TYPE_CHECKING:

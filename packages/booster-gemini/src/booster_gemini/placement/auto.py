@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BudgetError
 from booster_gemini.placement.policy import (
     Kind,
     Moves,
@@ -30,22 +30,6 @@ if TYPE_CHECKING:
     from booster_gemini.placement.policy import Key, Request
 
 _NEVER = 1 << 60
-
-
-class BudgetError(ConfigError):
-    """A memory budget is smaller than what is in use at once.
-
-    Attributes:
-        least_bytes: The least budget that would do.
-        moment: What the model is doing when it needs that much.
-    """
-
-    def __init__(self, budget_bytes: int, least_bytes: int, moment: str) -> None:
-        self.least_bytes, self.moment = least_bytes, moment
-        super().__init__(
-            f"`memory_budget_bytes={budget_bytes}` is too small: {moment or 'a step'} needs {least_bytes} bytes at "
-            f"once. Pass at least {least_bytes}, or choose smaller chunks."
-        )
 
 
 class AutoPlacement(PlacementPolicy):
@@ -92,7 +76,12 @@ def _check(request: Request) -> None:
         now += event_bytes(event, users, request.sizes)
         if now > budget:
             largest = largest_working_set(request.events, request.sizes)
-            raise BudgetError(min(request.budget_bytes or ()), max(now, largest.num_bytes), largest.moment)
+            least_bytes, moment = max(now, largest.num_bytes), largest.moment
+            msg = (
+                f"`memory_budget_bytes={min(request.budget_bytes or ())}` is too small: {moment or 'a step'} needs "
+                f"{least_bytes} bytes at once. Pass at least {least_bytes}, or choose smaller chunks."
+            )
+            raise BudgetError(msg, least_bytes=least_bytes, moment=moment)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.microbatches import (
     count_samples,
@@ -24,7 +24,7 @@ from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import pipeline_stream
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
-from booster_runtime.data import to_device
+from booster_runtime.data import move_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +149,7 @@ class PipelineEngine:
 
         Collective: every rank of the world.
         """
-        with naming_missing_ranks("execute_pipeline"):
+        with NamedCall("execute_pipeline"):
             parts, sizes, most = self._split_together(batches)
             schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)
@@ -204,7 +204,7 @@ class PipelineEngine:
             schedule,
             self._index,
             self._link,
-            [to_device(batch, self._device)],
+            [move_batch(batch, self._device)],
             [1.0],
             lambda outputs, batch: torch.zeros(()),  # noqa: ARG005 - no loss is asked for
             None,
@@ -223,7 +223,9 @@ class PipelineEngine:
         Collective: these ranks.
         """
         if self._has_any(error, self._replica.group):
-            self._coordinator.raise_together(error, name="generate", process_group=self._replica.group)
+            with self._coordinator.together("generate", process_group=self._replica.group):
+                if error is not None:
+                    raise error
 
     def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:
         """Return the next batch's microbatches, their sizes, and the largest number of microbatches on any rank."""
@@ -236,7 +238,7 @@ class PipelineEngine:
         try:
             batch = next(batches)
             checksum = checksum_of(batch, self._num_batches)
-            batch = to_device(batch, self._device)
+            batch = move_batch(batch, self._device)
             count = config.num_microbatches if config.microbatch_size is None else None
             if config.microbatch_size is None and count is None:
                 count = config.size
@@ -266,14 +268,18 @@ class PipelineEngine:
             )
             raise ConfigError(msg)
         if has_failed or apart:
-            self._coordinator.raise_together(error, name="execute_pipeline")
+            with self._coordinator.together("execute_pipeline"):
+                if error is not None:
+                    raise error
         return parts, sizes, most
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error, None):
             if optimizer is not None:
                 optimizer.zero_grad()  # of a part of the batch, and of some ranks only
-            self._coordinator.raise_together(error, name="execute_pipeline")
+            with self._coordinator.together("execute_pipeline"):
+                if error is not None:
+                    raise error
 
     def _has_any(self, error: Exception | None, group: ProcessGroup | None) -> bool:
         """Return whether a rank of a group (``None`` for all) brings an error."""

@@ -33,7 +33,7 @@ from booster_hybrid.sequence_parallel.stack import HIDDEN_STATES
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime import collectives
-from booster_runtime.data import call_with, taken_by, to_device
+from booster_runtime.data import call_with, move_batch, taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -114,15 +114,11 @@ def check_layers(
     run = _DryRun(model, lists, mode, group, context.device)
     batch: Any = None
     for check in (run.run, run.probe):  # all ranks come to the second, which communicates, or none does
-        error: Exception | None = None
-        try:
+        with context.coordinator.together("boost"):
             if check == run.run:
                 with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
-                    batch = to_device(batch_at_hand(dataloader, example_batch), context.device)
+                    batch = move_batch(batch_at_hand(dataloader, example_batch), context.device)
             check(batch)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        context.coordinator.raise_together(error, name="boost")
 
 
 class _DryRun:

@@ -1,13 +1,10 @@
 """The one door to collectives on flat buffers.
 
-They travel by a transport, chosen when a process group is first used: by reading other processes' memory where every
-rank of the group can (``direct``: one host, x86-64 Linux), else by `torch.distributed` (``torch``); see
-`booster_runtime.collectives.transports`. The environment variable ``BOOSTER_TRANSPORT=auto|torch|direct`` chooses, and
+They travel by `torch.distributed`; see `booster_runtime.collectives.transports`. The environment variable
 ``BOOSTER_DEBUG=collectives`` compares every call between ranks before it runs.
 
-Results don't depend on the transport. On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a
-result depends neither on timing nor on which elements share a buffer. On devices the backend sums, in its own order and
-in the dtype that is sent.
+On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a result depends neither on timing nor on
+which elements share a buffer. On devices the backend sums, in its own order and in the dtype that is sent.
 
 A flat buffer is cut into one slice per rank of the group by ``bounds``: rank ``r`` holds
 ``buffer[bounds[r]:bounds[r + 1]]``. Slices may be uneven or empty. A ``range`` says in a few bytes that they are equal.
@@ -19,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from booster_runtime.collectives.errors import MismatchError
+from booster_core.errors import MismatchError
+from booster_core.ranks import OBSERVERS
 from booster_runtime.collectives.groups import new_group
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into
 from booster_runtime.collectives.transports import transport_of
+from booster_runtime.collectives.transports.observed import ObservedTransport
 from booster_runtime.collectives.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from booster_runtime.collectives.transports import Transport
 
 __all__ = [
     "MismatchError",
@@ -74,7 +75,7 @@ def reduce_scatter(
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate)
+    return _transport(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate)
 
 
 def reduce_scatter_parts(
@@ -105,7 +106,7 @@ def reduce_scatter_parts(
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).reduce_scatter_parts(
+    return _transport(group).reduce_scatter_parts(
         parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
     )
 
@@ -122,8 +123,8 @@ def reduce_scatter_rows(
 ) -> Pending:
     """Start summing, over ranks, a matrix most of whose rows may be zero on each rank; to the same bits as any other.
 
-    The portable transport sends just the other rows, where they are at most a quarter. What is not zero is found by
-    looking, so that it holds whatever a model does with the matrix.
+    Just the other rows are sent, where they are at most a quarter. What is not zero is found by looking, so that it
+    holds whatever a model does with the matrix.
 
     Args:
         matrix: Shape ``(rows, width)``, contiguous, on the CPU; equal shapes on every rank.
@@ -141,9 +142,18 @@ def reduce_scatter_rows(
     """
     transport = transport_of(group)
     if isinstance(transport, TorchTransport):
-        return transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate)
+        if not OBSERVERS:
+            return transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate)
+        return ObservedTransport(transport, group).start(
+            "reduce_scatter_rows",
+            matrix.nbytes,
+            0,  # as much as its rows say, which only the operation looks at
+            lambda: transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate),
+        )
     parts = [(0, matrix.view(-1))]
-    return transport.reduce_scatter_parts(parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch)
+    return _transport(group).reduce_scatter_parts(
+        parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
+    )
 
 
 def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:
@@ -156,7 +166,7 @@ def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).all_gather(buffer, bounds)
+    return _transport(group).all_gather(buffer, bounds)
 
 
 def all_to_all(
@@ -183,17 +193,16 @@ def all_to_all(
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).all_to_all(source, sent, out, received)
+    return _transport(group).all_to_all(source, sent, out, received)
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup | None = None) -> Pending:
     """Start combining a tensor over ranks, in place and to the same bits on each.
 
     On the CPU, ``SUM`` and ``AVG`` of floating tensors are computed in rank order, bf16 and fp16 in fp32 with one
-    rounding at the end: the same bits on every transport. Integers, ``MAX`` and ``MIN`` are exact in any order. On
-    devices, and for complex tensors, the backend combines in its own order: NCCL in the order of its ring or tree,
-    which depends on the number of ranks, the topology and the size of the tensor, rounding bf16 and fp16 after each
-    addition.
+    rounding at the end. Integers, ``MAX`` and ``MIN`` are exact in any order. On devices, and for complex tensors, the
+    backend combines in its own order: NCCL in the order of its ring or tree, which depends on the number of ranks, the
+    topology and the size of the tensor, rounding bf16 and fp16 after each addition.
 
     Args:
         tensor: Any shape; contiguous.
@@ -202,7 +211,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: ProcessGroup 
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).all_reduce(tensor, op)
+    return _transport(group).all_reduce(tensor, op)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:
@@ -214,7 +223,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup | None = None) -> Pending:
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return transport_of(group).broadcast(tensor)
+    return _transport(group).broadcast(tensor)
 
 
 def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -222,4 +231,10 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any
 
     Collective: every rank of ``group``.
     """
-    return transport_of(group).all_gather_object(value)
+    return _transport(group).all_gather_object(value)
+
+
+def _transport(group: ProcessGroup | None) -> Transport:
+    """Return the transport of a group, which shows what it does to those who observe this process."""
+    transport = transport_of(group)
+    return ObservedTransport(transport, group) if OBSERVERS else transport

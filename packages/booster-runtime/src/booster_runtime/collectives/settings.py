@@ -1,4 +1,4 @@
-"""The environment variables of collectives: `BOOSTER_TRANSPORT` and `BOOSTER_DEBUG`. Nothing else reads them."""
+"""The environment variable of collectives, `BOOSTER_DEBUG`. Nothing else reads it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,7 @@ import os
 
 from booster_core.errors import ConfigError
 
-AUTO, TORCH, DIRECT = "auto", "torch", "direct"
-_TRANSPORT, _DEBUG, _COLLECTIVES = "BOOSTER_TRANSPORT", "BOOSTER_DEBUG", "collectives"
-_FORMER = "BOOSTER_DIRECT_COLLECTIVES"
-
-
-def requested_transport() -> str:
-    """Return the transport that the user asked for: ``"auto"``, ``"torch"`` or ``"direct"``.
-
-    Raises:
-        ConfigError: If `BOOSTER_TRANSPORT` has another value, or the variable that it replaces is set.
-
-    Collective: none.
-    """
-    if _FORMER in os.environ:
-        wanted = TORCH if os.environ[_FORMER] == "0" else AUTO
-        msg = f"{_FORMER} is not read any more. Unset it, and set {_TRANSPORT}={wanted} for the same effect."
-        raise ConfigError(msg)
-    text = os.environ.get(_TRANSPORT) or AUTO
-    if text not in (AUTO, TORCH, DIRECT):
-        msg = (
-            f"{_TRANSPORT}={text!r} must be auto (read other processes' memory where every rank of a group can), "
-            "torch (torch.distributed only) or direct (raise where the ranks can't read each other's memory)."
-        )
-        raise ConfigError(msg)
-    return text
+_DEBUG, _COLLECTIVES = "BOOSTER_DEBUG", "collectives"
 
 
 def checks_collectives() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_runtime.data.batches import call_with, named_forward, num_samples, taken_by, to_device
+from booster_runtime.data.batches import call_with, move_batch, named_forward, num_samples, taken_by
 from booster_runtime.data.containers import (
     fields_of,
     hidden_tensors,
@@ -23,11 +23,11 @@ __all__ = [
     "hidden_tensors",
     "hides_tensors",
     "leaves_by_path",
+    "move_batch",
     "named_forward",
     "num_samples",
     "show_first_batch",
     "taken_by",
     "tensors_of",
-    "to_device",
     "with_fields",
 ]

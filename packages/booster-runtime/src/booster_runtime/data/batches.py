@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from booster_core import Booster
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -120,10 +122,18 @@ def num_samples(batch: Any) -> int:
     return lengths.pop()
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device.
+def to_device(booster: Booster, batch: Any) -> Any:
+    """Return a batch with its tensors, in any nest of dicts, lists and tuples, on the run's device.
 
-    Collective: none.
+    Copies from pinned memory don't block.
+    """
+    return move_batch(batch, booster.device)
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors, in any nest of dicts, lists and tuples, on a device.
+
+    Copies from pinned memory don't block.
     """
 
     def moved(leaf: Any) -> Any:

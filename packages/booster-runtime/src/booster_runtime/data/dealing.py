@@ -90,17 +90,12 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
     Collective: every rank of the world.
     """
     # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
-    seed = coordinator.broadcast_object(torch.initial_seed())
-    error: Exception | None = None
-    digest: str | None = None
-    try:
+    seed = coordinator.broadcast_object(torch.initial_seed(), name="boost")
+    with coordinator.together("boost"):
         rank, world_size = plugin.data_parallel_coordinates(coordinator)
         loader = split_dataloader(loader, rank=rank, world_size=world_size, seed=seed)
         digest = loader.order_digest() if isinstance(loader, DistributedDataLoader) else None
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error)
-    digests = coordinator.all_gather_object(digest)
+    digests = coordinator.all_gather_object(digest, name="boost")
     apart = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
     if apart:
         msg = (

@@ -8,14 +8,13 @@ judge, so this is said once and raises nothing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.log import ANY_RANK, log
-from booster_core.ranks import current_world, name_ranks
+from booster_core.ranks import current_world, digest, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,13 +155,9 @@ def digest_of(batch: Any) -> str:
 
     Collective: none.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    is_empty = True
+    seen = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta and leaf.numel():
-            is_empty = False
             step = -(-leaf.numel() // _MOST_ELEMENTS)
-            some = leaf.detach().reshape(-1)[::step].cpu().contiguous()
-            digest.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
-            digest.update(some.view(torch.uint8).numpy().tobytes())
-    return "" if is_empty else digest.hexdigest()
+            seen.append((tuple(leaf.shape), leaf.detach().reshape(-1)[::step]))
+    return digest(seen).hex() if seen else ""

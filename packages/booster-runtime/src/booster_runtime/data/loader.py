@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError
+from booster_runtime.data.batches import move_batch
 from booster_runtime.data.iterable import CountedCollate, ShardedIterable
 from booster_runtime.data.sampler import DealtOrder, wrap_seed
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.utils.data import Dataset
+
+    from booster_core import Booster
 
 
 class DistributedDataLoader(DataLoader[Any], GlobalPosition):
@@ -306,3 +310,11 @@ def _packed(state: torch.Tensor) -> str:
 
 def _unpacked(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
+
+
+def place_batches(booster: Booster, loader: Any) -> Any:
+    """Let loaders that deal samples hand out batches on the run's device, if the Booster is to, and return them."""
+    for each in loader if isinstance(loader, (list, tuple)) else [loader]:
+        if isinstance(each, DistributedDataLoader) and booster.device_placement:
+            each.place = functools.partial(move_batch, device=booster.device)
+    return loader

@@ -19,77 +19,71 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from booster_core.ranks import DistCoordinator
+    from booster_core import Booster
 
 
-def gather_samples(
-    values: Any, loader: DataLoader[Any], *, index: int, coordinator: DistCoordinator, device: torch.device
-) -> Any:
-    """Return values of the samples of all ranks' last batches, each once, in the order of the data set's epoch.
+def gather_for_metrics(booster: Booster, values: Any, dataloader: DataLoader[Any]) -> Any:
+    """Return values of every rank's last batch, each sample once, in the order of the data set.
+
+    Ranks get equally many batches, so samples at an epoch's end are repeated on some of them; those are left out.
+    Values are sent through the host: reduce them to what the metric needs, such as predictions instead of logits.
 
     Args:
-        values: As for `DistributedDataLoader.without_padding`; ``None`` on ranks that have none.
-        loader: The loader that handed out the batches.
-        index: Index of this rank among the ranks that see different samples.
-        coordinator: Carries the values.
-        device: Where to put them.
+        booster: Of the run.
+        values: Tensors in any nest of dicts, lists and tuples, each with one value per sample of this rank's batch
+            along its first dimension; ``None`` on a rank that has none, such as a pipeline's first stage.
+        dataloader: The loader that the batch came from, as `boost` or `prepare_dataloader` returned it.
+
+    Returns:
+        The same nest of tensors on this run's device, the same on every rank.
 
     Raises:
-        TypeError: If the loader splits no samples, or a value is no tensor.
-        ConfigError: If a tensor has not one value per sample, or ranks' values don't fit together.
+        TypeError: If the loader is another one, or a value is no tensor.
+        ConfigError: If a tensor has not one value per sample, or ranks' tensors don't fit together.
 
-    Collective: every rank of the world.
+    Collective: every rank of the world, after each batch.
     """
-    error: Exception | None = None
+    coordinator = booster.context.coordinator
     own: Any = None
-    by_rank = False
-    try:
-        if not isinstance(loader, DistributedDataLoader):
+    with coordinator.together("gather_for_metrics"):
+        if not isinstance(dataloader, DistributedDataLoader):
             msg = (
                 "`dataloader` is the loader that `boost` or `prepare_dataloader` returned, which knows which samples "
-                f"are repeated; got `{type(loader).__name__}`."
+                f"are repeated; got `{type(dataloader).__name__}`."
             )
             raise TypeError(msg)
-        by_rank = loader.deals_batches
+        by_rank = dataloader.deals_batches
         if values is not None:
-            own = pytree.tree_map(lambda tensor: tensor.detach().cpu(), loader.without_padding(values))
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="gather_for_metrics")
-    return _joined(
-        own, lambda tensors: _merge(tensors, by_rank=by_rank), "gather_for_metrics", index, coordinator, device
-    )
+            own = pytree.tree_map(lambda tensor: tensor.detach().cpu(), dataloader.without_padding(values))
+    return _joined(own, lambda tensors: _merge(tensors, by_rank=by_rank), "gather_for_metrics", booster)
 
 
-def reduce_values(
-    values: Any, reduction: str, *, index: int, coordinator: DistCoordinator, device: torch.device
-) -> Any:
-    """Return the mean or sum of values over the ranks that see different samples; see `Booster.reduce`.
+def reduce(booster: Booster, values: Any, reduction: str = "mean") -> Any:
+    """Return the mean or sum of values over the ranks that see different samples, each of these counted once.
 
     Args:
-        values: Tensors and numbers in any nest of dicts, lists and tuples; ``None`` on ranks that have none.
+        booster: Of the run.
+        values: Tensors and numbers in any nest of dicts, lists and tuples; they are sent through the host. ``None`` on
+            a rank that has none, such as a pipeline's first stage.
         reduction: ``"mean"`` or ``"sum"``.
-        index: Index of this rank among the ranks that see different samples.
-        coordinator: Carries the values.
-        device: Where to put them.
+
+    Returns:
+        The same nest of tensors on this run's device, the same on every rank.
 
     Raises:
-        ConfigError: If the reduction is another one, or ranks' values don't fit together.
         TypeError: If a value is neither a tensor nor a number.
+        ConfigError: If the reduction is another one, or ranks' values don't fit together.
 
     Collective: every rank of the world.
     """
-    error: Exception | None = None
+    coordinator = booster.context.coordinator
     own: Any = None
-    try:
+    with coordinator.together("reduce"):
         if reduction not in ("mean", "sum"):
             msg = f"`reduction={reduction!r}` is neither 'mean' nor 'sum'."
             raise ConfigError(msg)
         if values is not None:
             own = pytree.tree_map(_as_tensor, values)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="reduce")
 
     def reduced(tensors: list[torch.Tensor]) -> torch.Tensor:
         _check_alike(tensors, lambda tensor: tensor.shape)
@@ -99,7 +93,7 @@ def reduce_values(
         dtype = stacked.dtype if stacked.is_floating_point() or stacked.is_complex() else torch.get_default_dtype()
         return stacked.to(dtype).mean(0)
 
-    return _joined(own, reduced, "reduce", index, coordinator, device)
+    return _joined(own, reduced, "reduce", booster)
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
@@ -113,11 +107,11 @@ def _joined(
     own: Any,
     join: Callable[[list[torch.Tensor]], torch.Tensor],
     name: str,
-    index: int,
-    coordinator: DistCoordinator,
-    device: torch.device,
+    booster: Booster,
 ) -> Any:
     """Return what becomes of the values of all ranks that see different samples, each once and in their order."""
+    coordinator = booster.context.coordinator
+    index, _ = booster.plugin.data_parallel_coordinates(coordinator)
     given: dict[int, Any] = {}
     for where, theirs in coordinator.all_gather_object((index, own), name=name):
         if theirs is not None:
@@ -129,7 +123,7 @@ def _joined(
     if not flat:
         return None
     tensors = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([join(list(each)).to(device) for each in tensors], flat[0][1])
+    return pytree.tree_unflatten([join(list(each)).to(booster.device) for each in tensors], flat[0][1])
 
 
 def _check_alike(tensors: list[torch.Tensor], shape: Callable[[torch.Tensor], torch.Size]) -> None:

@@ -51,8 +51,7 @@ def prepare_lazy(plugin: Plugin, objects: Boosted, context: BoostContext) -> Non
     model = objects.model
     if plugin.handles_lazy:
         agree_on_seeds(model, context.coordinator)
-    error: Exception | None = None
-    try:
+    with context.coordinator.together("boost"):
         elsewhere = find_elsewhere(model, objects.criterion)
         if is_lazy(model):
             model.__dict__[_RUN_EAGERLY] = Counter(Recording(model).run_eagerly)
@@ -62,9 +61,6 @@ def prepare_lazy(plugin: Plugin, objects: Boosted, context: BoostContext) -> Non
             fill_elsewhere(elsewhere)
         else:
             materialize_objects(model, objects.optimizer, context.device, elsewhere)
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    context.coordinator.raise_together(error)
 
 
 def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
@@ -191,7 +187,8 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
         values = {} if recording is None else recording.fingerprints()
     except Exception as caught:  # noqa: BLE001 - carried to every rank below
         error = caught
-    first, seeds, first_values = coordinator.broadcast_object((own, [recorder.seeds for recorder in recorders], values))
+    mine = (own, [recorder.seeds for recorder in recorders], values)
+    first, seeds, first_values = coordinator.broadcast_object(mine, name="boost")
     head = f"Rank {coordinator.rank} built another model than rank 0: "
     if first != own:
         here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
@@ -206,7 +203,9 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
             "since numbers, constants or files that their construction uses differ. Seed `random`, NumPy and torch "
             "alike on every rank before the model is built, and read the same files."
         )
-    coordinator.raise_together(error)
+    with coordinator.together("boost"):
+        if error is not None:
+            raise error
     _take_seeds(recorders, seeds)
 
 

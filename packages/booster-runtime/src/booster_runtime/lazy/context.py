@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError, LazyInitError
@@ -14,10 +15,9 @@ from booster_runtime.lazy.recorder import Recorder
 from booster_runtime.lazy.tensor import DEVICE, LazyTensor, recorder_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from torch import nn
     from typing_extensions import Self
 
 _OPEN: list[Recorder] = []
@@ -36,27 +36,21 @@ class LazyInitContext:
     What can't be recorded runs at once, with real values, and is counted in ``run_eagerly``.
 
     Args:
-        default_device: Where tensors are made that do not name a device, and drawn; torch's default device when
-            ``None``.
+        default_device: Where tensors are made that do not name a device, and drawn; a function is called for it at
+            once, such as ``get_current_device``. Torch's default device when ``None``.
 
     Raises:
+        TypeError: If ``default_device`` is no device, name of one, or function that returns one.
         ConfigError: If ``default_device`` is not a device with memory of its own.
         LazyInitError: On entering, if the process is inside of such a context already.
 
     Collective: none.
     """
 
-    def __init__(self, default_device: torch.device | str | None = None) -> None:
-        if default_device is not None:
-            try:
-                default_device = torch.device(default_device)
-            except RuntimeError as cause:
-                msg = f"`default_device={default_device!r}` is not a device that torch knows. Use 'cpu' or 'cuda'."
-                raise ConfigError(msg) from cause
-            if default_device.type == "meta":
-                msg = "`default_device='meta'` has no values to initialise. Leave it out: the model takes no memory."
-                raise ConfigError(msg)
-        self.default_device = default_device
+    def __init__(
+        self, default_device: torch.device | str | int | Callable[[], torch.device | str | int] | None = None
+    ) -> None:
+        self.default_device = None if default_device is None else _device_of(default_device)
         self.recorder = Recorder()
         self._stack = ExitStack()
 
@@ -89,6 +83,28 @@ class LazyInitContext:
     ) -> None:
         self._stack.close()
         self.recorder.is_open = False
+
+
+def _device_of(asked: Any) -> torch.device:
+    """Return the device that ``default_device`` stands for."""
+    is_function = callable(asked) and not isinstance(asked, (type, nn.Module))
+    device = asked() if is_function else asked
+    if not isinstance(device, (torch.device, str, int)):
+        got = f"a function that returns `{type(device).__name__}`" if is_function else f"`{type(device).__name__}`"
+        msg = (
+            "`default_device` of LazyInitContext is a device, its name such as 'cpu', or a function that returns one; "
+            f"got {got}. Pass `booster.device`, or leave it out."
+        )
+        raise TypeError(msg)
+    try:
+        device = torch.device(device)
+    except RuntimeError as cause:
+        msg = f"`default_device={device!r}` is not a device that torch knows. Use 'cpu' or 'cuda'."
+        raise ConfigError(msg) from cause
+    if device.type == "meta":
+        msg = "`default_device='meta'` has no values to initialise. Leave it out: the model takes no memory."
+        raise ConfigError(msg)
+    return device
 
 
 @contextmanager

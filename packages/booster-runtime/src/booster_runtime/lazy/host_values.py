@@ -51,12 +51,12 @@ def shards_from_host(model: nn.Module, device: torch.device, coordinator: DistCo
     is_possible = all(map(_is_plain, model.parameters()))
     shapes = [f"'{name}' of {tuple(each.shape)} and {each.dtype}" for name, each in model.named_parameters()]
     digest = hashlib.sha256("\n".join(shapes).encode()).digest()
-    every = coordinator.all_gather_object((is_possible, digest))
+    every = coordinator.all_gather_object((is_possible, digest), name="boost")
     if not all(possible for possible, _ in every):
         return False
     other = next((rank for rank, (_, of_rank) in enumerate(every) if of_rank != every[0][1]), None)
     if other is not None:
-        raise _different_models(other, coordinator.all_gather_object(shapes))
+        raise _different_models(other, coordinator.all_gather_object(shapes, name="boost"))
     return True
 
 

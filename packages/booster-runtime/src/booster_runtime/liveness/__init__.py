@@ -3,7 +3,7 @@
 Rank 0 runs a small server in a thread (`server`); every rank holds one connection to it from a thread of its own
 (`member`, set up by `start`). The kernel closes the connection of a process that ends, so no heartbeat is needed and a
 busy rank is never taken for dead. `verdicts` decides what has failed; `records` reads and describes how far each rank
-has come, which `booster_core.ranks.rendezvous` notes; `wire` and `sockets` carry the messages.
+has come, which `booster_core.ranks.calls` notes; `wire` and `sockets` carry the messages.
 """
 
 from booster_runtime.liveness.member import Monitor

@@ -28,7 +28,7 @@ _EXIT = "The monitor can't see the code of a `sys.exit`: if there was one, that 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One rank's progress; see `booster_core.ranks.rendezvous.Progress`.
+    """One rank's progress; see `booster_core.ranks.world.Progress`.
 
     Args:
         counts: How often each call has begun.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from booster_core.plugin import normalisation_parameters
 from booster_core.state import frozen_base
 from booster_runtime.sharding.agreement import agree_on_values, send_first
 from booster_runtime.sharding.buffers import BufferWatch
@@ -40,7 +41,7 @@ from booster_runtime.sharding.layers import (
     parameters_by_unit,
     without_split_ties,
 )
-from booster_runtime.sharding.narrow import normalisation_parameters, working_dtypes
+from booster_runtime.sharding.narrow import working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized

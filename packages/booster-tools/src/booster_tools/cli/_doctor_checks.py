@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from booster_core import DistCoordinator
 from booster_runtime import collectives
-from booster_runtime.collectives.transports import override
 from booster_tools.cli._doctor_speed import Measured, delay_of, median_seconds, rate_of, with_free_space
 
 if TYPE_CHECKING:
@@ -50,9 +49,7 @@ class Checks:
         yield "broadcast_object_list", self.objects
         yield "all_gather_object", self.gathered_objects
         yield "write one file together", self.file
-        transports = ("torch",) if self.device.type == "cuda" else ("torch", "direct")
-        for transport in transports:
-            yield f"reduce-scatter, {transport} transport", lambda name=transport: self.reduce_scatter(name)  # type: ignore[misc]
+        yield "reduce-scatter", self.reduce_scatter
         yield "point to point, small messages", self.messages
         yield "store, meetings of all ranks", self.meetings
         yield "disk, writing", self.disk
@@ -122,20 +119,15 @@ class Checks:
         expected = b"".join(bytes([rank]) * _NUMEL for rank in range(self.world_size))
         _require(path.read_bytes() == expected, f"'{path}' does not hold what the ranks wrote")
 
-    def reduce_scatter(self, transport: str) -> Measured:
-        """Sum gradients as the sharding strategies do.
-
-        Raises:
-            ConfigError: If the ranks can't use the transport; the message says why.
-        """
+    def reduce_scatter(self) -> Measured:
+        """Sum gradients as the sharding strategies do."""
         bounds = [_TIMED_NUMEL * rank // self.world_size for rank in range(self.world_size + 1)]
         source = torch.full((_TIMED_NUMEL,), float(self.rank + 1), device=self.device)
         out = torch.empty(bounds[self.rank + 1] - bounds[self.rank], device=self.device)
-        with override(transport):
-            seconds = median_seconds(self.device, lambda: collectives.reduce_scatter(source, bounds, out).wait())
+        seconds = median_seconds(self.device, lambda: collectives.reduce_scatter(source, bounds, out).wait())
         expected = sum(range(1, self.world_size + 1))
         _require(bool((out == expected).all()), f"expected {expected} everywhere, got {sorted(set(out.tolist()))[:4]}")
-        return rate_of(4 * _TIMED_NUMEL, seconds, transport)
+        return rate_of(4 * _TIMED_NUMEL, seconds, "reduce-scatter")
 
     def messages(self) -> Measured:
         """Pass a small tensor on, as stages of a pipeline do."""
@@ -153,7 +145,7 @@ class Checks:
     def meetings(self) -> Measured:
         """Let all ranks meet in the store, as errors on all ranks and the ends of saves do."""
         coordinator = DistCoordinator()
-        return delay_of(median_seconds(self.device, lambda: coordinator.rendezvous("doctor")), "meeting")
+        return delay_of(median_seconds(self.device, lambda: coordinator.block_all(name="doctor")), "meeting")
 
     def disk(self) -> Measured:
         """Write a file to the disk itself, as checkpoints are."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 import booster_core
-from booster_core.errors import ConfigError
 from booster_tools.cli._doctor_checks import Checks
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ def _attempt(name: str, check: Callable[[], Measured | None]) -> bool:
     _say(name, "started")
     try:
         measured = check()
-    except ConfigError as error:
-        _say(name, "missing", str(error))
-        return True  # what is optional is missing on every rank
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is what the parent reports
         _say(name, "failed", f"{type(error).__name__}: {error}")
         return False
@@ -54,12 +50,9 @@ def main(rank: int, world_size: int, backend: str, folder: Path, port: int) -> i
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
 
     def launch() -> None:
-        try:
-            booster_core.launch(
-                rank, world_size, "127.0.0.1", port, backend, rank, seed=None, verbose=False, timeout_seconds=30.0
-            )
-        except ConfigError as error:
-            raise ValueError(str(error)) from error  # nothing works without it
+        booster_core.launch(
+            rank, world_size, "127.0.0.1", port, backend, rank, seed=None, verbose=False, timeout_seconds=30.0
+        )
 
     # After a failure the ranks may be out of step, so that what follows would tell nothing.
     if not _attempt("launch", launch):

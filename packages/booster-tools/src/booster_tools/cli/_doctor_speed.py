@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _REPEATS = 5
-_SLOWEST_BYTES_PER_SECOND = {"torch": 50e6, "direct": 100e6, "disk": 20e6}
+_SLOWEST_BYTES_PER_SECOND = {"reduce-scatter": 50e6, "disk": 20e6}
 _LONGEST_SECONDS = {"message": 5e-3, "meeting": 50e-3}
 _LEAST_FREE_BYTES = 1 << 30
 
@@ -46,7 +46,7 @@ def median_seconds(device: torch.device, call: Callable[[], None]) -> float:
 
 
 def rate_of(nbytes: int, seconds: float, kind: str) -> Measured:
-    """Return how many bytes a second were moved by a transport, or written to the disk.
+    """Return how many bytes a second were summed over the ranks, or written to the disk.
 
     Collective: none.
     """

@@ -12,7 +12,8 @@ import click
 from booster_core import launch_from_torch
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.plugin import load
-from booster_tools.verification import function_of, module_of, verify
+from booster_tools.verification import verify
+from booster_tools.verification.script import function_of, module_of
 
 
 def main(build: str, batch: str, plugin: str, steps: str, precision: str, *options: str) -> int:

@@ -1,4 +1,4 @@
-"""Try all that plugins need with two processes, and say what is slow, missing or broken.
+"""Try all that plugins need with two processes, and say what is slow or broken.
 
 Each process runs `booster_tools.cli._doctor_rank`; this module starts them, ends them at the time limit, and reports.
 """
@@ -23,7 +23,7 @@ WORLD_SIZE = 2
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: ``ok``, ``slow``, ``missing`` (what plugins use where it is there) or ``FAIL``, and why."""
+    """What a check found: ``ok``, ``slow`` or ``FAIL``, and why."""
 
     state: str
     detail: str = ""
@@ -35,9 +35,9 @@ class Finding:
 )
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="Only this backend.  [default: each usable one]")
 @click.option("--folder", type=click.Path(exists=True, file_okay=False), help="Where to write; the shared file system.")
-@click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 for what is slow or missing as well.")
+@click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 for what is slow as well.")
 def command(*, timeout_seconds: float, backend: str | None, folder: str | None, is_strict: bool) -> None:
-    """Try all that plugins need with two processes, and say what is slow, missing or broken.
+    """Try all that plugins need with two processes, and say what is slow or broken.
 
     The exit status is 1 if anything fails or hangs.
     """
@@ -46,13 +46,13 @@ def command(*, timeout_seconds: float, backend: str | None, folder: str | None, 
     for each in backends:
         click.echo(f"{each}, {WORLD_SIZE} processes:")
         for name, finding in run_checks(each, timeout_seconds, folder).items():
-            click.echo(f"  {finding.state:7}  {name}{finding.detail and ': ' + finding.detail}")
+            click.echo(f"  {finding.state:4}  {name}{finding.detail and ': ' + finding.detail}")
             states[finding.state] += 1
     if states["FAIL"] or not backends:
         click.echo("Training on several ranks will not work here." if backends else "This torch has no backend.")
         raise SystemExit(1)
-    if states["slow"] or states["missing"]:
-        click.echo("All plugins work; what is slow or missing costs time.")
+    if states["slow"]:
+        click.echo("All plugins work; what is slow costs time.")
         raise SystemExit(int(is_strict))
     click.echo("Everything that the plugins need works.")
 
@@ -99,7 +99,7 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
         return findings
 
 
-_SEVERITY = ("ok", "slow", "missing", "FAIL")
+_SEVERITY = ("ok", "slow", "FAIL")
 
 
 def _usable_backends() -> list[str]:

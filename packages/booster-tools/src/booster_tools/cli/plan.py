@@ -23,7 +23,11 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 @click.option("--tflops", default=150.0, show_default=True, help="What each device attains in training.")
 @click.option("--plugin", "plugins", multiple=True, help="Compare only this plugin; repeatable.  [default: all]")
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Format of compute.  [default: fp32]")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "pure-bf16"]),
+    help="As for Booster.  [default: by the model]",
+)
 @click.option("--processes", type=click.IntRange(min=1), help="Plans made at a time.  [default: one for each core]")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .svg or .png.")
 def command(
@@ -48,7 +52,7 @@ def command(
     from booster_core.errors import BoosterError
     from booster_runtime.pictures import write_png
     from booster_tools.planning import Devices, default_processes, draw_plan, plan
-    from booster_tools.verification import function_of, module_of
+    from booster_tools.verification.script import function_of, module_of
 
     if picture is not None and picture.suffix not in (".svg", ".png"):
         msg = f"`--picture {picture}` must end in .svg or .png."

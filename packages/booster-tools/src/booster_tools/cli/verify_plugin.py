@@ -18,7 +18,11 @@ import click
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
 @click.option("--nproc", default=2, show_default=True, help="Number of ranks on this machine.")
 @click.option("--steps", default=2, show_default=True, help="Number of training steps.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Format of compute.  [default: fp32]")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "pure-bf16"]),
+    help="As for Booster.  [default: by the model]",
+)
 def command(
     *, build: str, plugin: str, options: tuple[str, ...], batch: str, nproc: int, steps: int, precision: str | None
 ) -> None:

@@ -7,6 +7,7 @@ rank of a world of any size. It has no formulas for what a plugin does.
 from __future__ import annotations
 
 from booster_tools.planning.candidates import Candidate
+from booster_tools.planning.choice import choose_plugin
 from booster_tools.planning.ledger import Traffic
 from booster_tools.planning.picture import draw_plan
 from booster_tools.planning.prediction import Prediction, measure, predict, predict_ranks
@@ -20,6 +21,7 @@ __all__ = [
     "Planned",
     "Prediction",
     "Traffic",
+    "choose_plugin",
     "default_processes",
     "draw_plan",
     "measure",

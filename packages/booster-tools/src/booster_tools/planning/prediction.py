@@ -1,6 +1,6 @@
 """`predict` and `measure`: one training under a plugin, planned for ranks that are not there, or run by those that are.
 
-Both boost the user's model, take the same steps by `Booster.train_batch`, and count in the same way. A plan only leaves
+Both boost the user's model, take the same steps by `train_batch`, and count in the same way. A plan only leaves
 out the computation and the other ranks.
 """
 
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
+from booster_runtime import train_batch
 from booster_runtime.sharding import local_of
 from booster_tools.planning.candidates import Rehearses, check_on_device
 from booster_tools.planning.relay import Relay
@@ -61,7 +62,7 @@ class Training:
     Args:
         build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``.
         share: Returns what a data parallel rank gets of the batch, given its index and the number of these ranks.
-        loss: Returns the loss of the boosted model and a share; ``None`` steps by `Booster.train_batch`.
+        loss: Returns the loss of the boosted model and a share; ``None`` steps by `train_batch`.
         mixed_precision: As for `Booster`.
         steps: Steps to take; the last one is counted.
         on_host: Whether ranks compute on the CPU; on accelerators otherwise.
@@ -292,7 +293,7 @@ def _train(
         if training.loss is None:
             shortened = rehearsing if index < training.steps - 1 else None
             with contextlib.nullcontext() if shortened is None else shortened(boosted.model):
-                booster.train_batch(iter([share]), boosted.model, criterion, boosted.optimizer)
+                train_batch(booster, iter([share]), boosted.model, criterion, boosted.optimizer)
         else:
             booster.backward(training.loss(boosted.model, share), boosted.optimizer)
             boosted.optimizer.step()

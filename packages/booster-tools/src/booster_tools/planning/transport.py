@@ -33,11 +33,6 @@ class CountingTransport:
         self._inner, self._ledger, self._watching = inner, ledger, watching
         self._rank, self._size = rank, size
 
-    @property
-    def name(self) -> str:
-        """The inner transport's name."""
-        return self._inner.name
-
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
     ) -> Pending:
@@ -121,8 +116,6 @@ class SilentTransport:
         rank: This rank's position in the group.
         size: Number of ranks of the group.
     """
-
-    name = "planned"
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster_core.ranks import close_world, current_world, open_world, set_world
-from booster_runtime.collectives.transports import choice
-from booster_runtime.collectives.transports.alone import AloneTransport
+from booster_core.ranks import Outcome, close_world, current_world, open_world, set_world
+from booster_runtime.collectives.transports import AloneTransport, choose, made_by
 from booster_runtime.memory import host_stands_for_device
 from booster_tools.planning.aside import groups_set_aside
 from booster_tools.planning.hollow import Watching
@@ -20,7 +19,7 @@ from booster_tools.planning.transport import CountingTransport, SilentTransport
 from booster_tools.verification.run import random_state_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch.distributed import ProcessGroup
 
@@ -52,7 +51,7 @@ def counted() -> Iterator[None]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
             return AloneTransport()
-        inner = choice.choose(group) if run.mailbox is None else SilentTransport(rank, size)
+        inner = choose(group) if run.mailbox is None else SilentTransport(rank, size)
         return CountingTransport(inner, run.ledger, run.mode, rank, size)
 
     resize = torch.UntypedStorage.resize_
@@ -66,7 +65,7 @@ def counted() -> Iterator[None]:
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment] # not dispatched
     try:
-        with choice.made_by(make):
+        with made_by(make):
             yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
@@ -123,7 +122,7 @@ def planned_world(world_size: int, mailbox: Mailbox, *, on_host: bool = False) -
     rank = mailbox.rank
     open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
     world = current_world()
-    world.rendezvous_of = lambda _: _Attended(rank)  # type: ignore[method-assign,assignment,return-value]
+    world.meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
     try:
         with contextlib.nullcontext() if on_host else host_stands_for_device():
             yield
@@ -133,19 +132,12 @@ def planned_world(world_size: int, mailbox: Mailbox, *, on_host: bool = False) -
 
 
 class _Attended:
-    """Meetings to which every rank has come.
+    """Meetings to which every rank has come, as well as this one."""
 
-    Args:
-        rank: This rank.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def meet(self, name: str, timeout_seconds: float, problem: Any = None, gone_ranks: Any = dict) -> Sequence[Any]:
-        """Return the problem that this rank brings, if any."""
-        del name, timeout_seconds, gone_ranks
-        return [] if problem is None else [{**problem, "rank": self._rank}]
+    def meet(self, name: str, **brought: Any) -> Outcome:
+        """Return that all is well; what this rank brings itself, it raises."""
+        del name, brought
+        return Outcome([], differs=False)
 
 
 def _gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:

@@ -109,7 +109,7 @@ class TrackedRun:
             ConfigError: Outside of the ``with``, or if a name is one that every step has: ``step``, ``seconds``.
 
         Collective: none. Values of the master rank are tracked: reduce what differs between ranks, or take what
-        `Booster.train_batch` and `Booster.evaluate_batch` return.
+        `train_batch` and `evaluate_batch` return.
         """
         if not self._is_open:
             msg = "Values are tracked inside of a block only: `with track(optimizer, ...) as run:`."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster_tools.verification.comparison import verify
+from booster_tools.verification.objects import verify_objects
 from booster_tools.verification.report import Difference, Verification
-from booster_tools.verification.script import function_of, module_of
 
-__all__ = ["Difference", "Verification", "function_of", "module_of", "verify"]
+__all__ = ["Difference", "Verification", "verify", "verify_objects"]

@@ -67,8 +67,7 @@ def verify(
     coordinator = booster.context.coordinator
     with random_state_kept():
         _, size = booster.plugin.data_parallel_coordinates(coordinator)
-        reference, losses, error = None, None, None
-        try:
+        with coordinator.together("verify"):
             shares = [share_of(batch, one, size) for one in range(size)]
             criteria: list[Callable[[Any, Any], Tensor]] = []
             losses = Losses.by_criterion(lambda outputs, share: criteria[-1](outputs, share))  # noqa: PLW0108 - made later
@@ -82,10 +81,6 @@ def verify(
             model, optimizer, _ = _built(build)
             if not is_lazy(model):
                 _check_same(model, reference.initial)
-        except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-            error = caught
-        coordinator.raise_together(error, name="verify")
-        assert reference is not None and losses is not None, "made, or an error raised"  # noqa: PT018
         differences = compare_with(reference, booster, model, optimizer, losses, shares, tolerance)
     return Verification(
         plugin=booster.plugin.name,
@@ -108,7 +103,7 @@ def _built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, 
 
 def _check_same(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
-        if name not in values or not torch.equal(parameter.detach().cpu(), values[name]):
+        if name not in values or not torch.equal(parameter.detach().cpu().to(values[name].dtype), values[name]):
             msg = (
                 f"`build` makes other weights each time: '{name}' differs between two calls under the same seed. Draw "
                 "them from torch's generator, or load them from a file."

@@ -37,34 +37,27 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
 
     Collective: every rank of the world.
     """
-    error: Exception | None = None
-    copied = loader
-    try:
+    with coordinator.together("verify_objects"):
         copied = copy_of(loader)
-    except ConfigError as caught:
-        error = caught
-    coordinator.raise_together(error, name="boost")
     dealt = deal_dataloader(copied, plugin, coordinator)
     index, size = plugin.data_parallel_coordinates(coordinator)
-    batch = None
-    try:
+    with coordinator.together("verify_objects"):
         if isinstance(dealt, DistributedDataLoader):
             dealt.on_batch = None
-        batch = next(iter(dealt))
-    except StopIteration:
-        error = ConfigError("`verify` trains on the data loader's first batch, and the loader has none.")
-    except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
-        error = caught
-    coordinator.raise_together(error, name="boost")
-    batches = dict(reversed(coordinator.all_gather_object((index, batch), name="boost")))
+        try:
+            batch = next(iter(dealt))
+        except StopIteration:
+            msg = "`verify_objects` trains on the data loader's first batch, and the loader has none."
+            raise ConfigError(msg) from None
+    batches = dict(reversed(coordinator.all_gather_object((index, batch), name="verify_objects")))
     return [batches[each] for each in range(size)]
 
 
 def copy_of(
     loader: DataLoader[Any],
     *,
-    what: str = "`verify`",
-    instead: str = "Leave `verify` out, and call `booster_tools.verify` with a batch.",
+    what: str = "`verify_objects`",
+    instead: str = "Call `booster_tools.verify` with a batch instead.",
 ) -> DataLoader[Any]:
     """Return a copy of a loader that has no workers.
 

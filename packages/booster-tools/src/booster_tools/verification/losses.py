@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from booster_core.plugin import Plugin
 
 _REMEDY = (
-    "Pass a function in place of `verify=True` that takes the model and a batch and returns the loss, such as "
-    "`Booster(verify=lambda model, batch: criterion(model(batch['x']), batch['y']))`."
+    "Pass a function as `loss` that takes the model and a batch and returns the loss, such as "
+    "`verify_objects(..., loss=lambda model, batch: criterion(model(batch['x']), batch['y']))`."
 )
 
 
@@ -63,10 +63,10 @@ def losses_of_script(
 
     Args:
         plugin: One with stages runs the model itself, and calls the criterion with outputs and batch.
-        criterion: What the script gave to `boost`.
+        criterion: What the script passes to `boost`.
         loss: What it says about it.
         batch: Its first batch. Of a pair, such as inputs and targets, the criterion gets the second; of anything else
-            all, as in `Booster.train_batch`.
+            all, as in `train_batch`.
 
     Raises:
         ConfigError: If a function is given for a pipeline. Where the guess is wrong, computing a loss raises it.
@@ -76,8 +76,8 @@ def losses_of_script(
     if has_stages(plugin):
         if loss is not None:
             msg = (
-                "A pipeline calls the model itself, so that a function `verify(model, batch)` can't be used. Pass "
-                "`verify=True`, and the criterion of `execute_pipeline` to `boost`."
+                "A pipeline calls the model itself, so that a function `loss(model, batch)` can't be used. Leave it "
+                "out, and pass the criterion of `execute_pipeline`."
             )
             raise ConfigError(msg)
         return Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True)
@@ -90,7 +90,7 @@ def guessed_losses(criterion: Callable[..., Any] | None, batch: Any) -> Losses:
     """Return how a loop that calls the model would compute its loss.
 
     Args:
-        criterion: What the script gave to `boost`.
+        criterion: What the script passes to `boost`.
         batch: Its first batch; see `losses_of_script`.
 
     Collective: none.
@@ -112,11 +112,12 @@ def _explaining(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Call
         try:
             loss, outputs = forward(model, batch)
         except Exception as error:
-            msg = f"`verify=True` could not compute a loss as it guessed ({type(error).__name__}: {error}). {_REMEDY}"
+            cause = f"{type(error).__name__}: {error}"
+            msg = f"`verify_objects` could not compute a loss as it guessed ({cause}). {_REMEDY}"
             raise ConfigError(msg) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"`{type(loss).__name__}`"
-            msg = f"`verify=True` guessed how your script computes its loss, and got {got}. {_REMEDY}"
+            msg = f"`verify_objects` guessed how your script computes its loss, and got {got}. {_REMEDY}"
             raise ConfigError(msg)
         return loss, outputs
 

@@ -15,7 +15,8 @@ class Difference:
     """How far one tensor is from the reference.
 
     Args:
-        what: ``"initial parameter"``, ``"output"``, ``"evaluation loss"``, ``"loss"``, ``"gradient"`` or ``"update"``.
+        what: ``"initial parameter"``, ``"output"``, ``"evaluation loss"``, ``"loss"``, ``"gradient"``, ``"update"`` or
+            ``"update of a master"``.
         step: Number of the training step, from 1; 0 before training.
         name: The parameter's name in the user's model, or the path of an output.
         error: L2 norm of the difference, as a fraction of the reference's norm. Infinite where only one of the two

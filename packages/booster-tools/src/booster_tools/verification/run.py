@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from booster_core.state import slices_of
+from booster_core.plugin import place_model
+from booster_core.precision import NARROW, PrecisionPolicy
+from booster_core.state import MASTER, slices_of
+from booster_runtime import full_gradient
 from booster_tools.verification.losses import has_stages
 from booster_tools.verification.reference import Reference, floating_leaves, train_reference, without_dropout
 from booster_tools.verification.report import Difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
     from booster_core import Boosted, Booster
+    from booster_core.state import StateAdapter, TensorShard
     from booster_tools.verification.losses import Losses
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -60,16 +65,24 @@ def reference_for(
     """
     moved = _moved(shares, booster.device)
 
-    def train(autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> Reference:
-        model, optimizer = make()
-        with without_dropout(model):
-            return train_reference(model.to(booster.device), optimizer, losses, moved, steps, autocast)
+    def train(model: nn.Module, optimizer: Optimizer, policy: PrecisionPolicy) -> Reference:
+        place_model(model, optimizer, booster.device, policy)
 
-    compute = booster.precision.compute_dtype
-    if compute in (None, torch.float32, torch.float64):
-        return train(contextlib.nullcontext)
-    reference = train(lambda: torch.autocast(booster.device.type, dtype=compute))
-    reference.exact = train(contextlib.nullcontext)
+        def autocast() -> contextlib.AbstractContextManager[Any]:
+            if policy.compute_dtype not in NARROW or policy.is_pure:
+                return contextlib.nullcontext()
+            return torch.autocast(booster.device.type, dtype=policy.compute_dtype)
+
+        with without_dropout(model):
+            return train_reference(model, optimizer, losses, moved, steps, autocast)
+
+    model, optimizer = make()
+    policy = booster.precision.for_model(model)
+    if policy.param_dtype is not None:  # one process steps on the parameters, where a strategy has masters
+        policy = replace(policy, param_dtype=policy.master_dtype)
+    reference = train(model, optimizer, policy)
+    if policy.compute_dtype in NARROW:
+        reference.exact = train(*make(), PrecisionPolicy())
     return reference
 
 
@@ -99,7 +112,7 @@ def compare_with(
     """
     coordinator = booster.context.coordinator
     index, _ = booster.plugin.data_parallel_coordinates(coordinator)
-    limit = _TOLERANCES[booster.precision.compute_dtype] if tolerance is None else tolerance
+    limit = _TOLERANCES[booster.precision.for_model(model).compute_dtype] if tolerance is None else tolerance
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with without_dropout(model):
         (share,) = _moved([shares[index]], booster.device)
@@ -191,7 +204,12 @@ class _Run:
             for name, values in measured.items()
         }
         self._parameters("update", steps, measured, sizes, limits)
+        masters = (each for each in self._adapter().optimizer_shards() if each.state == MASTER)
+        self._parts("update of a master", steps, masters, measured, sizes, limits)
         return self.found
+
+    def _adapter(self) -> StateAdapter:
+        return self.booster.state_adapter(self.model)
 
     def _has_signal(self, name: str) -> bool:
         """Return whether a parameter's gradient was more than rounding errors of larger ones, in any step."""
@@ -219,7 +237,7 @@ class _Run:
         expected, exact = self.reference.gradients[step - 1], self.reference.exact
         sizes = self._sizes(expected)
         for name in self.trained:
-            gradient = self.booster.full_gradient(self.model, name)
+            gradient = full_gradient(self.booster, self.model, name)
             wanted = expected.get(name)
             if gradient is None and wanted is None:
                 continue
@@ -272,9 +290,21 @@ class _Run:
         limits: Mapping[str, float],
     ) -> None:
         """Compare the parts of parameters that are here."""
+        self._parts(what, step, self._adapter().model_shards(), expected, sizes, limits)
+
+    def _parts(
+        self,
+        what: str,
+        step: int,
+        shards: Iterable[TensorShard],
+        expected: Mapping[str, Tensor],
+        sizes: Mapping[str, float],
+        limits: Mapping[str, float],
+    ) -> None:
+        """Compare shards of parameters, or of their masters; each may have rounded its values to its format."""
         parts: dict[str, list[float]] = {}
         rounding: dict[str, float] = {}
-        for shard in self.booster.state_adapter(self.model).model_shards():
+        for shard in shards:
             whole = expected.get(shard.name)
             if whole is None or not shard.numel:
                 continue
@@ -282,7 +312,8 @@ class _Run:
             wanted = whole[slices_of(shard.box)].reshape(-1)[start:stop]
             error = float((shard.data.detach().cpu().double().reshape(-1) - wanted.double()).norm())
             parts.setdefault(shard.name, []).append(error)
-            rounding[shard.name] = max(torch.finfo(dtype).eps for dtype in (whole.dtype, shard.dtype))
+            epsilon = max(torch.finfo(dtype).eps for dtype in (whole.dtype, shard.dtype))
+            rounding[shard.name] = epsilon * max(float(whole.double().norm()) / sizes[shard.name], 1.0)
         for name, errors in parts.items():
             self._add(what, step, name, math.hypot(*errors) / sizes[name], limits[name] + rounding[name])
 

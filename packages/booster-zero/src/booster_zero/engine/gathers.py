@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -182,7 +182,7 @@ class Gathers:
             self._end(address)
 
     def _end(self, address: int) -> None:
-        with naming_missing_ranks("gather of parameters"):
+        with NamedCall("gather of parameters"):
             self._pending[address].wait()
         del self._pending[address]
 

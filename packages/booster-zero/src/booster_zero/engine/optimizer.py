@@ -15,7 +15,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper
-from booster_core.ranks import DistCoordinator, naming_missing_ranks
+from booster_core.ranks import DistCoordinator, NamedCall
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import (
@@ -243,7 +243,7 @@ class ZeroOptimizer(OptimizerWrapper):
         """
         self.gathers.begin_backward()
         try:
-            with naming_missing_ranks("reduction of gradients"), self.reducer.guarded():
+            with NamedCall("reduction of gradients"), self.reducer.guarded():
                 super().backward(loss, inputs, retain_graph=retain_graph)
         finally:
             self.gathers.end_backward()
@@ -472,7 +472,9 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world, where they are; else none.
         """
         if self.is_anywhere(error):
-            DistCoordinator().raise_together(error, name="offload to disk")
+            with DistCoordinator().together("offload to disk"):
+                if error is not None:
+                    raise error
 
     def is_anywhere(self, error: Exception | None) -> bool:
         """Return whether any rank has an error, where tensors are offloaded to a disk or moved; else ``False``.

@@ -140,7 +140,7 @@ class ShardingOptions:
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
             ranks: For parameters that other ranks share than the layout's, by ``id``: `Format.ranks`.
         """
-        working_dtype, tables = working_dtypes(model, policy.param_dtype), _tables(model)
+        working_dtype, tables = working_dtypes(model, policy), _tables(model)
         asked = self.wire_dtype or (policy.reduce_dtype if policy.reduce_dtype != torch.float32 else None)
 
         def format_of(parameter: nn.Parameter) -> Format:

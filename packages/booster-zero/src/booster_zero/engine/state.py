@@ -22,6 +22,7 @@ from booster_runtime.sharding import piece_shard, whole_shard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
     from torch import Tensor, nn
 
     from booster_core.ranks import DistCoordinator
@@ -64,6 +65,32 @@ class ZeroStateAdapter(StateAdapter):
         if self.optimizer is not None:
             self.optimizer.gathers.wait()
         return self.replicated.model_shards()
+
+    def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
+        """Yield masters in place of parameters that a file holds in another format, and all else as it is."""
+        buckets = self.buckets_to_export(dtypes)
+        names = self.required_optimizer().names if buckets else {}
+        with_masters = {names[slot.index] for bucket in buckets for slot in bucket.plan.slots if slot.numel}
+        yield from (shard for shard in self.model_shards() if shard.name not in with_masters)
+        for bucket in buckets:
+            with bucket.in_use(changes=True):
+                bucket.take_working_values()  # of parameters that the script has written since the last step
+                bucket.note_versions()
+                yield from (self.shard_of(piece, None, piece.values) for piece in bucket.pieces)
+
+    def buckets_to_export(self, dtypes: Mapping[str, torch.dtype]) -> list[Bucket]:
+        """Return the buckets with masters of which a file of these formats shows more than the working values do."""
+        if self.optimizer is None:
+            return []
+        names = self.optimizer.names
+        return [
+            bucket
+            for bucket in self.buckets_with_masters()
+            if any(
+                dtypes.get(names[slot.index], bucket.format.working) != bucket.format.working
+                for slot in bucket.plan.slots
+            )
+        ]
 
     def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
         """Yield `model_shards`, and masters whose values the working format would round on their way from the file.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
-from booster_core.ranks import naming_missing_ranks
+from booster_core.ranks import NamedCall
+from booster_runtime.local_state import refuse_pickle
 from booster_runtime.sharding import generate_together
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class GatheringModel(ModelWrapper):
 
     manager: ChunkManager
     _optimizer: ZeroOptimizer | None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled, as by ``torch.save``.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        refuse_pickle()
 
     def attach_chunks(self, module: nn.Module, manager: ChunkManager) -> None:
         """Set the chunks of the user's model, whose own ``state_dict`` raises from now on.
@@ -87,7 +96,7 @@ class GatheringModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
-        with naming_missing_ranks("state_dict"), self.whole_parameters():
+        with NamedCall("state_dict"), self.whole_parameters():
             state = super().state_dict(*args, **kwargs)
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -99,7 +108,7 @@ class GatheringModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
-        with naming_missing_ranks("load_state_dict"), self.whole_parameters(writes=True):
+        with NamedCall("load_state_dict"), self.whole_parameters(writes=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 

@@ -10,10 +10,14 @@ from booster_zero.engine.home import Role
 from booster_zero.engine.state import ZeroStateAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    import torch
+    from torch import Tensor
 
     from booster_core.ranks import DistCoordinator
     from booster_core.state import Replica
+    from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.optimizer import ZeroOptimizer
     from booster_zero.gathering.model import GatheringModel
 
@@ -45,9 +49,27 @@ class ChunkStateAdapter(ZeroStateAdapter):
             if not chunk.pins:
                 chunk.release()  # what is written to the shard must show at the next use
             with chunk.in_use(Role.PARAM, changes=True):
-                for piece in chunk.pieces:
-                    name, own = self._manager.names[piece.index], chunk.slice_of(chunk.own, piece)
-                    yield piece_shard(name, None, piece, own, is_owner=chunk.ranks.replica_rank == 0)
+                yield from self._pieces(chunk, chunk.own)
+        yield from self._buffers()
+
+    def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
+        with_masters = {id(chunk) for chunk in self.buckets_to_export(dtypes)}
+        for chunk in self._manager.layout.buckets:
+            if id(chunk) in with_masters:
+                with chunk.in_use(changes=True):
+                    chunk.take_working_values()  # of parameters that the script has written since the last step
+                    yield from self._pieces(chunk, chunk.values)
+            else:
+                with chunk.in_use(Role.PARAM, changes=True):
+                    yield from self._pieces(chunk, chunk.own)
+        yield from self._buffers()
+
+    def _pieces(self, chunk: Bucket, values: Tensor) -> Iterator[TensorShard]:
+        for piece in chunk.pieces:
+            name, part = self._manager.names[piece.index], chunk.slice_of(values, piece)
+            yield piece_shard(name, None, piece, part, is_owner=chunk.ranks.replica_rank == 0)
+
+    def _buffers(self) -> Iterator[TensorShard]:
         named = NamedTensors.of(self._module)
         names = named.buffers
         # Every rank has all of them.

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from booster_core.errors import MissingRanksError
+from booster_core.errors import MismatchError, MissingRanksError
 from booster_core.ranks import PROGRESS, current_world
-from booster_runtime.collectives.errors import MismatchError
 from booster_runtime.collectives.transports.time_limit import timeout_of
 
 if TYPE_CHECKING:

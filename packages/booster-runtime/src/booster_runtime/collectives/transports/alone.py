@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 class AloneTransport:
     """Computes each collective's result from this rank's tensors."""
 
-    name = "alone"
-
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
     ) -> Pending:

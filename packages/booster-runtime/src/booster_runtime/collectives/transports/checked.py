@@ -36,11 +36,6 @@ class CheckedTransport:
         self.inner = inner
         self._agreement = Agreement(group)
 
-    @property
-    def name(self) -> str:
-        """The inner transport's name."""
-        return self.inner.name
-
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
     ) -> Pending:

@@ -18,10 +18,6 @@ class Transport(Protocol):
     Each method does what the function of its name in `booster_runtime.collectives` says, on every kind of device.
     """
 
-    @property
-    def name(self) -> str:
-        """``"torch"``, ``"direct"``, or ``"alone"`` for a group of one rank."""
-
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
     ) -> Pending:

@@ -1,4 +1,4 @@
-"""The portable transport: `torch.distributed`, over whichever backend the group has.
+"""Collectives by `torch.distributed`, over whichever backend the group has.
 
 On the CPU, torch's reduce-scatter over gloo is an all-reduce, and its gathers copy. So slices are sent point to point,
 out of the sender's buffer and into views of the receiver's, and every rank adds them up itself: in rank order, and in
@@ -45,8 +45,6 @@ class TorchTransport:
     Args:
         group: The group; only a weak reference is kept, so that groups can be freed.
     """
-
-    name = "torch"
 
     def __init__(self, group: ProcessGroup) -> None:
         self._reference = weakref.ref(group)

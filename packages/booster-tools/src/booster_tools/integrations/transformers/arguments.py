@@ -37,8 +37,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Arguments that have one meaning under a Booster: their values, and what to do in place of others."""
 
 
-def check_arguments(args: TrainingArguments, booster: Booster) -> None:
+def check_arguments(args: TrainingArguments, booster: Booster, model: nn.Module) -> None:
     """Check what the Trainer's arguments ask for.
+
+    Args:
+        args: The arguments.
+        booster: Trains the model.
+        model: The user's model, from which the precision follows where the Booster was asked for none.
 
     Raises:
         ConfigError: If an argument contradicts the Booster, or can't be followed.
@@ -51,10 +56,11 @@ def check_arguments(args: TrainingArguments, booster: Booster) -> None:
             msg = f"`TrainingArguments({name}={value!r})` can't be followed under a Booster. {remedy}."
             raise ConfigError(msg)
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    if asked is not None and asked != booster.precision.name:
+    computes_in = booster.precision.for_model(model).name
+    if asked is not None and asked != computes_in:
         msg = (
             f"`TrainingArguments({asked}=True)` asks for another precision than the Booster, which computes in "
-            f"{booster.precision.name}. Use `Booster(mixed_precision='{asked}')`, or `{asked}=False`."
+            f"{computes_in}. Use `Booster(mixed_precision='{asked}')`, or `{asked}=False`."
         )
         raise ConfigError(msg)
     shares_batches = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[1] < args.world_size

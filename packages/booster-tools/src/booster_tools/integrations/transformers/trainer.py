@@ -58,7 +58,7 @@ class _Boosting(_Base):  # type: ignore[misc]
         """Let the Booster answer what the Trainer asks of Accelerate."""
         check_model(self.model)
         share_ranks(self.booster, self.args)  # which forget them when they are made
-        check_arguments(self.args, self.booster)
+        check_arguments(self.args, self.booster, self.model)
         self.args._n_gpu = 1  # noqa: SLF001 - as Trainer.__init__ does where it uses no DataParallel
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)

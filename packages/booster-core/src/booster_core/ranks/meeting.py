@@ -1,0 +1,277 @@
+"""Where ranks wait for each other, and errors that name the ranks that did not come.
+
+Collectives can't name them. A `Meeting` can, because it goes through the process group's store. The meetings of a group
+are numbered. The first rank that comes to one leaves the name of its call and the digest of its value. Each adds itself
+to a list and to a count, and brings the error that it has. The last one decides that the meeting succeeded. A rank that
+reaches its time limit tries to decide that it failed, as one does that comes with another call. The first decision
+counts, by the store's compare-and-set, so all ranks agree.
+
+A rank that comes to a failed meeting later raises at once if it makes the same call. Else it has left out a call that
+others gave up waiting for: it passes over that number, so that one failure does not shift later meetings. Neither the
+operations of a rank nor the keys that are left grow with the number of ranks or meetings, also where one is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+import traceback
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from booster_core.errors import MissingRanksError, RankFailedError, name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
+
+_MAX_NAMED = 10
+_SHORTEST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.25
+_NOTE_SECONDS = 30.0
+_REMEDY = "It is a collective call: call it on every rank, not under `if rank == 0`."
+
+
+class Outcome(NamedTuple):
+    """What ranks learn in a meeting: the errors that they brought, lowest rank first, and whether digests differ."""
+
+    errors: list[dict[str, Any]]
+    differs: bool
+
+
+class Meeting:
+    """The meetings of one group of ranks, one after the other.
+
+    Args:
+        store: A store that all these ranks share; the keys below it belong to this object.
+        rank: This process's rank in the world.
+        ranks: The world ranks that meet, in the same order on each of them.
+        gone_ranks: Returns ranks that are known to have ended, and how.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, ranks: Sequence[int], gone_ranks: Callable[[], dict[int, str]] = dict
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._gone_ranks = gone_ranks
+        self._numbers = itertools.count()
+
+    def meet(
+        self, name: str, *, digest: bytes = b"", error: Exception | None = None, timeout_seconds: float
+    ) -> Outcome:
+        """Wait until all ranks have come.
+
+        Args:
+            name: What the user called, the same on every rank; appears in messages.
+            digest: Of a value that ranks compare.
+            error: What went wrong on this rank, if anything.
+            timeout_seconds: How long this rank waits for the others.
+
+        Returns:
+            What the ranks brought; the errors of 10 at most, each in the form of `describe_error` with its ``rank``.
+
+        Raises:
+            MissingRanksError: If ranks did not come in time or made other calls, or this rank comes after that.
+            RankFailedError: If the process that served the store has ended.
+
+        Collective: every rank of the group.
+        """
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        own = {"name": name, "digest": digest.hex(), "rank": self._rank}
+        try:
+            while True:
+                number = next(self._numbers)
+                verdict, is_late = self._attend(number, own, error, timeout_seconds)
+                errors = self._read_errors(number, verdict.get("errors", 0))
+                self._leave(number)
+                if verdict["ok"]:
+                    return Outcome(errors, bool(verdict["differs"]))
+                if verdict.get("name", name) == name:
+                    break
+        except (DistNetworkError, DistStoreError) as lost:
+            gone = self._gone_ranks()
+            if 0 in gone:
+                raise MissingRanksError(_gone_message(name, self._rank, {0: gone[0]})) from lost
+            msg = (
+                f"`{name}` could not meet the other ranks: the store that they share has gone away ({lost}). "
+                "The process that held it, usually rank 0, has ended; its own output says why."
+            )
+            raise RankFailedError(msg) from lost
+        raise MissingRanksError(_failure_message(name, self._rank, verdict, is_late=is_late))
+
+    def _attend(
+        self, number: int, own: dict[str, Any], error: Exception | None, timeout_seconds: float
+    ) -> tuple[dict[str, Any], bool]:
+        """Come to a meeting; return what is decided about it, and whether that was so before this rank came."""
+        store, done = self._store, f"{number}/done"
+        first = json.loads(store.compare_set(f"{number}/call", "", json.dumps(own)))
+        if first["name"] != own["name"]:
+            calls = [[call["rank"], call["name"]] for call in (first, own)]
+            return self._decide(number, {"ok": False, "calls": calls}), False
+        if error is not None:
+            index = store.add(f"{number}/errors", 1)
+            store.set(f"{number}/error/{index}", json.dumps({**describe_error(error), "rank": self._rank}))
+        if first["digest"] != own["digest"]:
+            store.add(f"{number}/differing", 1)
+        store.set(f"last/{self._rank}", own["name"])
+        store.append(f"{number}/came", f"{self._rank} ")  # type: ignore[attr-defined] # torch does not list it
+        if store.add(f"{number}/count", 1) == len(self._ranks):
+            errors, differing = store.add(f"{number}/errors", 0), store.add(f"{number}/differing", 0)
+            verdict = self._decide(number, {"ok": True, "errors": errors, "differs": differing > 0})
+            return verdict, not verdict["ok"]
+        is_late = store.check([done])
+        start = time.monotonic()
+        wait = LongWait()
+        while not store.check([done]):
+            waited = time.monotonic() - start
+            wait.note(lambda: self._describe_wait(number, own["name"]))
+            if waited >= timeout_seconds:
+                return self._give_up(number, own["name"], timeout_seconds), False
+            if gone := {rank: how for rank, how in self._gone_ranks().items() if rank in self._ranks}:
+                missing = self._missing(number)
+                gone = {rank: how for rank, how in gone.items() if rank in missing}
+            if gone and not store.check([done]):
+                raise MissingRanksError(_gone_message(own["name"], self._rank, gone))
+            # Pauses grow with the wait: short waits end soon, and long ones leave the store alone.
+            pause = min(max(waited / 10, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS, timeout_seconds - waited)
+            time.sleep(pause)
+        return json.loads(store.get(done)), is_late
+
+    def _give_up(self, number: int, name: str, timeout_seconds: float) -> dict[str, Any]:
+        """Decide that the meeting failed for want of ranks, unless the last one has come just now."""
+        missing = self._missing(number)
+        places = [[rank, self._last_call(rank)] for rank in missing[:_MAX_NAMED]]
+        verdict = {"ok": False, "name": name, "by": self._rank, "seconds": timeout_seconds, "missing": places}
+        return self._decide(number, {**verdict, "num_missing": len(missing), "world": len(self._ranks)})
+
+    def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
+        """Make ``verdict`` what is decided unless another rank has decided; return what is."""
+        decided: dict[str, Any] = json.loads(self._store.compare_set(f"{number}/done", "", json.dumps(verdict)))
+        return decided
+
+    def _missing(self, number: int) -> list[int]:
+        """Return the ranks that have not come to a meeting to which this one has."""
+        came = {int(rank) for rank in self._store.get(f"{number}/came").split()}
+        return [rank for rank in self._ranks if rank not in came]
+
+    def _last_call(self, rank: int) -> str | None:
+        """Return the call with which ``rank`` has come last, or ``None``."""
+        key = f"last/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _describe_wait(self, number: int, name: str) -> str | None:
+        """Return whom the meeting waits for, on the first rank that has come; ``None`` on others."""
+        missing = self._missing(number)
+        is_first = all(rank in missing for rank in self._ranks[: self._ranks.index(self._rank)])
+        return f"`{name}` waits for {name_ranks(missing)}" if is_first and missing else None
+
+    def _read_errors(self, number: int, num_errors: int) -> list[dict[str, Any]]:
+        keys = [f"{number}/error/{index + 1}" for index in range(min(num_errors, _MAX_NAMED))]
+        return sorted((json.loads(self._store.get(key)) for key in keys), key=lambda error: int(error["rank"]))
+
+    def _leave(self, number: int) -> None:
+        """Count this rank as gone from the meeting; the last one removes the meeting's keys."""
+        if self._store.add(f"{number}/left", 1) == len(self._ranks):
+            for index in range(self._store.add(f"{number}/errors", 0)):
+                self._store.delete_key(f"{number}/error/{index + 1}")
+            for key in ("errors", "differing", "came", "count", "call", "done", "left"):
+                self._store.delete_key(f"{number}/{key}")
+
+
+class Meetings:
+    """The meetings of all groups that one sequence of calls makes.
+
+    Work in the background, which meets while the main thread meets for other things, has a sequence of its own.
+
+    Args:
+        name: What tells this sequence from others; the same on every rank, and new.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.of_ranks: dict[tuple[int, ...], Meeting] = {}
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Let the meetings of this thread be of this sequence in a ``with`` block."""
+        token = _of_thread.set(self)
+        try:
+            yield
+        finally:
+            _of_thread.reset(token)
+
+    @staticmethod
+    def of_thread() -> Meetings | None:
+        """Return the sequence of this thread; ``None`` where it has no own one."""
+        return _of_thread.get()
+
+
+_of_thread: ContextVar[Meetings | None] = ContextVar("booster meetings of a thread", default=None)
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """Return an error in a form that travels."""
+    return {
+        "module": type(error).__module__,
+        "type": type(error).__qualname__,
+        # A KeyError's own text is a repr of what it was given.
+        "text": str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
+
+
+class LongWait:
+    """Tells the log every half minute what this process still waits for."""
+
+    def __init__(self) -> None:
+        self._start = self._noted = time.monotonic()
+
+    def note(self, describe: Callable[[], str | None]) -> None:
+        """Log what ``describe`` returns, if it is time to and there is something to say."""
+        now = time.monotonic()
+        if now - self._noted >= _NOTE_SECONDS:
+            self._noted = now
+            if text := describe():
+                extra = {"booster_any_rank": True}  # rank 0 may be the one that is waited for
+                logging.getLogger("booster").warning("%s, %.0f s so far", text, now - self._start, extra=extra)
+
+
+def _failure_message(name: str, rank: int, verdict: dict[str, Any], *, is_late: bool) -> str:
+    """Say who waited for whom, or which calls ranks made instead, and what to do."""
+    if "calls" in verdict:
+        calls = " and ".join(f"`{call}` on rank {where}" for where, call in verdict["calls"])
+        return (
+            f"`{name}` can't go on: ranks made different calls, {calls}. All of them are collective calls: make the "
+            "same ones on every rank, in the same order, not under `if rank == 0`."
+        )
+    missing = [int(where) for where, _ in verdict["missing"]]
+    # A rank that comes at the last moment may have put itself on the list, and is not counted yet.
+    who = name_ranks(missing, int(verdict["num_missing"])) if missing else "a rank that came too late"
+    waited = f"waited {verdict['seconds']:g} s for {who} of {verdict['world']}"
+    if is_late or (rank in missing and rank != verdict["by"]):
+        return (
+            f"`{name}` has failed before rank {rank} came: rank {verdict['by']} {waited}. "
+            "Raise `timeout_seconds` if this rank may take that long."
+        )
+    places: dict[str, list[int]] = {}
+    for where, place in verdict["missing"]:
+        if place:
+            places.setdefault(place, []).append(int(where))
+    elsewhere = "".join(
+        f" {name_ranks(ranks).capitalize()} {'was' if len(ranks) == 1 else 'were'} last seen in `{place}`."
+        for place, ranks in places.items()
+    )
+    return f"`{name}` {waited}, which did not call it.{elsewhere} {_REMEDY}"
+
+
+def _gone_message(name: str, rank: int, gone: dict[int, str]) -> str:
+    """Say that ranks will never come."""
+    who = "; ".join(f"rank {other} {how}" for other, how in sorted(gone.items()))
+    return f"{who}, while rank {rank} waits in `{name}`. {_REMEDY}"

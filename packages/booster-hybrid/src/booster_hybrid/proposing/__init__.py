@@ -1,1 +1,0 @@
-"""Proposing a sharding policy for a model of one's own, from what one forward computes."""

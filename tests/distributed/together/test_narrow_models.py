@@ -1,0 +1,359 @@
+"""A model that comes in bf16 or fp16 is trained with updates in fp32 where nothing is asked, under every plugin.
+
+transformers loads a checkpoint in the format of its files. A step of a usual learning rate is smaller than the distance
+of two numbers in bf16, so that most elements of parameters in bf16 would never move.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from booster_core import Booster, PrecisionPolicy
+from booster_core.errors import ConfigError
+from booster_core.plugin import SingleDevicePlugin
+from booster_core.ranks import DistCoordinator
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime import LazyInitContext, full_gradient
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.models import tiny_llama
+from booster_testing.training import assembled, whole_model
+from booster_tools import verify
+from booster_zero import LowLevelZeroPlugin
+
+STEPS = 3
+LEARNING_RATE = 1e-5
+SAMPLES, LENGTH = 4, 16
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PLUGINS = {
+    "single": lambda: None,
+    "ddp": lambda: "ddp",
+    "fsdp": lambda: "fsdp",
+    "zero1": lambda: LowLevelZeroPlugin(stage=1),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "gemini": lambda: GeminiPlugin(min_chunk_bytes=1024),
+    "hybrid-dp2": lambda: HybridParallelPlugin(zero_stage=1),
+    "hybrid-zero3": lambda: HybridParallelPlugin(zero_stage=3),
+    "hybrid-tp2": lambda: HybridParallelPlugin(tp_size=2),
+    "hybrid-pp2": lambda: HybridParallelPlugin(pp_size=2),
+}
+WITH_MASTERS = ["zero1", "zero2", "gemini", "hybrid-dp2", "hybrid-zero3", "hybrid-tp2", "hybrid-pp2"]
+SHARED_BATCHES = ["single", "hybrid-tp2", "hybrid-pp2"]
+"""Plugins under which all ranks get one batch."""
+
+
+def world_size(name):
+    return 1 if name == "single" else 2
+
+
+def make_model(dtype, lazily=False):
+    """Return a Llama whose parameters are narrow, and whose buffers are not: so transformers loads it."""
+    torch.manual_seed(0)
+    if not lazily:
+        model = tiny_llama()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model
+    with LazyInitContext():
+        model = tiny_llama()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tokens(step):
+    """Return a batch in which each token occurs, so that each row of the embedding is trained."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randperm(SAMPLES * LENGTH, generator=draw).view(SAMPLES, LENGTH)
+
+
+def criterion(outputs, batch):
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
+
+
+def updated(booster, model, optimizer):
+    """Return what the optimizer updates, whole and by name: masters where there are such, else the parameters."""
+    adapter = booster.state_adapter(model)
+    whole = whole_model(booster, model)
+    masters = assembled(shard for shard in adapter.optimizer_shards() if shard.state == "master")
+    return whole | {name.removesuffix("/master"): values for name, values in masters.items()}
+
+
+def run(booster, name, model, optimizer):
+    """Train, and return the first step's gradients and what the optimizer updates, before and after."""
+    before = updated(booster, model, optimizer)
+    coordinator = DistCoordinator()
+    gradients = {}
+    for step in range(STEPS):
+        rows = tokens(step)
+        if name not in SHARED_BATCHES:
+            rows = rows[coordinator.rank :: coordinator.world_size]
+        batch = {"input_ids": rows}
+        if name == "hybrid-pp2":
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        else:
+            booster.backward(criterion(model(**batch), batch), optimizer)
+        if not gradients:
+            names = [each for each in before if before[each].is_floating_point()]
+            gradients = {each: full_gradient(booster, model, each).float() for each in names}
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, before, updated(booster, model, optimizer)
+
+
+def trained(name, precision, lazily=False, mixed_precision=None):
+    booster = Booster("cpu", mixed_precision, PLUGINS[name]())
+    model = make_model(DTYPES[precision], lazily)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    return *run(booster, name, model, optimizer), booster.describe()
+
+
+def moved(before, after):
+    """Return which part of all elements has other values than before."""
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    return changed / sum(each.numel() for each in before.values())
+
+
+def expected(precision):
+    """Return the same of one process by torch alone: parameters in fp32, compute under autocast."""
+    model = make_model(DTYPES[precision]).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    scale = 2.0**16 if precision == "fp16" else 1.0
+    gradients = {}
+    for step in range(STEPS):
+        batch = {"input_ids": tokens(step)}
+        with torch.autocast("cpu", DTYPES[precision]):
+            outputs = model(**batch)
+        (criterion(outputs, batch) * scale).backward()
+        for name, parameter in model.named_parameters():
+            parameter.grad /= scale
+            if step == 0:
+                gradients[name] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, before, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+UPDATES = Tolerance(
+    relative=0.05, reason="Adam makes a whole step of a gradient near zero, whose sign roundings decide"
+)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", list(PLUGINS))
+def test_all_elements_move_as_in_one_process(name, precision):
+    gradients, before, after = expected(precision)
+    for found, found_before, found_after, _ in run_on_ranks(trained, world_size(name), name, precision):
+        assert moved(found_before, found_after) >= 0.99
+        assert_same_tensors(found, gradients, tolerance_for(DTYPES[precision]))
+        assert all(torch.equal(found_before[each].float(), values) for each, values in before.items())
+        steps = torch.cat([(after[each] - before[each]).flatten() for each in before])
+        found_steps = torch.cat([(found_after[each].float() - before[each]).flatten() for each in before])
+        assert float((found_steps - steps).norm() / steps.norm()) < UPDATES.relative
+
+
+@pytest.mark.parametrize("name", list(PLUGINS))
+def test_describe_says_what_the_tensors_are(name):
+    for *_, described in run_on_ranks(trained, world_size(name), name, "bf16"):
+        formats = "param bf16, master fp32" if name in WITH_MASTERS else "param fp32, master none"
+        (line,) = [each for each in described.splitlines() if each.startswith("precision")]
+        assert line.startswith("precision  compute bf16, param ")
+        assert formats in line.replace("reduce fp32, ", "")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "gemini", "hybrid-dp2"])
+def test_a_lazy_model_is_trained_as_an_eager_one(name):
+    eager, lazy = (run_on_ranks(trained, 2, name, "bf16", lazily)[0] for lazily in (False, True))
+    assert moved(lazy[1], lazy[2]) >= 0.99
+    for found, wanted in zip(lazy[:3], eager[:3], strict=True):
+        assert_same_tensors(found, wanted, tolerance_for(torch.float32))
+
+
+def trained_by_formats_of_torch():
+    formats = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(mixed_precision=formats))
+    model = make_model(torch.bfloat16)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    _, before, after = run(booster, "fsdp", model, optimizer)
+    return moved(before, after), {values.dtype for values in after.values()}
+
+
+def test_formats_of_torch_update_in_fp32_as_well():
+    for share, dtypes in run_on_ranks(trained_by_formats_of_torch, 2):
+        assert share >= 0.99
+        assert dtypes == {torch.float32}
+
+
+def built():
+    model = make_model(torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def verified(name):
+    batch = {"input_ids": tokens(0), "labels": tokens(0)}
+    return verify(built, PLUGINS[name]() or SingleDevicePlugin(), batch)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "zero1", "gemini"])
+def test_verification_compares_with_one_process_that_updates_in_fp32(name):
+    for report in run_on_ranks(verified, world_size(name), name):
+        report.check()
+        assert any(each.what == "update" for each in report.differences)
+
+
+def trained_purely(name):
+    """Return gradients, values before and after, and the formats of everything that is held."""
+    booster = Booster("cpu", "pure-bf16", PLUGINS[name]())
+    model = make_model(torch.float32)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    found = run(booster, name, model, optimizer)
+    adapter = booster.state_adapter(model)
+    formats = {
+        "parameters": {shard.dtype for shard in adapter.model_shards()},
+        "state": {shard.dtype for shard in adapter.optimizer_shards() if shard.global_shape},
+        "masters": {shard.dtype for shard in adapter.optimizer_shards() if shard.state == "master"},
+        "gradients": {each.dtype for part in optimizer.gradients_in_parts() for each in part},
+    }
+    first = tokens(0) if name in SHARED_BATCHES else tokens(0)[:1]
+    outputs = None if name == "hybrid-pp2" else model(input_ids=first).logits.dtype
+    return *found, formats, outputs, booster.describe()
+
+
+@pytest.mark.parametrize("name", list(PLUGINS))
+def test_pure_bf16_keeps_everything_in_bf16(name):
+    plain = make_model(torch.bfloat16)
+    batch = {"input_ids": tokens(0)}
+    criterion(plain(**batch), batch).backward()
+    wanted = {each: parameter.grad.float() for each, parameter in plain.named_parameters()}
+    for gradients, before, after, formats, outputs, described in run_on_ranks(trained_purely, world_size(name), name):
+        assert_same_tensors(gradients, wanted, tolerance_for(torch.bfloat16))
+        assert formats["parameters"] == formats["state"] == {torch.bfloat16}
+        assert formats["gradients"] <= {torch.bfloat16}
+        assert not formats["masters"]
+        assert outputs in (None, torch.bfloat16)
+        assert 0.0 < moved(before, after) < 0.5, "most steps are lost: that is what was asked for"
+        assert "compute bf16, param bf16," in described
+        assert "master none" in described
+
+
+class Halves(nn.Module):
+    """A frozen base in bf16, a trained head in fp32 and a trained scale in fp64."""
+
+    def __init__(self, head=torch.float32):
+        super().__init__()
+        self.base = nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(8, 4, dtype=head)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("table", torch.arange(8) / 3)
+
+    def forward(self, x):
+        hidden = self.base(x.to(self.base.weight.dtype)) * self.table.to(torch.bfloat16)
+        return self.head(hidden.to(self.head.weight.dtype)) * self.scale.float()
+
+
+def several(name):
+    """Boost models of several formats by one Booster, and return the formats of each, and what was said of them."""
+    booster = Booster("cpu", plugin=PLUGINS[name]())
+    found = []
+    for model in (Halves(), Halves(torch.bfloat16), nn.Linear(4, 4, dtype=torch.float64)):
+        listed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(listed, lr=0.1))
+        x = torch.ones(2, 4, dtype=torch.float64) if isinstance(model, nn.Linear) else torch.ones(2, 8)
+        booster.backward(boosted(x).float().sum(), optimizer)
+        optimizer.step()
+        found.append({each: values.dtype for each, values in boosted.state_dict().items()})
+        found.append((boosted, optimizer))
+    return found[::2], optimizer.loss_scaler is None, booster.describe()
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "zero1", "hybrid-dp2"])
+def test_models_of_one_booster_have_formats_of_their_own(name):
+    narrow = torch.bfloat16 if name in WITH_MASTERS else torch.float32
+    for (wide, half, double), is_unscaled, described in run_on_ranks(several, world_size(name), name):
+        assert wide["head.weight"] == torch.float32
+        assert half["head.weight"] == narrow, "the head is trained, and in bf16"
+        for formats in (wide, half):
+            assert formats["base.weight"] == torch.bfloat16
+            assert formats["scale"] == torch.float64, "fp64 is no narrow format"
+            assert formats["table"] == torch.float32
+        assert set(double.values()) == {torch.float64}
+        assert is_unscaled
+        lines = [each for each in described.splitlines() if each.startswith("precision")]
+        assert len(lines) == 3
+        assert sum("compute bf16" in each for each in lines) == 1
+
+
+def adapters_on_a_narrow_base(name):
+    peft = pytest.importorskip("peft")
+    booster = Booster("cpu", plugin=PLUGINS[name]())
+    model = booster.enable_lora(make_model(torch.bfloat16), lora_config=peft.LoraConfig(target_modules=["q_proj"]))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    batch = {"input_ids": tokens(0)}
+    booster.backward(criterion(model(**batch), batch), optimizer)
+    optimizer.step()
+    return {each: parameter.dtype for each, parameter in model.named_parameters()}, booster.describe()
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "zero1"])
+def test_adapters_in_fp32_leave_a_narrow_base_as_it_is(name):
+    for formats, described in run_on_ranks(adapters_on_a_narrow_base, world_size(name), name):
+        adapters = {dtype for each, dtype in formats.items() if "lora_" in each}
+        assert adapters == {torch.float32}
+        assert {dtype for each, dtype in formats.items() if "lora_" not in each} == {torch.bfloat16}
+        assert "param fp32 (frozen ones bf16)" in described
+
+
+def saved_formats(name, folder):
+    """Return the formats of a saved model, and what the manifest of a checkpoint says."""
+    booster = Booster("cpu", plugin=PLUGINS[name]())
+    model = make_model(torch.bfloat16)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    run(booster, name, model, optimizer)
+    values = updated(booster, model, optimizer)
+    booster.save_checkpoint(folder, step=STEPS, model=model, optimizer=optimizer)
+    fresh = Booster("cpu", plugin=PLUGINS[name]())
+    other = make_model(torch.bfloat16)
+    other, stepped, *_ = fresh.boost(other, torch.optim.AdamW(other.parameters(), lr=LEARNING_RATE))
+    fresh.load_checkpoint(folder, model=other, optimizer=stepped)
+    return values, updated(fresh, other, stepped), (folder / f"step-{STEPS:08}" / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_a_checkpoint_has_what_the_optimizer_updates(name, tmp_path):
+    for values, loaded, manifest in run_on_ranks(saved_formats, 2, name, tmp_path):
+        assert {each.dtype for each in values.values()} == {torch.float32}
+        assert all(torch.equal(loaded[each], expected) for each, expected in values.items())
+        assert '"compute": "bf16"' in manifest
+
+
+def different_formats():
+    dtype = torch.bfloat16 if DistCoordinator().rank else torch.float32
+    model = nn.Linear(4, 4, dtype=dtype)
+    Booster("cpu", plugin="ddp").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_ranks_with_models_of_different_formats_raise():
+    expect_on_ranks(ConfigError, "are in fp32 on rank 0 and in bf16 on rank 1", different_formats, 2)
+
+
+def test_an_explicit_policy_leaves_each_parameter_as_it_is():
+    model = Halves(torch.bfloat16)
+    booster = Booster("cpu", PrecisionPolicy(param_dtype=None))
+    boosted, *_ = booster.boost(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
+    assert boosted.head.weight.dtype == torch.bfloat16
+    assert boosted(torch.ones(2, 8)).dtype == torch.float32  # promoted by the scale, without autocast
+    assert "compute bf16 and fp64, param bf16 and fp64" in booster.describe()
+
+
+def test_a_model_without_optimizer_is_left_as_it_is():
+    model = copy.deepcopy(make_model(torch.bfloat16))
+    boosted, *_ = Booster("cpu").boost(model)
+    assert {parameter.dtype for parameter in boosted.parameters()} == {torch.bfloat16}
+    assert boosted(input_ids=tokens(0)).logits.dtype == torch.bfloat16

@@ -1,0 +1,199 @@
+"""`verify_objects` under every strategy: it leaves no trace on the training that follows, and refuses lazy models."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from noisy_training import Net, Remembering, Samples
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime.lazy import LazyInitContext
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
+from booster_tools import verify_objects
+from booster_zero import LowLevelZeroPlugin
+
+PLUGINS = {
+    "ddp": (TorchDDPPlugin, {}),
+    "fsdp": (TorchFSDPPlugin, {}),
+    "zero2": (LowLevelZeroPlugin, {"stage": 2}),
+    "zero-bf16": (LowLevelZeroPlugin, {"precision": "bf16"}),
+    "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}),
+    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}),
+    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}),
+}
+
+
+def plugin_named(name):
+    return PLUGINS[name][0](**PLUGINS[name][1])
+
+
+def loaders():
+    data = Samples()
+    sampler = WeightedRandomSampler([1.0] * 16, 8, generator=torch.Generator().manual_seed(4))
+    return {
+        "shuffled": DataLoader(data, batch_size=2, shuffle=True),
+        "sampler": DataLoader(data, batch_size=2, sampler=sampler),
+    }
+
+
+def trained(plugin, kind, verify):
+    """Return everything that a training leaves behind."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    model = Net()
+    loader = loaders()[kind]
+    optimizer = Remembering(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+    steps = []
+    booster = Booster(plugin=plugin_named(plugin))
+    data = loader.dataset
+    reads = getattr(data, "reads", None)
+    watch = Watch(steps)
+    register_hooks(watch)
+    try:
+        if verify:
+            verify_objects(booster, model, optimizer, nn.CrossEntropyLoss(), loader)
+        model, optimizer, criterion, loader, scheduler = booster.boost(
+            model, optimizer, nn.CrossEntropyLoss(), loader, scheduler
+        )
+    finally:
+        unregister_hooks(watch)
+    assert getattr(data, "reads", None) == reads
+    assert model.training
+    assert not steps
+    losses = []
+    for _ in range(2):
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+    adapter = booster.state_adapter(model)
+    tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
+    randomness = torch.get_rng_state(), random.random(), np.random.rand()  # noqa: NPY002
+    return losses, tensors, randomness, scheduler.get_last_lr()
+
+
+class Watch:
+    """Notes optimizer steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    @hookimpl
+    def after_step(self, optimizer):
+        self.steps.append(optimizer)
+
+
+def leaves_no_trace(plugin, kind):
+    plain, verified = trained(plugin, kind, verify=False), trained(plugin, kind, verify=True)
+    assert plain[0] == verified[0]
+    assert len(plain[1]) == len(verified[1]) > 0
+    for one, other in zip(plain[1], verified[1], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(plain[2][0], verified[2][0])
+    assert plain[2][1:] == verified[2][1:]
+    assert plain[3] == verified[3]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "kind"),
+    [
+        ("ddp", "shuffled"),
+        ("fsdp", "shuffled"),
+        ("zero2", "shuffled"),
+        ("gemini", "sampler"),
+    ],
+)
+def test_the_training_that_follows_is_the_same_bit_for_bit(plugin, kind):
+    run_on_ranks(leaves_no_trace, 2, plugin, kind)
+
+
+def trained_llama(plugin, verify):
+    tokens = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4, shuffle=True)
+    torch.manual_seed(0)
+    model = tiny_llama(attention_dropout=0.2)
+    booster = Booster(plugin=plugin_named(plugin))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if verify:
+        verify_objects(booster, model, optimizer, dataloader=loader)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    losses = []
+    for batch in loader:
+        if plugin == "hybrid-pp":
+            losses.append(booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)["loss"])
+        else:
+            losses.append(model(**batch).loss)
+            booster.backward(losses[-1], optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    adapter = booster.state_adapter(model)
+    tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
+    return [None if loss is None else float(loss.detach()) for loss in losses], tensors, torch.get_rng_state()
+
+
+def leaves_llama_alone(plugin):
+    plain, verified = trained_llama(plugin, verify=False), trained_llama(plugin, verify=True)
+    assert plain[0] == verified[0]
+    assert all(torch.equal(one, other) for one, other in zip(plain[1], verified[1], strict=True))
+    assert torch.equal(plain[2], verified[2])
+
+
+@pytest.mark.parametrize("plugin", ["hybrid-tp", "hybrid-pp"])
+def test_the_training_of_a_model_in_parts_is_the_same_bit_for_bit(plugin):
+    run_on_ranks(leaves_llama_alone, 2, plugin)
+
+
+def reported(plugin, precision):
+    tokens = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=4)
+    torch.manual_seed(0)
+    model = tiny_llama()
+    booster = Booster(plugin=plugin_named(plugin), mixed_precision=precision)
+    return str(verify_objects(booster, model, torch.optim.AdamW(model.parameters(), lr=1e-2), dataloader=loader))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision"),
+    [
+        ("ddp", None),
+        ("zero2", "bf16"),
+        ("zero-bf16", None),
+        ("gemini", None),
+        ("fsdp", None),
+        ("hybrid-tp", None),
+        ("hybrid-pp", None),
+    ],
+)
+def test_it_says_how_long_it_took(plugin, precision):
+    for text in run_on_ranks(reported, 2, plugin, precision):
+        assert text.startswith("Verified in ")
+        assert "on 2 rank(s) trains as one process does" in text
+
+
+def refuse_lazy():
+    with LazyInitContext():
+        model = Net()
+    loader = DataLoader(TensorDataset(torch.randn(8, 8), torch.arange(8) % 3), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    verify_objects(Booster(plugin="zero"), model, optimizer, nn.CrossEntropyLoss(), loader)
+
+
+def test_a_lazy_model_is_refused():
+    expect_on_ranks(ConfigError, "this model is lazy", refuse_lazy, 2)

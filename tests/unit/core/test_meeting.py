@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+
+from booster_core.errors import MissingRanksError
+from booster_core.ranks.meeting import Meeting, Outcome
+
+
+class CountingStore:
+    """Counts the operations that do something, which waiting (``check``) does not."""
+
+    def __init__(self, store):
+        self.store = store
+        self.num_operations = Counter()
+
+    def __getattr__(self, name):
+        if name != "check":
+            self.num_operations[name] += 1
+        return getattr(self.store, name)
+
+
+def meet_all(num_ranks, num_meetings):
+    """Let all ranks meet, one thread each; return the stores' counts and the keys left."""
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(num_ranks)]
+
+    def run(rank):
+        meetings = Meeting(stores[rank], rank, range(num_ranks))
+        for _ in range(num_meetings):
+            meetings.meet("step", timeout_seconds=30)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [sum(store.num_operations.values()) for store in stores], shared.num_keys()
+
+
+def test_the_work_of_a_rank_does_not_grow_with_their_number():
+    few, _ = meet_all(2, 5)
+    many, _ = meet_all(24, 5)
+    assert max(many) <= max(few) + 10  # the last to come and the last to leave do a few operations more
+    assert max(many) <= 5 * 12
+
+
+def test_keys_do_not_pile_up():
+    assert meet_all(3, 1)[1] == meet_all(3, 30)[1]
+
+
+def test_many_missing_ranks_are_counted():
+    meetings = Meeting(dist.HashStore(), 0, range(40))
+    with pytest.raises(MissingRanksError) as caught:
+        meetings.meet("save_model", timeout_seconds=0.1)
+    assert str(caught.value) == (
+        "`save_model` waited 0.1 s for ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 29 others of 40, which did not call it. "
+        "It is a collective call: call it on every rank, not under `if rank == 0`."
+    )
+
+
+def test_a_retry_meets_those_who_were_late():
+    store = dist.HashStore()
+    first, second = (Meeting(store, rank, range(2)) for rank in range(2))
+    with pytest.raises(MissingRanksError, match=r"waited 0\.1 s for rank 1 of 2"):
+        first.meet("step", timeout_seconds=0.1)
+    with pytest.raises(MissingRanksError, match="has failed before rank 1 came"):
+        second.meet("step", timeout_seconds=30)
+    thread = threading.Thread(target=first.meet, args=("step",), kwargs={"timeout_seconds": 30})
+    thread.start()
+    second.meet("step", timeout_seconds=30)
+    thread.join()
+
+
+def on_ranks(num_ranks, function):
+    """Return what a function returns or raises for each rank, one thread each."""
+    store = CountingStore(dist.HashStore())
+    results = [None] * num_ranks
+
+    def run(rank):
+        try:
+            results[rank] = function(rank, Meeting(store, rank, range(num_ranks)))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_errors_and_digests_come_with_the_meeting():
+    def meet(rank, meeting):
+        error = ValueError("mine") if rank == 2 else None
+        return meeting.meet("load", digest=bytes([rank // 2]), error=error, timeout_seconds=30)
+
+    for outcome in on_ranks(3, meet):
+        assert [(error["rank"], error["type"], error["text"]) for error in outcome.errors] == [
+            (2, "ValueError", "mine")
+        ]
+        assert outcome.differs
+
+    equal = on_ranks(3, lambda _, meeting: meeting.meet("load", digest=b"x", timeout_seconds=30))
+    assert equal == [Outcome([], differs=False)] * 3
+
+
+def test_ranks_in_different_calls_raise_at_once():
+    def meet(rank, meeting):
+        start = time.monotonic()
+        with pytest.raises(MissingRanksError) as caught:
+            meeting.meet("load_model" if rank == 1 else "save_model", timeout_seconds=60)
+        meeting.meet("next", timeout_seconds=30)
+        return str(caught.value), time.monotonic() - start
+
+    results = on_ranks(3, meet)
+    for rank, (message, seconds) in enumerate(results):
+        assert message.startswith(f"`{'load_model' if rank == 1 else 'save_model'}` can't go on: ranks made different ")
+        assert "`load_model` on rank 1" in message
+        assert "`save_model` on rank " in message
+        assert seconds < 30
+
+
+def test_a_rank_that_left_out_a_call_passes_over_it():
+    has_given_up = threading.Event()
+
+    def meet(rank, meeting):
+        if rank == 1:
+            has_given_up.wait(30)
+        else:
+            for name in ("save_model", "save_optimizer"):
+                with pytest.raises(MissingRanksError, match=f"`{name}` waited 0.1 s for rank 1"):
+                    meeting.meet(name, timeout_seconds=0.1)
+            has_given_up.set()
+        return [meeting.meet(name, timeout_seconds=30) for name in ("load_model", "save_model")]
+
+    assert on_ranks(2, meet) == [[Outcome([], differs=False)] * 2] * 2
+
+
+def test_failed_meetings_leave_no_keys():
+    store = dist.HashStore()
+    meetings = [Meeting(store, rank, range(2)) for rank in range(2)]
+    numbers = []
+    for _ in range(5):
+        for meeting, name in zip(meetings, ("save_model", "save_model"), strict=True):
+            with pytest.raises(MissingRanksError):
+                meeting.meet(name, timeout_seconds=0.01)
+        threads = [threading.Thread(target=each.meet, args=("x",), kwargs={"timeout_seconds": 9}) for each in meetings]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        numbers.append(store.num_keys())
+    assert len(set(numbers)) == 1
+
+
+def fail_without_one(num_ranks):
+    """Let all ranks but the last meet until they give up; return each one's number of operations."""
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(num_ranks - 1)]
+    who = f"for rank {num_ranks - 1} of {num_ranks}, which did not call it"
+
+    def run(rank):
+        with pytest.raises(MissingRanksError, match=who):
+            Meeting(stores[rank], rank, range(num_ranks)).meet("save_model", timeout_seconds=2.0)
+        come.append(rank)
+
+    come = []
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks - 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(come) == list(range(num_ranks - 1))
+    return [store.num_operations.total() for store in stores]
+
+
+def test_the_work_of_a_rank_does_not_grow_where_one_is_missing():
+    assert max(fail_without_one(256)) <= max(fail_without_one(3)) <= 12
