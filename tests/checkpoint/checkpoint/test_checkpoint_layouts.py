@@ -5,9 +5,9 @@ import itertools
 from pathlib import Path
 
 import torch
+from engine_calls import EngineCalls
 from matrix import matrix
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter
@@ -29,7 +29,7 @@ TENSORS = [
 
 def save(folder, layout, shared, use_async, suffix):
     c = DistCoordinator()
-    io = CheckpointFiles(c, bucket_bytes=1024, shared_filesystem=shared)
+    io = EngineCalls(bucket_bytes=1024, shared_filesystem=shared)
     adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
     folder = Path(folder)
     io.save_model(adapter, folder, shard=True, size_per_shard=1, use_safetensors=suffix == "st", use_async=use_async)
@@ -41,7 +41,7 @@ def save(folder, layout, shared, use_async, suffix):
 
 def load(folder, layout, num_threads, low_cpu_mem_mode, single):
     c = DistCoordinator()
-    io = CheckpointFiles(c, bucket_bytes=1024)
+    io = EngineCalls(bucket_bytes=1024)
     adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, is_filled=False)
     folder = Path(folder)
     model = next(folder.glob("one.*")) if single else folder

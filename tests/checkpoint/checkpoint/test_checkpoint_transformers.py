@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from matrix import matrix, named
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
@@ -89,7 +89,7 @@ def save_on_ranks(factory_name, folder, shard, use_safetensors, dtype):
     c = DistCoordinator()
     model = build(globals()[factory_name])
     adapter = ReplicatedStateAdapter(model, None, c)
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     io.save_model(
         adapter, folder, shard=shard, use_safetensors=use_safetensors, size_per_shard=1, module=model, dtype=dtype
     )
@@ -123,7 +123,7 @@ def test_from_pretrained_reads_another_dtype(tmp_path):
 def test_from_pretrained_reads_a_variant(tmp_path):
     model = build(llama)
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path, shard=True, prefix="ema", module=model)
+    EngineCalls().save_model(adapter, tmp_path, shard=True, prefix="ema", module=model)
     loaded = type(model).from_pretrained(tmp_path, variant="ema")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
@@ -142,9 +142,7 @@ def test_we_read_what_save_pretrained_writes(factory, max_shard_size, tmp_path):
     model = build(factory)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     other = build(factory, seed=1)
-    report = CheckpointFiles(DistCoordinator()).load_model(
-        ReplicatedStateAdapter(other, None, DistCoordinator()), tmp_path, module=other
-    )
+    report = EngineCalls().load_model(ReplicatedStateAdapter(other, None, DistCoordinator()), tmp_path, module=other)
     assert report.is_complete
     for (name, ours), theirs in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -162,7 +160,7 @@ def test_a_tied_tensor_is_found_under_either_name(kept, tmp_path):
     save_file({**tensors, kept: model.lm_head.weight.detach().clone()}, tmp_path / "model.safetensors")
     other = build(tied_llama, seed=1)
     adapter = ReplicatedStateAdapter(other, None, DistCoordinator())
-    assert CheckpointFiles(DistCoordinator()).load_model(adapter, tmp_path).is_complete
+    assert EngineCalls().load_model(adapter, tmp_path).is_complete
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
     assert torch.equal(other.model.embed_tokens.weight, model.lm_head.weight)
 
@@ -170,7 +168,7 @@ def test_a_tied_tensor_is_found_under_either_name(kept, tmp_path):
 def test_config_files_are_as_save_pretrained_writes_them(tmp_path):
     model = build(gpt2)
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "ours", shard=True, module=model)
+    EngineCalls().save_model(adapter, tmp_path / "ours", shard=True, module=model)
     assert model.config.architectures is None, "the user's configuration is left alone"
     model.save_pretrained(tmp_path / "theirs")
     for name in ("config.json", "generation_config.json"):

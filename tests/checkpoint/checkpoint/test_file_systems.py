@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from matrix import matrix
 from tests.shared.fuse_mirror import mounted_mirror
 
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import strided
 from booster_core.errors import CheckpointError
@@ -73,7 +73,7 @@ def file_system(kind, tmp_path):
 
 def save_every_form(folder, use_async=False):
     c = DistCoordinator()
-    io = CheckpointFiles(c, bucket_bytes=1024)
+    io = EngineCalls(bucket_bytes=1024)
     adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
     folder = Path(folder)
     io.save_model(adapter, folder / "sharded", shard=True, use_async=use_async)
@@ -86,7 +86,7 @@ def save_every_form(folder, use_async=False):
 
 def wrong_values(folder):
     c = DistCoordinator()
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     wrong = []
     for model, optimizer in (
         ("sharded", "sharded"),
@@ -176,7 +176,7 @@ def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_pa
 
 def save_over_on_full_disk(folder):
     c = DistCoordinator()
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
     with refuse_reservation(errno.ENOSPC):
         io.save_model(adapter, Path(folder) / "sharded", shard=True)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from matrix import matrix
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
@@ -18,7 +18,7 @@ def parts(seed):
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     coordinator = DistCoordinator()
-    return CheckpointFiles(coordinator), ReplicatedStateAdapter(model, optimizer, coordinator), model
+    return EngineCalls(), ReplicatedStateAdapter(model, optimizer, coordinator), model
 
 
 def names(folder):
@@ -69,9 +69,7 @@ def test_transformers_reads_the_weights_that_were_saved_last(tmp_path):
         model = tiny_llama()
         coordinator = DistCoordinator()
         adapter = ReplicatedStateAdapter(model, None, coordinator)
-        CheckpointFiles(coordinator).save_model(
-            adapter, tmp_path, shard=True, use_safetensors=use_safetensors, module=model
-        )
+        EngineCalls().save_model(adapter, tmp_path, shard=True, use_safetensors=use_safetensors, module=model)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 

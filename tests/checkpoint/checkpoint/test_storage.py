@@ -16,8 +16,9 @@ from booster_checkpoint.cli import convert, inspect, verify
 from booster_checkpoint.files.checksums import Block
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.steps_remote import open_steps
-from booster_checkpoint.storage import leaves_folder, local_path, path_at, scheme_of, storage_for
+from booster_checkpoint.storage import leaves_folder, path_at, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
+from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator

@@ -9,7 +9,7 @@ import pytest
 import torch
 from matrix import matrix
 
-from booster_checkpoint.checkpoint_files import CheckpointFiles
+from booster_checkpoint import CheckpointEngine
 from booster_checkpoint.run.manifest import verify_folder
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -292,8 +292,8 @@ def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
 def save_through_rank_0(root, use_async):
     run = Run()
     run.train(3)
-    engine = run.booster.checkpoint_io
-    engine.files = CheckpointFiles(DistCoordinator(), shared_filesystem=False)
+    engine = CheckpointEngine(run.booster.plugin, run.booster.context, shared_filesystem=False)
+    run.booster.checkpoint_io = engine
     run.save(root, use_async=use_async)
     run.booster.wait()
     engine.close()

@@ -116,9 +116,9 @@ def whole_values(model, optimizer):
 
 
 def save_and_go_on(name, folder):
-    from booster_checkpoint.checkpoint_files import CheckpointFiles
+    from engine_calls import EngineCalls
 
-    io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
+    io, coordinator = EngineCalls(), DistCoordinator()
     model, optimizer = sharded_run(name)
     step(model, optimizer, 0)
     io.save_model(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/m", module=model, shard=True)
@@ -128,9 +128,9 @@ def save_and_go_on(name, folder):
 
 
 def load_and_go_on(name, folder):
-    from booster_checkpoint.checkpoint_files import CheckpointFiles
+    from engine_calls import EngineCalls
 
-    io, coordinator = CheckpointFiles(DistCoordinator()), DistCoordinator()
+    io, coordinator = EngineCalls(), DistCoordinator()
     model, optimizer = sharded_run(name)
     io.load_model(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/m")
     io.load_optimizer(DTensorStateAdapter(model, optimizer, coordinator), f"{folder}/o")

@@ -17,7 +17,7 @@ from booster_core.ranks.environments import local_rank_of_launcher
 from booster_core.ranks.meeting import Meeting, Meetings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
@@ -67,6 +67,7 @@ class World:
         monitor: This rank's connection to the monitor, where one runs.
         unwatched_because: Why several ranks have no monitor.
         at_close: Called, last added first, before the group is destroyed.
+        jobs: Numbers work in the background, which all ranks start in step.
     """
 
     rank: int = 0
@@ -79,6 +80,7 @@ class World:
     monitor: Monitor | None = None
     unwatched_because: str | None = None
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    jobs: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
     _meetings: Meetings = field(default_factory=Meetings, repr=False)
 
     @property
