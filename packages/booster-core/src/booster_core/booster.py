@@ -221,7 +221,8 @@ class Booster(Saving):
         Raises:
             TypeError: If an argument is of another type.
             ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split.
+                model's, they have gradients that no step was taken with, or the data loader can't be split, as where
+                its data set is split already or has other lengths on some ranks.
 
         Collective: every rank of the world.
         """
