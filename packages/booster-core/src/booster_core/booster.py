@@ -22,6 +22,7 @@ from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.originals import mark_boosted
 from booster_core.plugin.other_libraries import Remedies
 from booster_core.plugin.replicated import gradient_norm_dtype
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
@@ -201,9 +202,10 @@ class Booster(Batches, Remedies):
 
         Raises:
             TypeError: If an argument is of another type.
-            ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split; with
-                ``verify`` or ``plugin="auto"``, if it can't be known how the model is trained, or it doesn't fit.
+            ConfigError: If the model or optimizer is boosted already, by any Booster, the optimizer holds parameters
+                that are not the model's, they have gradients that no step was taken with, ranks have models of
+                different formats, or the data loader can't be split; with ``verify`` or ``plugin="auto"``, if it can't
+                be known how the model is trained, or it doesn't fit.
             GradientError: With ``verify``, if the plugin doesn't train the model as one process does.
 
         Collective: every rank of the world.
@@ -237,6 +239,7 @@ class Booster(Batches, Remedies):
         if isinstance(dataloader, (list, tuple)):
             both = [boosted.dataloader, *dealt[1:]]
             boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
+        mark_boosted(model)
         self._models.add(model)
         self._optimizers[boosted.model] = boosted.optimizer
         self._contexts[boosted.model] = context

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin.interface import Boosted
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
-from booster_core.state.names import NamedTensors
+from booster_core.plugin.originals import was_boosted
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.state.names import NamedTensors, own_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,15 +37,22 @@ def check_boost_arguments(objects: Boosted, further: Iterable[Any] = ()) -> None
     """
     _check_types(objects, further)
     model, optimizer, lr_scheduler = objects.model, objects.optimizer, objects.lr_scheduler
-    if isinstance(boosted_inside(model), ModelWrapper):
-        msg = "The model is already boosted. Pass the user's own model: `model.unwrap()` returns it."
+    if isinstance(boosted_inside(model), ModelWrapper) or was_boosted(model):
+        name = own_class(unwrap_model(model)).__name__
+        msg = (
+            f"This `{name}` is already boosted, by this Booster or another, and its parameters are where that `boost` "
+            "has put them. Use what it returned: pass a model to `boost` once, with an optimizer of all that is to be "
+            "trained (parameter groups may have settings of their own). For another optimizer or plugin later, save "
+            "the boosted model by `booster.save_model`, build a new one, `boost` that, and load it by "
+            "`booster.load_model`; or `boost` a `copy.deepcopy` that was made before."
+        )
         raise ConfigError(msg)
     outer = [base.__name__ for base in type(model).__mro__ if base.__name__ in _WRAPPED_ELSEWHERE]
     if outer:
         msg = f"The model is already wrapped by `{outer[0]}`. Pass the model itself; the plugin wraps it."
         raise ConfigError(msg)
     if isinstance(optimizer, OptimizerWrapper):
-        msg = "The optimizer is already boosted. Pass the optimizer itself: `optimizer.unwrap()` returns it."
+        msg = "The optimizer is already boosted. Make one from the parameters of the model that is passed with it."
         raise ConfigError(msg)
     NamedTensors.of(model)  # raises where two tensors would have one name
     if optimizer is not None:
