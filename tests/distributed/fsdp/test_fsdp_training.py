@@ -6,8 +6,6 @@ import pytest
 import torch
 from matrix import matrix
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError
@@ -465,14 +463,3 @@ def test_two_parameters_that_share_memory_raise():
     expect_on_ranks(
         ConfigError, "'first.bias' and 'second.weight' are two objects over the same memory", boost_aliases, 2
     )
-
-
-def boost_dtensors():
-    mesh = init_device_mesh("cpu", (2,))
-    model = TinyMLP()
-    model.first.weight = nn.Parameter(distribute_tensor(model.first.weight, mesh, [Shard(0)]))
-    Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
-
-
-def test_model_with_dtensors_raises():
-    expect_on_ranks(ConfigError, "Parameter 'first.weight' is a DTensor already", boost_dtensors, 2)
