@@ -39,11 +39,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from booster_checkpoint import CheckpointFiles, ModelPart, OptimizerPart
+from booster_checkpoint import CheckpointEngine, ModelPart, OptimizerPart
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.files.reading import pread_into
+from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.save.writer import write_at
+from booster_checkpoint.session import Session
 from booster_core import Booster
+from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
 from booster_core.ranks import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter, as_bytes
 from booster_testing import run_on_ranks
@@ -212,7 +215,9 @@ class Bench:
         self.rank = coordinator.rank
         self.model, self.optimizer = build(size)
         self.adapter = ReplicatedStateAdapter(self.model, self.optimizer, coordinator)
-        self.io = CheckpointFiles(coordinator)
+        booster = Booster("cpu")
+        self.io = CheckpointEngine(booster.plugin, booster.context)
+        self.saver = Saver(Session(coordinator, timeout_seconds=None), BUCKET_BYTES, shared_filesystem=None)
         shards = [*self.adapter.model_shards(), *self.adapter.optimizer_shards()]
         self.total = sum(shard.data.nbytes for shard in shards)
         self.owned = [shard.data for shard in shards if shard.is_owner]
@@ -237,13 +242,13 @@ class Bench:
 
     def save(self) -> None:
         """Save with Booster."""
-        self.io.save_model(self.adapter, self.files[0])
-        self.io.save_optimizer(self.adapter, self.files[1])
+        self.io.save_model(ModelState(adapter=self.adapter), SaveRequest(call="save_model", path=self.files[0]))
+        self.io.save_optimizer(self.adapter, SaveRequest(call="save_optimizer", path=self.files[1]))
 
     def load(self) -> None:
         """Load with Booster."""
-        self.io.load_model(self.adapter, self.files[0])
-        self.io.load_optimizer(self.adapter, self.files[1])
+        self.io.load_model(ModelState(adapter=self.adapter), LoadRequest(call="load_model", path=self.files[0]))
+        self.io.load_optimizer(self.adapter, LoadRequest(call="load_optimizer", path=self.files[1]))
 
     def write_raw(self) -> None:
         """Write the same bytes by plain I/O."""
@@ -297,7 +302,7 @@ class Bench:
             ModelPart(self.adapter, FileNames(base=MODEL)),
             OptimizerPart(self.adapter, FileNames(base=OPTIMIZER)),
         ]
-        self.io.write_folder("save", self.folder / "background", parts, use_async=True)
+        self.saver.save("save", self.folder / "background", parts, use_async=True)
 
     def save_dcp_in_background(self) -> None:
         """Save with torch in the background."""
@@ -309,7 +314,7 @@ class Bench:
         if self.pending is not None:
             self.pending.result()
             self.pending = None
-        self.io.wait()
+        self.saver.begin("wait")
         dist.barrier()
 
     def run(self) -> None:
@@ -336,7 +341,7 @@ class Bench:
         self.wait()
         report("time blocked by a save in the background / of a copy", blocked, copied, 1.2)
         report("time blocked by a save in the background / of DCP's", blocked, theirs, 0.5)
-        self.io.close()
+        self.saver.buffers.release()
 
     def drop(self) -> None:
         """Empty the page cache of all files."""

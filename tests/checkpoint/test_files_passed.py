@@ -11,9 +11,9 @@ from torch import nn
 from booster_core import Booster
 from booster_testing import run_on_ranks
 
-MOST_FILES = 20
+MOST_FILES = 22
 MOST_FRAMES = 8
-_OURS = re.compile(r"[/\\]((?:booster_(?:core|runtime|zero))[/\\].+\.py)$")
+_OURS = re.compile(r"[/\\]((?:booster_(?:core|runtime|checkpoint|zero))[/\\].+\.py)$")
 
 
 def ours(frame):

@@ -33,7 +33,6 @@ CALLS = {
     "booster.ema(model)": "CheckpointError",
     "booster.prepare_dataloader([1, 2])": "ConfigError",
     "booster.gather_for_metrics(torch.ones(4), loader)": "ConfigError",
-    "Booster(plugin='auto', memory_budget_bytes=1)": "ConfigError",
     "booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)": "ConfigError",
     "from booster_core import LazyInitContext": "ImportError",
     "from booster_core import enable_activation_checkpointing": "ImportError",

@@ -8,10 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_calls import EngineCalls
+from matrix import matrix
 from safetensors.torch import load_file
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles, ModelPart
+from booster_checkpoint import ModelPart
 from booster_checkpoint.files.layout import MODEL, FileNames
 from booster_checkpoint.save import saver as saver_module
 from booster_core import Booster, hookimpl
@@ -27,7 +29,7 @@ def make(**options):
     coordinator = DistCoordinator()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    return CheckpointFiles(coordinator, **options), ReplicatedStateAdapter(model, None, coordinator), model
+    return EngineCalls(**options), ReplicatedStateAdapter(model, None, coordinator), model
 
 
 class Gate:
@@ -81,22 +83,44 @@ def test_buffers_are_used_again(tmp_path):
     for index in range(3):
         io.save_model(adapter, tmp_path / f"{index}.safetensors", use_async=True)
         io.wait()
-        sizes.append(io._saver.buffers.nbytes)
+        sizes.append(io.saver.buffers.nbytes)
     state = sum(shard.data.nbytes for shard in adapter.model_shards())
     assert len(set(sizes)) == 1
     assert state <= sizes[0] <= state + 4096
     io.close()
-    assert io._saver.buffers.nbytes == 0
+    assert io.saver.buffers.nbytes == 0
+
+
+@pytest.mark.parametrize("call", ["save_model", "save_optimizer", "save_checkpoint"])
+def test_a_relative_path_means_the_folder_of_the_call(call, tmp_path, monkeypatch):
+    gate, booster, model = Gate(monkeypatch), Booster("cpu"), nn.Linear(4, 4)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    monkeypatch.chdir(before)
+    if call == "save_checkpoint":
+        booster.save_checkpoint("out", step=1, model=model, optimizer=optimizer, use_async=True)
+    else:
+        getattr(booster, call)({"save_model": model, "save_optimizer": optimizer}[call], "out", use_async=True)
+    monkeypatch.chdir(after)
+    gate.event.set()
+    booster.wait()
+    assert list(after.iterdir()) == []
+    if call == "save_checkpoint":
+        assert booster.load_checkpoint(before / "out", model=model, optimizer=optimizer).step == 1
+    else:
+        load_file(before / "out")
 
 
 def fail_on(rank, folder, then):
     io, adapter, _ = make()
-    if io._session.rank == rank:
+    if io.rank == rank:
         (folder / "m").mkdir()  # a folder takes the file's place once the save is on its way
     real = saver_module.write_directly
 
     def fail(*args):
-        if io._session.rank == rank:
+        if io.rank == rank:
             raise OSError(28, "No space left on device")
         real(*args)
 
@@ -115,9 +139,7 @@ def fail_on(rank, folder, then):
     io.wait()  # an error is raised once
 
 
-@pytest.mark.covering(1)  # every next call once; the other pairs are slow
-@pytest.mark.parametrize("then", ["wait", "save", "load"])
-@pytest.mark.parametrize("rank", [0, 1])
+@matrix(1, rank=[0, 1], then=["wait", "save", "load"])
 def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
     run_on_ranks(fail_on, 2, rank, tmp_path, then)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"], "nothing is left, not even the new folder"
@@ -125,8 +147,8 @@ def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
 
 def snapshot_fails(folder):
     io, adapter, _ = make()
-    if io._session.rank == 1:
-        io._saver.buffers.take = lambda pieces: (_ for _ in ()).throw(MemoryError("no room for the copy"))
+    if io.rank == 1:
+        io.saver.buffers.take = lambda pieces: (_ for _ in ()).throw(MemoryError("no room for the copy"))
     io.save_model(adapter, folder / "m.safetensors", use_async=True)
     with pytest.raises(MemoryError, match="no room for the copy"):
         io.wait()
@@ -148,7 +170,7 @@ def commit_in_background(folder):
         committed.extend(files)
         step.rename(folder / "done")
 
-    texts = {f"rank{io._session.rank}.json": "{}"}
+    texts = {f"rank{io.rank}.json": "{}"}
     assert io.write_folder("save", step, [part], texts=texts, use_async=True, want_checksums=True, commit=commit) == []
     torch.distributed.barrier()  # training goes on
     io.wait()
@@ -199,16 +221,13 @@ def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
 SCRIPT = """
 import sys
 from torch import nn
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.save import saver as saver_module
-from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state import ReplicatedStateAdapter
+from booster_core import Booster
 if sys.argv[2] == "fail":
     def fail(*args):
         raise OSError(28, "No space left on device")
     saver_module.write_directly = fail
-c = DistCoordinator()
-CheckpointFiles(c).save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, c), sys.argv[1], use_async=True)
+Booster("cpu").save_model(nn.Linear(2, 2), sys.argv[1], use_async=True)
 """
 
 

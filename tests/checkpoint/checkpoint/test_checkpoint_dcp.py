@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from engine_calls import EngineCalls
+from matrix import matrix
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
@@ -30,7 +31,7 @@ TENSORS = [
 
 def save(folder, layout):
     c = DistCoordinator()
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
     for _ in range(2):  # the second time over the first
         io.save_model(adapter, Path(folder) / "model", gather_dtensor=False)
@@ -39,7 +40,7 @@ def save(folder, layout):
 
 def load_all(folder, layouts):
     c = DistCoordinator()
-    io = CheckpointFiles(c, bucket_bytes=1024)
+    io = EngineCalls(bucket_bytes=1024)
     for layout in layouts:
         adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size, is_filled=False)
         io.load_model(adapter, Path(folder) / "model", num_threads=2)
@@ -50,7 +51,7 @@ def load_all(folder, layouts):
         assert all(adapter.scalars[name] == {"step": 7} for name in adapter.scalars)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@matrix(["chunks"], layout=LAYOUTS)
 def test_torch_and_we_read_what_we_write(layout, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), layout)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "optimizer"]
@@ -78,7 +79,7 @@ def test_torch_reads_an_optimizer_into_its_own_form(tmp_path, monkeypatch):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model, optimizer = _trained(0)
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     io.save_optimizer(ReplicatedStateAdapter(model, optimizer, DistCoordinator()), tmp_path / "o", gather_dtensor=False)
     other_model, other = _trained(1)
     state = get_optimizer_state_dict(other_model, other)
@@ -97,7 +98,7 @@ def test_we_read_what_torch_writes(tmp_path):
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "m", no_dist=True)
     dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path / "o", no_dist=True)
     other_model, other = _trained(1)
-    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(other_model, other, DistCoordinator())
+    io, adapter = EngineCalls(), ReplicatedStateAdapter(other_model, other, DistCoordinator())
     assert io.load_model(adapter, tmp_path / "m").is_complete
     io.load_optimizer(adapter, tmp_path / "o")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
@@ -122,13 +123,13 @@ def test_a_hostile_table_is_refused_and_not_run(tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
     adapter = ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
     with pytest.raises(CheckpointError, match=r"was not loaded: it refers to posix.mkdir"):
-        CheckpointFiles(DistCoordinator()).load_model(adapter, folder)
+        EngineCalls().load_model(adapter, folder)
     assert not (tmp_path / "hacked").exists()
 
 
 def test_a_truncated_file_is_found_before_anything_changes(tmp_path):
     model, _ = _trained(0)
-    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(model, None, DistCoordinator())
+    io, adapter = EngineCalls(), ReplicatedStateAdapter(model, None, DistCoordinator())
     io.save_model(adapter, tmp_path / "m", gather_dtensor=False)
     file = next((tmp_path / "m").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
@@ -138,7 +139,7 @@ def test_a_truncated_file_is_found_before_anything_changes(tmp_path):
 
 def test_does_not_replace_a_folder_of_other_things(tmp_path):
     model, optimizer = _trained(0)
-    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
+    io, adapter = EngineCalls(), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="holds other files"):
@@ -151,7 +152,7 @@ def test_does_not_replace_a_folder_of_other_things(tmp_path):
 
 @pytest.mark.parametrize("option", [{"use_async": True}, {"prefix": "ema"}])
 def test_options_without_meaning_are_refused(option, tmp_path):
-    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
+    io, adapter = EngineCalls(), ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
     with pytest.raises(ConfigError, match="has no meaning with `gather_dtensor=False`"):
         io.save_model(adapter, tmp_path / "m", gather_dtensor=False, **option)
 
@@ -174,6 +175,6 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(ours._ShardPlanner, "resolve_data", resolve)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    EngineCalls().save_model(adapter, tmp_path / "m", gather_dtensor=False)
     assert len(most) == 20
     assert max(most) == 0, "the one before has gone when the next one is asked for"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.save import writer
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -32,7 +32,7 @@ def make(seed=0, width=16):
 def parts(seed=0, width=16, **options):
     coordinator = DistCoordinator()
     model, optimizer = make(seed, width)
-    return CheckpointFiles(coordinator, **options), ReplicatedStateAdapter(model, optimizer, coordinator), model
+    return EngineCalls(**options), ReplicatedStateAdapter(model, optimizer, coordinator), model
 
 
 def values(model):
@@ -326,7 +326,7 @@ def load_other_optimizer(path, width):
         model.append(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     try:
-        CheckpointFiles(coordinator).load_optimizer(ReplicatedStateAdapter(model, optimizer, coordinator), path)
+        EngineCalls().load_optimizer(ReplicatedStateAdapter(model, optimizer, coordinator), path)
     except CheckpointError as error:
         return str(error), optimizer.param_groups[0]["lr"], len(optimizer.state)
     return "", 0, 0
@@ -375,7 +375,7 @@ def save_what_has_no_json(path):
     coordinator = DistCoordinator()
     adapter = ReplicatedStateAdapter(nn.Sequential(nn.Linear(2, 2), Odd()), None, coordinator)
     with pytest.raises(CheckpointError, match=r"'1\._extra_state/thing' is a builtins\.object"):
-        CheckpointFiles(coordinator).save_model(adapter, path)
+        EngineCalls().save_model(adapter, path)
 
 
 def test_extra_state_that_has_no_json_form_is_named(tmp_path):

@@ -1,10 +1,10 @@
 """Saving and loading take at most one bucket of memory above the state, and a copy of it in the background."""
 
-import pytest
 import torch
+from engine_calls import EngineCalls
+from matrix import matrix, named
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import peak_memory, run_on_ranks
@@ -28,7 +28,7 @@ def peaks(folder, suffix, shared, file_dtype):
     coordinator = DistCoordinator()
     model = Model()
     adapter = ReplicatedStateAdapter(model, None, coordinator)
-    io = CheckpointFiles(coordinator, bucket_bytes=BUCKET, shared_filesystem=shared)
+    io = EngineCalls(bucket_bytes=BUCKET, shared_filesystem=shared)
     path = folder / f"m.{suffix}"
     small = nn.Linear(2, 2)
     warm = ReplicatedStateAdapter(small, None, coordinator)
@@ -41,10 +41,12 @@ def peaks(folder, suffix, shared, file_dtype):
     return saving.peak_bytes, loading.peak_bytes
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("file_dtype", [None, torch.bfloat16], ids=["same-dtype", "converted"])
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("shared", [True, False])
+@matrix(
+    ["True-safetensors-converted"],
+    shared=[True, False],
+    suffix=["safetensors", "bin"],
+    file_dtype=named([None, torch.bfloat16], ["same-dtype", "converted"]),
+)
 def test_one_bucket_is_enough(shared, suffix, file_dtype, tmp_path):
     for saving, loading in run_on_ranks(peaks, 2, tmp_path, suffix, shared, file_dtype):
         assert saving <= BUCKET + SLACK
@@ -56,7 +58,7 @@ def peaks_of_columns(folder):
     tensors = [(f"t{index}", (2048, 2048), torch.float32) for index in range(3)]
     adapter = SyntheticAdapter(tensors, "columns", coordinator.rank, coordinator.world_size, states=())
     adapter.extra = {}
-    io = CheckpointFiles(coordinator, bucket_bytes=BUCKET)
+    io = EngineCalls(bucket_bytes=BUCKET)
     with peak_memory() as saving:
         io.save_model(adapter, folder / "m.safetensors")
     with peak_memory() as loading:
@@ -74,7 +76,7 @@ def peaks_in_background(folder):
     coordinator = DistCoordinator()
     model = Model()
     adapter = ReplicatedStateAdapter(model, None, coordinator)
-    io = CheckpointFiles(coordinator, bucket_bytes=BUCKET)
+    io = EngineCalls(bucket_bytes=BUCKET)
     io.save_model(ReplicatedStateAdapter(nn.Linear(2, 2), None, coordinator), folder / "w.safetensors", use_async=True)
     io.wait()
     with peak_memory() as saving:

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from engine_calls import EngineCalls
+from matrix import matrix, named
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
@@ -88,7 +89,7 @@ def save_on_ranks(factory_name, folder, shard, use_safetensors, dtype):
     c = DistCoordinator()
     model = build(globals()[factory_name])
     adapter = ReplicatedStateAdapter(model, None, c)
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     io.save_model(
         adapter, folder, shard=shard, use_safetensors=use_safetensors, size_per_shard=1, module=model, dtype=dtype
     )
@@ -107,9 +108,7 @@ def assert_from_pretrained_equals(model, folder, dtype=None):
     return loaded
 
 
-@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
-@pytest.mark.parametrize("use_safetensors", [True, False], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("factory", FACTORIES)
+@matrix(1, factory=FACTORIES, use_safetensors=named([True, False], ["safetensors", "bin"]))
 def test_from_pretrained_reads_a_sharded_folder(factory, use_safetensors, tmp_path):
     run_on_ranks(save_on_ranks, 2, factory.__name__, str(tmp_path), True, use_safetensors, None)
     assert_from_pretrained_equals(build(factory), tmp_path)
@@ -124,14 +123,12 @@ def test_from_pretrained_reads_another_dtype(tmp_path):
 def test_from_pretrained_reads_a_variant(tmp_path):
     model = build(llama)
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path, shard=True, prefix="ema", module=model)
+    EngineCalls().save_model(adapter, tmp_path, shard=True, prefix="ema", module=model)
     loaded = type(model).from_pretrained(tmp_path, variant="ema")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
-@pytest.mark.parametrize("use_safetensors", [True, False], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("factory", FACTORIES)
+@matrix(1, factory=FACTORIES, use_safetensors=named([True, False], ["safetensors", "bin"]))
 def test_one_file_named_as_transformers_names_it(factory, use_safetensors, tmp_path):
     model = build(factory)
     model.config.save_pretrained(tmp_path)
@@ -140,16 +137,12 @@ def test_one_file_named_as_transformers_names_it(factory, use_safetensors, tmp_p
     assert_from_pretrained_equals(model, tmp_path)
 
 
-@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
-@pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"], ids=["one-file", "sharded"])
-@pytest.mark.parametrize("factory", FACTORIES)
+@matrix(1, factory=FACTORIES, max_shard_size=named(["5GB", "30KB"], ["one-file", "sharded"]))
 def test_we_read_what_save_pretrained_writes(factory, max_shard_size, tmp_path):
     model = build(factory)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     other = build(factory, seed=1)
-    report = CheckpointFiles(DistCoordinator()).load_model(
-        ReplicatedStateAdapter(other, None, DistCoordinator()), tmp_path, module=other
-    )
+    report = EngineCalls().load_model(ReplicatedStateAdapter(other, None, DistCoordinator()), tmp_path, module=other)
     assert report.is_complete
     for (name, ours), theirs in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -167,7 +160,7 @@ def test_a_tied_tensor_is_found_under_either_name(kept, tmp_path):
     save_file({**tensors, kept: model.lm_head.weight.detach().clone()}, tmp_path / "model.safetensors")
     other = build(tied_llama, seed=1)
     adapter = ReplicatedStateAdapter(other, None, DistCoordinator())
-    assert CheckpointFiles(DistCoordinator()).load_model(adapter, tmp_path).is_complete
+    assert EngineCalls().load_model(adapter, tmp_path).is_complete
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
     assert torch.equal(other.model.embed_tokens.weight, model.lm_head.weight)
 
@@ -175,7 +168,7 @@ def test_a_tied_tensor_is_found_under_either_name(kept, tmp_path):
 def test_config_files_are_as_save_pretrained_writes_them(tmp_path):
     model = build(gpt2)
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).save_model(adapter, tmp_path / "ours", shard=True, module=model)
+    EngineCalls().save_model(adapter, tmp_path / "ours", shard=True, module=model)
     assert model.config.architectures is None, "the user's configuration is left alone"
     model.save_pretrained(tmp_path / "theirs")
     for name in ("config.json", "generation_config.json"):

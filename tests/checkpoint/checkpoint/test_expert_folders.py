@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
@@ -29,12 +29,12 @@ def _leave_nothing_behind(monkeypatch, tmp_path):
 
 def save(model, folder, **options):
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).save_model(adapter, folder, shard=True, module=model, **options)
+    EngineCalls().save_model(adapter, folder, shard=True, module=model, **options)
 
 
 def load(model, folder, **options):
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    return CheckpointFiles(DistCoordinator()).load_model(adapter, folder, module=model, **options)
+    return EngineCalls().load_model(adapter, folder, module=model, **options)
 
 
 @pytest.mark.parametrize("factory", FACTORIES)

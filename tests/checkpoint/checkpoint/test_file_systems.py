@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_calls import EngineCalls
+from matrix import matrix
 from tests.shared.fuse_mirror import mounted_mirror
 
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import strided
 from booster_core.errors import CheckpointError
@@ -56,20 +57,23 @@ def mounted(kind, base):
 
 
 # ramfs and this FUSE refuse ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 does.
-@pytest.fixture(params=["ramfs", "tmpfs", "overlay", "fuse"])
-def file_system(request, tmp_path):
+FILE_SYSTEMS = ("ramfs", "tmpfs", "overlay", "fuse")
+
+
+@pytest.fixture
+def file_system(kind, tmp_path):
     (tmp_path / "layers").mkdir()
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(mounted(request.param, tmp_path))
+            folder = stack.enter_context(mounted(kind, tmp_path))
         except OSError as error:
-            pytest.skip(f"{request.param} can't be mounted here: {error}")
+            pytest.skip(f"{kind} can't be mounted here: {error}")
         yield folder
 
 
 def save_every_form(folder, use_async=False):
     c = DistCoordinator()
-    io = CheckpointFiles(c, bucket_bytes=1024)
+    io = EngineCalls(bucket_bytes=1024)
     adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
     folder = Path(folder)
     io.save_model(adapter, folder / "sharded", shard=True, use_async=use_async)
@@ -82,7 +86,7 @@ def save_every_form(folder, use_async=False):
 
 def wrong_values(folder):
     c = DistCoordinator()
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     wrong = []
     for model, optimizer in (
         ("sharded", "sharded"),
@@ -113,14 +117,14 @@ def save_and_resume(root, use_async=False):
 # ---- file systems
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@matrix(["ramfs-False", "overlay-False"], kind=FILE_SYSTEMS, use_async=[False, True])
 def test_saves_on_a_file_system(use_async, file_system):
     run_on_ranks(save_every_form, 2, str(file_system), use_async)
     assert run_on_ranks(wrong_values, 2, str(file_system)) == [[], []]
     assert not list(file_system.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@matrix(["tmpfs-False", "overlay-False"], kind=FILE_SYSTEMS, use_async=[False, True])
 def test_training_state_on_a_file_system(use_async, file_system):
     root = file_system / "root"
     assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]
@@ -172,7 +176,7 @@ def test_without_reserved_space_nothing_is_written_through_mappings(code, tmp_pa
 
 def save_over_on_full_disk(folder):
     c = DistCoordinator()
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     adapter = SyntheticAdapter(TENSORS, "columns", c.rank, c.world_size)
     with refuse_reservation(errno.ENOSPC):
         io.save_model(adapter, Path(folder) / "sharded", shard=True)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from booster_checkpoint import CheckpointFiles
-from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing.synthetic_state import SyntheticAdapter
 
 TENSORS = [(f"layers.{index}.weight", (512, 512), torch.float32) for index in range(6)]
@@ -54,7 +53,7 @@ def hub(tmp_path, monkeypatch):
     """A repository with a model in three files, the same as a .bin, another model and an optimizer."""
     adapter = SyntheticAdapter(TENSORS, "replicated", 0, 1)
     adapter.extra = {}
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     io.save_model(adapter, tmp_path, shard=True, size_per_shard=2)
     io.save_optimizer(adapter, tmp_path, shard=True, size_per_shard=2)
     io.save_model(adapter, tmp_path / "other" / "model.safetensors")
@@ -77,7 +76,7 @@ def by_file(ranges):
 def test_only_the_index_and_the_files_of_the_model_are_read(hub):
     fresh = SyntheticAdapter(TENSORS, "replicated", 0, 1, states=(), is_filled=False)
     fresh.extra = {}
-    CheckpointFiles(DistCoordinator()).load_model(fresh, "hf://org/repo")
+    EngineCalls().load_model(fresh, "hf://org/repo")
     assert fresh.wrong() == []
     read = by_file(hub.ranges)
     parts = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -91,7 +90,7 @@ def test_a_rank_reads_only_files_and_ranges_of_its_stage(hub):
     tensors = TENSORS[4:]
     fresh = SyntheticAdapter(tensors, "replicated", 0, 1, states=(), is_filled=False)
     fresh.extra = {}
-    CheckpointFiles(DistCoordinator()).load_model(fresh, "hf://org/repo", strict=False)
+    EngineCalls().load_model(fresh, "hf://org/repo", strict=False)
     assert fresh.wrong() == []
     read = by_file(hub.ranges)
     assert read["model-00001-of-00003.safetensors"] == HEAD_BYTES
@@ -102,7 +101,7 @@ def test_a_rank_reads_only_files_and_ranges_of_its_stage(hub):
 def test_one_file_of_a_repository(hub):
     fresh = SyntheticAdapter(TENSORS[:1], "replicated", 0, 1, states=(), is_filled=False)
     fresh.extra = {}
-    report = CheckpointFiles(DistCoordinator()).load_model(fresh, "hf://org/repo/other/model.safetensors", strict=False)
+    report = EngineCalls().load_model(fresh, "hf://org/repo/other/model.safetensors", strict=False)
     assert fresh.wrong() == []
     assert report.loaded == ("layers.0.weight",)
     assert set(by_file(hub.ranges)) == {"model.safetensors"}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.files.layout import MODEL, FileNames
 from booster_checkpoint.files.optimizer_info import OptimizerInfo
 from booster_checkpoint.load.optimizer_check import check_same_parameters, states_by_parameter
@@ -65,7 +65,7 @@ def calls(num_params, folder):
     for parameter in model:
         parameter.grad = torch.ones(2)
     optimizer.step()
-    io, adapter = CheckpointFiles(DistCoordinator()), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
+    io, adapter = EngineCalls(), ReplicatedStateAdapter(model, optimizer, DistCoordinator())
     counted = {}
     for action in ACTIONS:
         profile = cProfile.Profile()
@@ -242,25 +242,27 @@ import os, resource, sys
 import torch
 from pathlib import Path
 from torch import nn
+from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.files.layout import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
+from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
+from booster_checkpoint.session import Session
 from booster_checkpoint.load.source import open_source
 from booster_core.state import ReplicatedStateAdapter
 
-io = CheckpointFiles(DistCoordinator())
+saver = Saver(Session(DistCoordinator(), timeout_seconds=None), BUCKET_BYTES, shared_filesystem=None)
 model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for index in range(500)])
 adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
 used = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + 48, used + 48))
-io.write_folder("save", Path(sys.argv[1]), [ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)])
+saver.save("save", Path(sys.argv[1]), [ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)])
 files = list(Path(sys.argv[1]).glob("*.safetensors"))
 assert len(files) == 500, len(files)
 with torch.no_grad():
     for parameter in model:
         parameter.zero_()
-io.load_model(adapter, sys.argv[1])
+Booster("cpu").load_model(model, sys.argv[1])
 assert all(bool((parameter == index).all()) for index, parameter in enumerate(model))
 assert len(os.listdir("/proc/self/fd")) <= used + 1
 """

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from engine_calls import EngineCalls
 from safetensors.torch import save_file
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -28,7 +28,7 @@ def make(seed=0):
 
 def load(model, path, **options):
     adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
-    return CheckpointFiles(DistCoordinator()).load_model(adapter, path, module=model, **options)
+    return EngineCalls().load_model(adapter, path, module=model, **options)
 
 
 def same(a, b):
@@ -143,7 +143,7 @@ def test_an_optimizers_file_of_torch(kind, options, tmp_path):
     other_model, other = trained(kind, seed=1, **options)
     other.param_groups[0]["lr"] = 7.0
     adapter = ReplicatedStateAdapter(other_model, other, DistCoordinator())
-    CheckpointFiles(DistCoordinator()).load_optimizer(adapter, tmp_path / "optimizer.pt")
+    EngineCalls().load_optimizer(adapter, tmp_path / "optimizer.pt")
     assert_same_states(other, optimizer)
 
 
@@ -169,7 +169,7 @@ def test_damaged_files_of_torch(change, tmp_path):
     torch.save(state, tmp_path / "optimizer.pt")
     adapter = ReplicatedStateAdapter(model, optimizer, DistCoordinator())
     with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
-        CheckpointFiles(DistCoordinator()).load_optimizer(adapter, tmp_path / "optimizer.pt")
+        EngineCalls().load_optimizer(adapter, tmp_path / "optimizer.pt")
 
 
 # ---- folders of torch.distributed.checkpoint with a nested state
@@ -194,7 +194,7 @@ def test_nested_folders_of_torch(names, flat, tmp_path, monkeypatch):
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     other_model, other = trained("AdamW", seed=1)
     adapter = ReplicatedStateAdapter(other_model, other, DistCoordinator())
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     assert io.load_model(adapter, tmp_path / "c").is_complete
     io.load_optimizer(adapter, tmp_path / "c")
     assert len(same(other_model, model)) == 4

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from booster_checkpoint.run.manifest import Manifest
-from booster_checkpoint.run.retention import Retention
+from booster_core.checkpoint_io import StepOptions
 from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -29,14 +29,14 @@ NAN = math.nan
 )
 def test_a_step_that_any_rule_keeps_stays(rules, kept):
     metrics = {1: 3.0, 2: 0.5, 3: 2.0, 4: 1.0, 5: 1.0, 7: NAN}
-    assert Retention(**rules).kept(range(1, 9), metrics) == kept
+    assert StepOptions(step=8, **rules).kept(range(1, 9), metrics) == kept
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 def test_rules_are_positive_numbers(name, value):
     with pytest.raises(ConfigError, match=f"`{name}="):
-        Retention(**{name: value})
+        StepOptions(step=8, **{name: value}).check()
 
 
 def steps_in(root):

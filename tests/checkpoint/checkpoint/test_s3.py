@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_calls import EngineCalls
+from matrix import matrix
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
-from booster_checkpoint import CheckpointFiles
 from booster_checkpoint.run.steps_remote import open_steps
 from booster_checkpoint.storage import multipart, path_at
 from booster_core import Booster
@@ -76,7 +77,7 @@ def on_s3(url, fn, *args):
 
 def save_and_load_every_form(base, layout, use_async):
     c = DistCoordinator()
-    io = CheckpointFiles(c, bucket_bytes=64 << 10)
+    io = EngineCalls(bucket_bytes=64 << 10)
     adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
     io.save_model(adapter, f"{base}/sharded", shard=True, size_per_shard=1, use_async=use_async)
     io.save_optimizer(adapter, f"{base}/sharded", shard=True, size_per_shard=1, use_async=use_async)
@@ -101,8 +102,9 @@ def some(cases, chosen):
     return [pytest.param(*case, marks=[] if case[0] in chosen else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize(
-    ("layout", "use_async"), some([(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)], {"flat", "chunks"})
+@matrix(
+    ["flat-False"],
+    **{"layout, use_async": some([(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)], {"flat", "chunks"})},
 )
 def test_state_in_any_layout(layout, use_async, s3):
     args = (f"{BUCKET}/{layout}", layout, use_async)
@@ -122,12 +124,12 @@ def large_adapter(layout, count=3, rank=None, world_size=None, **options):
 
 def save_large(url, layout, part_bytes, count=3):
     multipart.PART_BYTES = part_bytes
-    CheckpointFiles(DistCoordinator(), bucket_bytes=12 * MIB).save_model(large_adapter(layout, count), url)
+    EngineCalls(bucket_bytes=12 * MIB).save_model(large_adapter(layout, count), url)
 
 
 def load_large(url, layout, count=3):
     fresh = large_adapter(layout, count, is_filled=False)
-    CheckpointFiles(DistCoordinator(), bucket_bytes=32 * MIB).load_model(fresh, url)
+    EngineCalls(bucket_bytes=32 * MIB).load_model(fresh, url)
     return fresh.wrong()
 
 
@@ -152,7 +154,7 @@ def staged_bytes(folder):
 def save_and_load_measured(url, folder):
     multipart.PART_BYTES, tempfile.tempdir = 5 * MIB, folder
     adapter, fresh = large_adapter("replicated", 12), large_adapter("replicated", 12, is_filled=False)
-    io = CheckpointFiles(DistCoordinator(), bucket_bytes=12 * MIB)
+    io = EngineCalls(bucket_bytes=12 * MIB)
     io.save_model(large_adapter("replicated", 1), f"{url}-warm")
     largest, real = [0], multipart.MultipartStream.write
 
@@ -234,9 +236,13 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "use_async"),
-    some([(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}),
+@matrix(
+    ["no manifest-False"],
+    **{
+        "kind, use_async": some(
+            [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}
+        )
+    },
 )
 def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"
@@ -324,7 +330,7 @@ def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):
 
 
 def save_replicated(url, root):
-    CheckpointFiles(DistCoordinator()).save_model(large_adapter("replicated", 4), url)
+    EngineCalls().save_model(large_adapter("replicated", 4), url)
     run = Run()
     run.train(1)
     run.save(root)
@@ -339,7 +345,7 @@ def load_replicated(url, num_threads, dtype):
         return adapter
 
     wanted, fresh = replicated(torch.float32), replicated(dtype, is_filled=False)
-    CheckpointFiles(DistCoordinator(), bucket_bytes=16 * MIB).load_model(fresh, url, num_threads=num_threads)
+    EngineCalls(bucket_bytes=16 * MIB).load_model(fresh, url, num_threads=num_threads)
     expected = {shard.key: shard.data for shard in wanted.model_shards()}
     return [shard.key for shard in fresh.model_shards() if not torch.equal(shard.data, expected[shard.key].to(dtype))]
 
@@ -377,7 +383,7 @@ def load_bf16(url):
     model = torch.nn.Linear(1024, 4096, bias=False)
     if url.endswith("bf16"):
         adapter = WithMasters(model.bfloat16())
-        CheckpointFiles(DistCoordinator()).load_model(adapter, url.removesuffix("-bf16"))
+        EngineCalls().load_model(adapter, url.removesuffix("-bf16"))
         return torch.equal(adapter.masters["weight"], values) and torch.equal(model.weight, values.bfloat16())
     with torch.no_grad():
         model.weight.copy_(values)
@@ -405,7 +411,7 @@ def use_wide(url, is_save):
     tensors = [("w", (4, 1 << 20), torch.float32)]
     adapter = SyntheticAdapter(tensors, "columns", c.rank, c.world_size, states=(), is_filled=is_save)
     adapter.extra = {}
-    io = CheckpointFiles(c)
+    io = EngineCalls()
     if is_save:
         io.save_model(adapter, url)
         return []

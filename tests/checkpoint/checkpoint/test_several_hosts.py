@@ -18,16 +18,18 @@ from unittest import mock
 import pytest
 import torch
 import xxhash
+from engine_calls import EngineCalls
+from matrix import matrix
 from tests.shared.fuse_mirror import mounted_mirror
 
-from booster_checkpoint import CheckpointFiles, ModelPart, OptimizerPart, session
+from booster_checkpoint import ModelPart, OptimizerPart, session
 from booster_checkpoint.files.layout import FileNames
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import writer
 from booster_checkpoint.save.owners import OwnerWrite
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.host import Host
+from booster_core.ranks.store import Host
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
@@ -61,7 +63,7 @@ def parts_of(adapter):
 
 
 def save_every_form(folder, layout, hosts, use_async=False, **options):
-    io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024, **options)
+    io = EngineCalls(bucket_bytes=1024, **options)
     adapter, folder = adapter_of(layout), Path(folder)
     files = []
 
@@ -80,7 +82,7 @@ def save_every_form(folder, layout, hosts, use_async=False, **options):
 
 
 def wrong_values(folder, layout):
-    io, wrong = CheckpointFiles(DistCoordinator()), []
+    io, wrong = EngineCalls(), []
     pairs = ("both", "both"), ("one.safetensors", "optimizer.safetensors"), ("one.bin", "optimizer.safetensors")
     for model, optimizer in pairs:
         adapter = adapter_of(layout, is_filled=False)
@@ -95,8 +97,7 @@ def digests(folder):
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@matrix(["replicated-True", "chunks-False", "stages-False"], layout=LAYOUTS, use_async=[False, True])
 def test_several_hosts_write_the_bytes_that_one_host_writes(layout, use_async, tmp_path):
     one, several = tmp_path / "one", tmp_path / "several"
     run_on_ranks(save_every_form, 3, str(one), layout, [0, 0, 0])
@@ -119,7 +120,7 @@ def save_extra_state_of_the_second_stage(folder, hosts):
     if DistCoordinator().rank == 0:
         adapter.extra = {}
     with on_hosts(hosts):
-        CheckpointFiles(DistCoordinator()).save_model(adapter, Path(folder) / "one.bin", use_safetensors=False)
+        EngineCalls().save_model(adapter, Path(folder) / "one.bin", use_safetensors=False)
 
 
 def test_wide_tensors_of_extra_state_follow_narrow_ones_to_the_host_that_writes(tmp_path):
@@ -149,7 +150,7 @@ def recorded_save(folder, hosts):
         return content
 
     with mock.patch.object(writer.os, "pwrite", write), mock.patch.object(writer.os, "pread", pread), on_hosts(hosts):
-        io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024)
+        io = EngineCalls(bucket_bytes=1024)
         io.write_folder("save", Path(folder), parts_of(adapter_of("columns")), want_checksums=True)
     return dict(written), dict(read)
 
@@ -173,7 +174,7 @@ def peaks(folder, hosts, count):
     tensors = [(f"t{index}", (1024, 1024), torch.float32) for index in range(count)]
     adapter = SyntheticAdapter(tensors, "columns", c.rank, c.world_size, states=())
     adapter.extra = {}
-    io = CheckpointFiles(c, bucket_bytes=8 * MIB)
+    io = EngineCalls(bucket_bytes=8 * MIB)
     with on_hosts(hosts):
         io.save_model(adapter, folder / "warm.safetensors")
         with peak_memory() as saving:
@@ -193,7 +194,7 @@ def save_over(folder, hosts, failing_rank, kind):
     """Save; then save other values while one rank fails; return the error."""
     adapter = adapter_of("columns", is_filled=False)
     with on_hosts(hosts):
-        io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024)
+        io = EngineCalls(bucket_bytes=1024)
         io.write_folder("save", Path(folder), parts_of(adapter_of("columns")))
         is_failing = DistCoordinator().rank == failing_rank
         real_write, real_shards = os.pwrite, adapter.model_shards
@@ -230,9 +231,10 @@ class Unreadable:
         return self._shard.data.to("meta")
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("kind", "match"), [("write", "The disk is full"), ("list", "cannot be read"), ("send", "meta")]
+@matrix(
+    ["write-The disk is full-1", "list-cannot be read-1"],
+    **{"kind, match": [("write", "The disk is full"), ("list", "cannot be read"), ("send", "meta")]},
+    failing_rank=[0, 1, 2],
 )
 def test_a_failure_on_one_rank_keeps_the_old_checkpoint(kind, match, failing_rank, tmp_path):
     error = NotImplementedError if kind == "send" else CheckpointError
@@ -242,7 +244,7 @@ def test_a_failure_on_one_rank_keeps_the_old_checkpoint(kind, match, failing_ran
 
 
 def loads(folder):
-    io, adapter = CheckpointFiles(DistCoordinator()), adapter_of("columns", is_filled=False)
+    io, adapter = EngineCalls(), adapter_of("columns", is_filled=False)
     io.load_model(adapter, folder)
     io.load_optimizer(adapter, folder)
     return adapter.wrong()
@@ -264,7 +266,7 @@ def save_where_hosts_have_folders_of_their_own(folder, hosts, shared=None):
         return told
 
     with mock.patch.object(session.os, "open", open_), mock.patch.object(OwnerWrite, "run", run), on_hosts(hosts):
-        io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024, shared_filesystem=shared)
+        io = EngineCalls(bucket_bytes=1024, shared_filesystem=shared)
         io.write_folder("save", Path(folder), parts_of(adapter_of("columns")))
     return sorted(written)
 
@@ -295,7 +297,7 @@ def save_and_lose(folder):
         return told
 
     with mock.patch.object(OwnerWrite, "run", run), on_hosts([0, 1]):
-        io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024)
+        io = EngineCalls(bucket_bytes=1024)
         io.write_folder("save", Path(folder), parts_of(adapter_of("columns")))
 
 
@@ -323,9 +325,9 @@ def save_staged(folder, hosts):
     c = DistCoordinator()
     adapter = OneStage(TENSORS, "columns", c.rank, c.world_size)
     with on_hosts(hosts):
-        io = CheckpointFiles(c, bucket_bytes=1024)
+        io = EngineCalls(bucket_bytes=1024)
         io.write_folder("save", Path(folder), parts_of(adapter))
-    return io._saver.buffers.nbytes
+    return io.saver.buffers.nbytes
 
 
 def test_values_that_do_not_stay_are_copied_first(tmp_path):

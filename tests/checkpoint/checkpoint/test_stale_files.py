@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from engine_calls import EngineCalls
+from matrix import matrix
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
@@ -17,7 +18,7 @@ def parts(seed):
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     coordinator = DistCoordinator()
-    return CheckpointFiles(coordinator), ReplicatedStateAdapter(model, optimizer, coordinator), model
+    return EngineCalls(), ReplicatedStateAdapter(model, optimizer, coordinator), model
 
 
 def names(folder):
@@ -39,9 +40,7 @@ def save(folder, form, seed):
     return model
 
 
-@pytest.mark.covering(1)  # every first form once; the other pairs are slow
-@pytest.mark.parametrize("first", FORMS)
-@pytest.mark.parametrize("second", ["divided", "divided, bin"])
+@matrix(1, second=["divided", "divided, bin"], first=FORMS)
 def test_a_folder_loads_the_weights_that_were_saved_last(first, second, tmp_path):
     save(tmp_path, first, seed=1)
     expected = save(tmp_path, second, seed=2).state_dict()
@@ -70,9 +69,7 @@ def test_transformers_reads_the_weights_that_were_saved_last(tmp_path):
         model = tiny_llama()
         coordinator = DistCoordinator()
         adapter = ReplicatedStateAdapter(model, None, coordinator)
-        CheckpointFiles(coordinator).save_model(
-            adapter, tmp_path, shard=True, use_safetensors=use_safetensors, module=model
-        )
+        EngineCalls().save_model(adapter, tmp_path, shard=True, use_safetensors=use_safetensors, module=model)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 from folder_storage import FolderStorage, StorageHooks
+from matrix import matrix
 
 import booster_runtime
 from booster_checkpoint.cli import convert, inspect, verify
 from booster_checkpoint.files.checksums import Block
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.steps_remote import open_steps
-from booster_checkpoint.storage import leaves_folder, local_path, path_at, scheme_of, storage_for
+from booster_checkpoint.storage import leaves_folder, path_at, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
+from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
@@ -59,8 +61,7 @@ def train_save_resume(root, use_async, base=None):
     return loaded.step, losses == expected[5:], names, loaded.path
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+@matrix(["1-memory-True"], **{"world_size, scheme": [(1, "memory"), (2, "ours")]}, use_async=[False, True])
 def test_a_training_state_at_a_url(world_size, scheme, use_async, tmp_path):
     root = f"{scheme}://run-{world_size}-{use_async}"
     base = str(tmp_path) if scheme == "ours" else None
@@ -111,8 +112,7 @@ def save_and_load_model(base, folder=None, use_async=False):
     assert same(run.model.state_dict(), fresh.model.state_dict())
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+@matrix(["1-memory-True"], **{"world_size, scheme": [(1, "memory"), (2, "ours")]}, use_async=[False, True])
 def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path, monkeypatch):
     folder = str(tmp_path) if scheme == "ours" else None
     run_on_ranks(save_and_load_model, world_size, f"{scheme}://parts-{use_async}", folder, use_async)

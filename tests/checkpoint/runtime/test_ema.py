@@ -200,5 +200,5 @@ def test_averages_are_not_saved_while_they_are_applied(tmp_path):
 
 def test_averages_of_another_kind_are_refused(tmp_path):
     run = Run()
-    with pytest.raises(TypeError, match=r"must be what `booster_runtime.ema` returned; got `dict`"):
+    with pytest.raises(TypeError, match=r"must have a method `state_adapter`; got `dict`"):
         run.booster.save_checkpoint(tmp_path, step=0, model=run.model, ema={})

@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.errors import CheckpointError
-from booster_core.ranks.coordinator import DistCoordinator
 
 SCHEDULERS = {
     "StepLR": lambda o: lrs.StepLR(o, 2),
@@ -44,7 +43,7 @@ def advance(optimizer, scheduler, steps):
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_loaded_scheduler_goes_on(kind, tmp_path):
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     optimizer, scheduler = make(kind)
     advance(optimizer, scheduler, 3)
     io.save_lr_scheduler(scheduler, tmp_path / "s.json")
@@ -59,7 +58,7 @@ def test_a_loaded_scheduler_goes_on(kind, tmp_path):
 
 
 def test_the_state_of_another_kind_is_refused(tmp_path):
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     io.save_lr_scheduler(make("StepLR")[1], tmp_path / "s.json")
     with pytest.raises(CheckpointError, match="holds the state of a StepLR; this scheduler is a LambdaLR"):
         io.load_lr_scheduler(make("LambdaLR")[1], tmp_path / "s.json")
@@ -69,4 +68,4 @@ def test_the_state_of_another_kind_is_refused(tmp_path):
 def test_other_files_are_refused(content, match, tmp_path):
     (tmp_path / "s.json").write_text(content)
     with pytest.raises(CheckpointError, match=match):
-        CheckpointFiles(DistCoordinator()).load_lr_scheduler(make("StepLR")[1], tmp_path / "s.json")
+        EngineCalls().load_lr_scheduler(make("StepLR")[1], tmp_path / "s.json")

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from engine_calls import EngineCalls
 from torch import nn
 
-from booster_checkpoint import CheckpointFiles
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
@@ -166,7 +166,7 @@ def test_a_loaded_run_goes_on_bit_for_bit(kind, shard, tmp_path):
     optimizer = OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
     for _ in range(3):
         step(model, optimizer)
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     adapter = adapter_of(model, optimizer)
     paths = [tmp_path / "m", tmp_path / "o"] if shard else [tmp_path / "m.safetensors", tmp_path / "o.safetensors"]
     io.save_model(adapter, paths[0], shard=shard)
@@ -201,7 +201,7 @@ def test_groups_keep_their_options_and_a_tensor_lr_its_object(tmp_path):
     rate = torch.tensor(0.5)
     groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[1].parameters(), "weight_decay": 0.25}]
     optimizer = torch.optim.AdamW(groups, foreach=False)
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     io.save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
     rate.fill_(0.0)
     optimizer.param_groups[1]["weight_decay"] = 0.0
@@ -216,7 +216,7 @@ def test_state_that_the_checkpoint_lacks_is_dropped(tmp_path):
     model = Net()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters)
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     io.save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
     step(model, optimizer)
     io.load_optimizer(adapter_of(model, optimizer), tmp_path / "o")
@@ -228,7 +228,7 @@ def test_masters_become_parameters_where_there_are_none(tmp_path):
     with_masters = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         with_masters.state[parameter] = {"master": torch.full_like(parameter, 1 / 3)}
-    io = CheckpointFiles(DistCoordinator())
+    io = EngineCalls()
     io.save_optimizer(adapter_of(model, with_masters), tmp_path / "o", shard=True)
     other = nn.Linear(3, 2)
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -242,7 +242,7 @@ def test_state_that_has_no_json_form_is_named(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"helper": object()}
     with pytest.raises(CheckpointError, match=r"state of 'weight' cannot be saved: 'helper' is a builtins\.object"):
-        CheckpointFiles(DistCoordinator()).save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
+        EngineCalls().save_optimizer(adapter_of(model, optimizer), tmp_path / "o", shard=True)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded-buffer", "channels_last"])
@@ -259,7 +259,7 @@ def test_tensors_of_any_strides(layout, tmp_path):
     other = copy.deepcopy(model)
     other.weight.data.zero_()
     other.stripe.zero_()
-    io = CheckpointFiles(DistCoordinator(), bucket_bytes=1024)
+    io = EngineCalls(bucket_bytes=1024)
     io.save_model(adapter_of(model), tmp_path / "m.safetensors")
     io.load_model(adapter_of(other), tmp_path / "m.safetensors")
     assert torch.equal(other.weight, model.weight)

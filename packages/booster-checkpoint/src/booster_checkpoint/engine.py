@@ -1,111 +1,235 @@
 """`CheckpointEngine`: what `Booster` saves and loads with, at paths and URLs.
 
-Models, optimizers and schedulers are read and written by `CheckpointFiles`; whole training states have an order of
-their own (`booster_checkpoint.run.training_state`).
+This file says what a request means. How a save goes is in ``save``, how a load goes in ``load``, how files look in
+``files``; whole training states have an order of their own (`booster_checkpoint.run.training_state`). A URL becomes a
+path that is read and written without a local copy (`booster_checkpoint.storage`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from booster_checkpoint.checkpoint_files import CheckpointFiles
+from booster_checkpoint.files.index import read_json
+from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_checkpoint.load.loading import load_model, load_optimizer
 from booster_checkpoint.run.facts import run_facts
 from booster_checkpoint.run.lease import Leases
-from booster_checkpoint.run.training_state import has_training_state, load_training_state, save_training_state
+from booster_checkpoint.run.scheduler import scheduler_from_json, scheduler_to_json
+from booster_checkpoint.run.training_state import has_step, load_step, save_step
 from booster_checkpoint.save.adapters import adapted_model, save_adapters
+from booster_checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
+from booster_checkpoint.session import Session
+from booster_checkpoint.storage import path_at
 from booster_core.checkpoint_io import CheckpointIO
+from booster_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
-    import torch
-    from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
 
-    from booster_core.checkpoint_io import LoadedCheckpoint, TrainingState
+    from booster_checkpoint.save.parts import Part
+    from booster_core.checkpoint_io import (
+        LoadedCheckpoint,
+        LoadReport,
+        LoadRequest,
+        ModelState,
+        SaveRequest,
+        TrainingState,
+    )
     from booster_core.plugin import BoostContext, Plugin
     from booster_core.state import StateAdapter
 
+_TORCH_SUFFIXES = (TORCH, ".pt", ".pth", ".ckpt")
+_SUFFIXES = (SAFETENSORS, *_TORCH_SUFFIXES)
+"""By these a path is that of a file; not by ``.5-7B``."""
+_MIB = 1 << 20
+_MIN_BUCKET_BYTES = 1024
 
-class CheckpointEngine(CheckpointFiles, CheckpointIO):
+
+class CheckpointEngine(CheckpointIO):
     """Reads and writes the layouts of Hugging Face libraries, of ``torch.save`` and of torch's distributed checkpoints.
 
     Args:
         plugin: The plugin of the run.
         context: Ranks, precision and timeout of the run.
+        bucket_bytes: Most memory that saving or loading takes on a rank besides the state, in bytes. A snapshot for
+            ``use_async=True`` takes one copy of what this rank writes, in buffers of this size.
+        shared_filesystem: Whether the hosts of all ranks see the same files. Found out for each folder by a try when
+            ``None``. Where they do not, rank 0's host has all files; checkpoints are then read from each host's own
+            copy. ``False`` lets rank 0 write alone.
+
+    Raises:
+        ConfigError: If ``bucket_bytes`` is below 1 KiB.
     """
 
-    def __init__(self, plugin: Plugin, context: BoostContext) -> None:
-        CheckpointFiles.__init__(self, context.coordinator, timeout_seconds=context.coordinator.timeout_seconds)
-        CheckpointIO.__init__(self, plugin, context)
+    def __init__(
+        self,
+        plugin: Plugin,
+        context: BoostContext,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        shared_filesystem: bool | None = None,
+    ) -> None:
+        super().__init__(plugin, context)
+        if bucket_bytes < _MIN_BUCKET_BYTES:
+            msg = (
+                f"`bucket_bytes={bucket_bytes}` is too small. Use at least {_MIN_BUCKET_BYTES}; the default is 64 MiB."
+            )
+            raise ConfigError(msg)
+        self._session = Session(context.coordinator, timeout_seconds=context.coordinator.timeout_seconds)
+        self._bucket_bytes = bucket_bytes
+        self._saver = Saver(self._session, bucket_bytes, shared_filesystem=shared_filesystem)
         self._leases = Leases()
 
-    def save_adapters(
-        self,
-        adapter: StateAdapter,
-        checkpoint: str | Path,
-        *,
-        module: nn.Module,
-        selected: Sequence[str] | None,
-        use_safetensors: bool,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-    ) -> None:
-        adapted = adapted_model(module)
-        path = self.path_at(checkpoint, "save_lora_as_pretrained")
-        save_adapters(self, adapted, adapter, path, selected=selected, use_safetensors=use_safetensors, dtype=dtype)
+    def save_model(self, state: ModelState, request: SaveRequest) -> None:
+        names = FileNames(base=MODEL, prefix=request.prefix)
+        if not request.use_safetensors:
+            names = FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=request.prefix)
+        self._save(ModelPart(state.adapter, names, dtype=state.dtype, module=state.module), request)
 
-    def save_training_state(
-        self,
-        make_state: Callable[[], TrainingState],
-        root: str | Path,
-        *,
-        step: int,
-        extra: Any,
-        keep_last: int | None,
-        keep_every: int | None,
-        keep_best: int | None,
-        metric: float | None,
-        use_async: bool,
-        size_per_shard: int,
-    ) -> None:
-        save_training_state(
-            self,
-            self._session,
-            make_state,
-            root,
-            leases=self._leases,
-            facts=run_facts(self.plugin, self.context),
-            step=step,
-            extra=extra,
-            keep={"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best},
-            metric=metric,
-            use_async=use_async,
-            size_per_shard=size_per_shard,
+    def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
+        path = self._begin_load(request)
+        return load_model(self._session, state, path, request, bucket_bytes=self._bucket_bytes)
+
+    def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
+        self._save(OptimizerPart(state, FileNames(base=OPTIMIZER, prefix=request.prefix)), request)
+
+    def load_optimizer(self, state: StateAdapter, request: LoadRequest) -> None:
+        path = self._begin_load(request)
+        load_optimizer(self._session, state, path, request, bucket_bytes=self._bucket_bytes)
+
+    def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
+        path = self._path_of(request)
+        text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
+        texts = {path.name: text}
+        self._saver.save(request.call, path.parent, [], texts=texts, check=lambda: _check_is_no_folder(path))
+
+    def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
+        path = self._begin_load(request)
+        with self._session.together(request.call, path):
+            scheduler_from_json(scheduler, read_json(path), str(path))
+
+    def save_lora(self, state: ModelState, request: SaveRequest, adapters: Sequence[str] | None) -> None:
+        model = adapted_model(state.module)
+        save_adapters(self._saver, model, state, self._path_of(request), request, selected=adapters)
+
+    def save_checkpoint(self, state: TrainingState, request: SaveRequest) -> None:
+        facts = run_facts(self.plugin, self.context)
+        save_step(self._session, self._saver, state, request, leases=self._leases, facts=facts)
+
+    def load_checkpoint(self, state: TrainingState, request: LoadRequest) -> LoadedCheckpoint:
+        self._saver.begin(request.call)
+        return load_step(self._session, state, request, leases=self._leases, bucket_bytes=self._bucket_bytes)
+
+    def has_checkpoint(self, root: str | Path) -> bool:
+        return has_step(self._session, root)
+
+    def wait(self) -> None:
+        self._saver.begin("wait")
+
+    def when_written(self, call: Callable[[], object]) -> None:
+        """Call ``call`` after the save in the background succeeded, or now if there is none.
+
+        Called in the thread that writes, where no process group may be used. An error surfaces as that of the save.
+        """
+        self._saver.background.follow(call)
+
+    def close(self) -> None:
+        """Wait, and give back the memory that snapshots are kept in.
+
+        Collective: every rank.
+        """
+        try:
+            self.wait()
+        finally:
+            self._saver.buffers.release()
+
+    def _path_of(self, request: SaveRequest | LoadRequest) -> Path:
+        """Return a request's path, for a URL one at its storage; what has no storage raises on every rank."""
+        if isinstance(request.path, Path):
+            return request.path
+        with self._session.together(request.call, Path(request.path)):
+            return path_at(request.path)
+
+    def _begin_load(self, request: LoadRequest) -> Path:
+        path = self._path_of(request)
+        request.check()
+        self._saver.begin(request.call)
+        return path
+
+    def _save(self, part: Part, request: SaveRequest) -> None:
+        """Write a part to the file, folder or URL that a user named."""
+        path = self._path_of(request)
+        if request.gather_dtensor:
+            folder, check = _place(part, path, request)
+            self._saver.save(request.call, folder, [part], check=check, use_async=request.use_async)
+            return
+        for option, is_used in ((f"prefix={request.prefix!r}", request.prefix), ("use_async=True", request.use_async)):
+            if is_used:
+                msg = (
+                    f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop "
+                    "one of them."
+                )
+                raise ConfigError(msg)
+        from booster_checkpoint.tools.dcp import save_dcp
+
+        self._saver.begin(request.call)
+        save_dcp(request.call, self._session, part, path)
+
+
+def _place(part: Part, path: Path, request: SaveRequest) -> tuple[Path, Callable[[], None]]:
+    """Tell a part which files it is written to.
+
+    Returns:
+        The files' folder; and a function that raises what is wrong with the path, as it is on this rank's disk.
+
+    Raises:
+        ConfigError: If arguments contradict each other.
+    """
+    names = part.names
+    if request.shard:
+        if request.size_per_shard <= 0:
+            msg = f"`size_per_shard={request.size_per_shard}` is not a size in MiB. The default is 1024."
+            raise ConfigError(msg)
+        part.max_bytes = request.size_per_shard * _MIB
+        return path, lambda: _check_is_no_file(path, "`shard=True` writes a folder. Pass another path or `shard=False`")
+    if isinstance(part, ModelPart) and part.is_pretrained and path.suffix not in _SUFFIXES:
+        part.is_alone = True
+        why = f"a folder as `from_pretrained` reads it is to be written. Pass another path, or '{path}{names.suffix}'"
+        return path, lambda: _check_is_no_file(path, why)
+    if names.prefix is not None:
+        msg = (
+            f"`prefix={names.prefix!r}` names the files of a folder; with `shard=False` the path names the file. Drop "
+            "one of them."
         )
-
-    def load_training_state(
-        self,
-        make_state: Callable[[], TrainingState],
-        root: str | Path,
-        *,
-        step: int | str | None,
-        resume: bool,
-        strict: bool,
-        verify: bool,
-        num_threads: int,
-    ) -> LoadedCheckpoint:
-        return load_training_state(
-            self,
-            self._session,
-            make_state,
-            root,
-            leases=self._leases,
-            step=step,
-            resume=resume,
-            strict=strict,
-            verify=verify,
-            num_threads=num_threads,
+        raise ConfigError(msg)
+    other = _TORCH_SUFFIXES if names.suffix == SAFETENSORS else (SAFETENSORS,)
+    if path.suffix in other:
+        wanted = "True" if names.suffix == TORCH else "False"
+        remedy = f"Use a name that ends in '{names.suffix}'"
+        remedy += f", or `use_safetensors={wanted}`." if names.base != OPTIMIZER else "."
+        msg = (
+            f"The path '{path}' ends in '{path.suffix}', but a {names.suffix.removeprefix('.')} file would be "
+            f"written. {remedy}"
         )
+        raise ConfigError(msg)
+    part.file_name = path.name
+    return path.parent, lambda: _check_is_no_folder(path)
 
-    def has_training_state(self, root: str | Path) -> bool:
-        return has_training_state(self._session, root)
+
+def _check_is_no_file(path: Path, why: str) -> None:
+    if path.exists() and not path.is_dir():
+        msg = f"Checkpoint path '{path}' is a file, but {why}."
+        raise CheckpointError(msg)
+
+
+def _check_is_no_folder(path: Path) -> None:
+    if path.is_dir():
+        msg = (
+            f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."
+        )
+        raise CheckpointError(msg)

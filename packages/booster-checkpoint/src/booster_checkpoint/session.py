@@ -74,7 +74,7 @@ def distinct(values: Iterable[_T]) -> list[_T]:
 
 
 class Session:
-    """How the ranks of one `CheckpointFiles` work together.
+    """How the ranks of one `CheckpointEngine` work together.
 
     Args:
         coordinator: Rank facts, and meetings of ranks.

@@ -22,6 +22,7 @@ from booster_core.plugin.discovery import check_api_version, load, load_default
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.originals import mark_boosted
 from booster_core.plugin.replicated import gradient_norm_dtype
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
@@ -209,9 +210,10 @@ class Booster(Saving):
 
         Raises:
             TypeError: If an argument is of another type.
-            ConfigError: If the model or optimizer is boosted already, an optimizer holds parameters that are not the
-                model's or another's, they have gradients that no step was taken with, the plugin trains by one
-                optimizer only, or the data loader can't be split.
+            ConfigError: If the model or optimizer is boosted already, by any Booster, an optimizer holds parameters
+                that are not the model's or another's, they have gradients that no step was taken with, ranks have
+                models of different formats, the plugin trains by one optimizer only, or the data loader can't be split,
+                as where its data set is split already or has other lengths on some ranks.
 
         Collective: every rank of the world.
         """
@@ -232,6 +234,7 @@ class Booster(Saving):
         wrapper.attach(boosted.optimizers, context)
         for each in boosted.optimizers:
             each.set_model(wrapper.unwrap(), norm_dtype)
+        mark_boosted(model)
         self._boosted.add(wrapper)
         self._dtypes[wrapper] = dtypes
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)

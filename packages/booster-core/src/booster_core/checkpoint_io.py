@@ -7,18 +7,22 @@ plugin. It holds no strategy logic, and this module no file code.
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote, urlsplit
 
 import importlib_metadata
 
 from booster_core.errors import CheckpointError, ConfigError, PluginError, shorten
 from booster_core.plugin.hooks import distribution_of
+from booster_core.state import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -32,14 +36,220 @@ __all__ = [
     "CheckpointIO",
     "GlobalPosition",
     "LoadReport",
+    "LoadRequest",
     "LoadedCheckpoint",
+    "ModelState",
     "MovingAverage",
+    "SaveRequest",
+    "StepOptions",
     "TrainingObjects",
     "TrainingState",
 ]
 
 CHECKPOINT_GROUP = "booster.checkpoint_io"
 DEFAULT_ENGINE = "files"
+LATEST, NEWEST_WHOLE = "latest", "newest-whole"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def scheme_of(path: str | Path) -> str | None:
+    """Return the scheme of a URL in lower case; ``None`` for a path, and for ``file://``, which is one."""
+    match = _SCHEME.match(path) if isinstance(path, str) else None
+    scheme = match[1].lower() if match else None
+    return None if scheme == "file" else scheme
+
+
+def local_path(path: str | Path) -> str | Path:
+    """Return a path with ``file://`` taken off; URLs of other schemes as they are.
+
+    Raises:
+        CheckpointError: If a ``file://`` URL names another host, or another URL has a part ``..``. Most storages take
+            that for a name, and the local copy would be written outside of its folder.
+    """
+    if isinstance(path, str) and path.lower().startswith("file://"):
+        parts = urlsplit(path)
+        if parts.netloc not in ("", "localhost"):
+            msg = f"'{path}' names the host '{parts.netloc}'. Write `file:///path` for a path on this one."
+            raise CheckpointError(msg)
+        return unquote(parts.path)
+    if scheme_of(path) is not None and ".." in str(path).split("/"):
+        msg = f"The URL '{path}' has a part '..', which storages do not follow. Write the URL without it."
+        raise CheckpointError(msg)
+    return path
+
+
+def resolved(path: str | Path) -> str | Path:
+    """Return a URL as it is, and any other path absolute, ``file://`` taken off.
+
+    Raises:
+        CheckpointError: As `local_path`.
+    """
+    path = local_path(path)
+    return path if scheme_of(path) is not None else Path(path).absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a saved step is, and which steps stay; see `Booster.save_checkpoint`.
+
+    Args:
+        step: Number of steps taken so far.
+        extra: The user's own JSON values and tensors.
+        metric: How good the step is; smaller is better.
+        keep_last: Keep this many steps.
+        keep_every: Keep multiples of this.
+        keep_best: Keep this many steps with the smallest metric.
+    """
+
+    step: int
+    extra: Any = None
+    metric: float | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a number is out of range."""
+        check_step(self.step)
+        for name, value in self._rules().items():
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                msg = f"`{name}={value!r}` is not a number of steps. Use 1 or more, or None."
+                raise ConfigError(msg)
+        if self.metric is not None:
+            try:
+                float(self.metric)
+            except (TypeError, ValueError, RuntimeError) as error:
+                msg = f"`metric={self.metric!r}` is not a number, nor a tensor with one element."
+                raise ConfigError(msg) from error
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what ranks must have alike, by name; values that are equal as JSON are equal."""
+        metric = None if self.metric is None else encode_json(float(self.metric), "metric")
+        return {"step": self.step, **self._rules(), "metric": metric}
+
+    def kept(self, steps: Collection[int], metrics: Mapping[int, float]) -> set[int]:
+        """Return the steps that stay: those that any rule keeps, and all of them without a rule.
+
+        Args:
+            steps: The steps, up to the one that was saved, which always stays.
+            metrics: The metric of each step that has one; not a number is worse than any.
+        """
+        if not steps or self.keep_last is self.keep_every is self.keep_best is None:
+            return set(steps)
+        kept = {max(steps)}
+        if self.keep_last is not None:
+            kept.update(sorted(steps)[-self.keep_last :])
+        if self.keep_every is not None:
+            kept.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_best is not None:
+            rated = [step for step in steps if step in metrics]
+            rated.sort(key=lambda step: (math.isnan(metrics[step]), metrics[step], -step))
+            kept.update(rated[: self.keep_best])
+        return kept
+
+    def _rules(self) -> dict[str, int | None]:
+        return {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """One call that saves, with the arguments that `Booster.save_model` and `Booster.save_checkpoint` document.
+
+    Args:
+        call: What the user called; appears in messages.
+        path: A file or folder. It becomes absolute at once, so a script may change its folder while a save goes on in
+            the background; a URL stays as it is.
+        shard: Write a folder of numbered files with their index.
+        gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
+        prefix: Put into the file names of a folder.
+        size_per_shard: Largest size of a numbered file in MiB.
+        use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
+        use_async: Copy the values, return, and write in the background.
+        step: The step, for ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: If the path is a URL that can't be followed.
+    """
+
+    call: str
+    path: str | Path
+    shard: bool = False
+    gather_dtensor: bool = True
+    prefix: str | None = None
+    size_per_shard: int = 1024
+    use_safetensors: bool = True
+    use_async: bool = False
+    step: StepOptions | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", resolved(self.path))
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what ranks must have alike, by name; values that are equal as JSON are equal."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("path", "step")}
+        return {**plain, "path": str(self.path), **({} if self.step is None else self.step.agreed())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """One call that loads, with the arguments that `Booster.load_model` and `Booster.load_checkpoint` document.
+
+    Args:
+        call: What the user called; appears in messages.
+        path: A file or folder; it becomes absolute at once. A URL stays as it is.
+        strict: Raise unless all that is loaded fits.
+        low_cpu_mem_mode: Read only what this rank holds; ``False`` reads whole files first.
+        num_threads: How many parts of a large tensor are read at once.
+        verify: Compare checksums of a step.
+        rename: Changes the checkpoint's names.
+        exclude: Patterns of the model's names that are left as they are.
+        step: Which step ``load_checkpoint`` loads.
+        resume: The run goes on saving there, and begins at step 0 where there is no checkpoint.
+
+    Raises:
+        CheckpointError: If the path is a URL that can't be followed.
+    """
+
+    call: str
+    path: str | Path
+    strict: bool = True
+    low_cpu_mem_mode: bool = True
+    num_threads: int = 1
+    verify: bool = True
+    rename: Mapping[str, str] | Callable[[str], str] | None = None
+    exclude: Sequence[str] = ()
+    step: int | str | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", resolved(self.path))
+
+    @property
+    def wanted_step(self) -> int | str:
+        """The step that is asked for: a number, `LATEST` or `NEWEST_WHOLE`."""
+        if self.step is not None:
+            return self.step
+        return NEWEST_WHOLE if self.resume else LATEST
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a number is out of range."""
+        if self.num_threads < 1:
+            msg = f"`num_threads={self.num_threads}` is not a number of threads. Use 1 or more."
+            raise ConfigError(msg)
+        if self.step not in (None, LATEST, NEWEST_WHOLE):
+            check_step(self.step, others=f", or '{LATEST}' or '{NEWEST_WHOLE}'")
+
+
+def check_step(step: Any, *, others: str = "") -> None:
+    """Raise `ConfigError` unless a value is a number of steps.
+
+    Args:
+        step: The value.
+        others: What else could be passed, for the message.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        msg = f"`step={step!r}` is not a step. Use the number of steps taken so far{others}."
+        raise ConfigError(msg)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,25 +323,37 @@ class TrainingObjects:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """A model to save or load.
+
+    Args:
+        adapter: Its shards.
+        module: The user's own model, for its configuration and for names in published files.
+        dtype: Element type in which floating tensors are written, for all or by their names; those without one are
+            written as they are. Where it is by name, values are those of `StateAdapter.export_shards`.
+    """
+
+    adapter: StateAdapter
+    module: nn.Module | None = None
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """Everything that makes up a training state.
 
     Args:
-        model: The model's state.
-        optimizer: The optimizer's state, where there is one.
+        model: The model.
         objects: The other objects of the run.
-        module: The user's own model, for small files such as ``config.json``.
-        dtype: Element type in which the model's floating tensors are written; their own where ``None``.
+        optimizer: The optimizer's state, where there is one.
         ema: Averages of the model, if any.
         precision: In which the model is boosted; ``None`` for a plain one.
     """
 
-    model: StateAdapter
-    optimizer: StateAdapter | None
+    model: ModelState
     objects: TrainingObjects
-    module: nn.Module
-    dtype: torch.dtype | None = None
-    ema: StateAdapter | None = None
+    optimizer: StateAdapter | None = None
+    ema: ModelState | None = None
     precision: PrecisionPolicy | None = None
 
 
@@ -155,22 +377,11 @@ class GlobalPosition(ABC):
         """Go on from a position that any number of ranks saved."""
 
 
-class MovingAverage(ABC):
-    """What `ema` returns: a moving average of a model's weights that an engine can save."""
+class MovingAverage(Protocol):
+    """What `Booster.save_checkpoint` takes as ``ema``: anything that shows averages as the state of a model."""
 
-    @abstractmethod
-    def update(self, decay: float | None = None) -> None:
-        """Move the average towards the model's present weights.
-
-        Collective: none.
-        """
-
-    @abstractmethod
     def state_adapter(self) -> StateAdapter:
-        """Return the averages as the state of a model.
-
-        Collective: none.
-        """
+        """Return the averages as the state of a model, to be saved or loaded."""
 
 
 class CheckpointIO(ABC):
@@ -189,129 +400,52 @@ class CheckpointIO(ABC):
         self.context = context
 
     @abstractmethod
-    def save_model(
-        self,
-        adapter: StateAdapter,
-        checkpoint: str | Path,
-        shard: bool = False,  # noqa: FBT001, FBT002 - as for `Booster.save_model`
-        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,  # noqa: FBT001, FBT002
-        use_async: bool = False,  # noqa: FBT001, FBT002
-        *,
-        module: nn.Module | None = None,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-    ) -> None:
-        """Write a model; ``module`` is the user's own, ``dtype`` what floating tensors are written in, all or by name.
-
-        Where ``dtype`` is by name, values are those of `StateAdapter.export_shards`.
-        """
+    def save_model(self, state: ModelState, request: SaveRequest) -> None:
+        """Write a model."""
 
     @abstractmethod
-    def load_model(
-        self,
-        adapter: StateAdapter,
-        checkpoint: str | Path,
-        strict: bool = True,  # noqa: FBT001, FBT002 - as for `Booster.load_model`
-        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
-        num_threads: int = 1,
-        *,
-        rename: Mapping[str, str] | Callable[[str], str] | None = None,
-        exclude: Sequence[str] = (),
-        module: nn.Module | None = None,
-    ) -> LoadReport:
+    def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
         """Read a model in any form that the engine knows."""
 
     @abstractmethod
-    def save_optimizer(
-        self,
-        adapter: StateAdapter,
-        checkpoint: str | Path,
-        shard: bool = False,  # noqa: FBT001, FBT002 - as for `Booster.save_optimizer`
-        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_async: bool = False,  # noqa: FBT001, FBT002
-    ) -> None:
+    def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         """Write an optimizer's state and parameter groups."""
 
     @abstractmethod
-    def load_optimizer(
-        self,
-        adapter: StateAdapter,
-        checkpoint: str | Path,
-        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002 - as for `Booster.load_optimizer`
-        num_threads: int = 1,
-    ) -> None:
+    def load_optimizer(self, state: StateAdapter, request: LoadRequest) -> None:
         """Read an optimizer's state and parameter groups."""
 
     @abstractmethod
-    def save_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
+    def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
         """Write a scheduler's state."""
 
     @abstractmethod
-    def load_lr_scheduler(self, scheduler: LRScheduler, checkpoint: str | Path) -> None:
+    def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
         """Read a scheduler's state."""
 
     @abstractmethod
-    def save_adapters(
-        self,
-        adapter: StateAdapter,
-        checkpoint: str | Path,
-        *,
-        module: nn.Module,
-        selected: Sequence[str] | None,
-        use_safetensors: bool,
-        dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-    ) -> None:
-        """Write a model's low-rank adapters as peft does; see `Booster.save_lora_as_pretrained`.
+    def save_lora(self, state: ModelState, request: SaveRequest, adapters: Sequence[str] | None) -> None:
+        """Write a model's low-rank adapters, those of these names or all, as `Booster.save_lora_as_pretrained` says."""
 
-        ``dtype`` is as for `save_model`, by the names of the model's tensors.
+    @abstractmethod
+    def save_checkpoint(self, state: TrainingState, request: SaveRequest) -> None:
+        """Write a step; ``request.step`` says which."""
+
+    @abstractmethod
+    def load_checkpoint(self, state: TrainingState, request: LoadRequest) -> LoadedCheckpoint:
+        """Read a step into a training state."""
+
+    @abstractmethod
+    def has_checkpoint(self, root: str | Path) -> bool:
+        """Return whether there is a step to load, the same on every rank.
+
+        Args:
+            root: An absolute path, or a URL.
         """
-
-    @abstractmethod
-    def save_training_state(
-        self,
-        make_state: Callable[[], TrainingState],
-        root: str | Path,
-        *,
-        step: int,
-        extra: Any,
-        keep_last: int | None,
-        keep_every: int | None,
-        keep_best: int | None,
-        metric: float | None,
-        use_async: bool,
-        size_per_shard: int,
-    ) -> None:
-        """Write a step; ``make_state`` returns what to write, and may raise what the user got wrong on one rank."""
-
-    @abstractmethod
-    def load_training_state(
-        self,
-        make_state: Callable[[], TrainingState],
-        root: str | Path,
-        *,
-        step: int | str | None,
-        resume: bool,
-        strict: bool,
-        verify: bool,
-        num_threads: int,
-    ) -> LoadedCheckpoint:
-        """Read a step into what ``make_state`` returns."""
-
-    @abstractmethod
-    def has_training_state(self, root: str | Path) -> bool:
-        """Return whether there is a step to load, the same on every rank."""
 
     @abstractmethod
     def wait(self) -> None:
         """Wait until a save in the background has ended, and raise its error on every rank."""
-
-    @abstractmethod
-    def location(self, checkpoint: str | Path) -> str | Path:
-        """Return a URL as it is, and any other path as hooks are told it. Not collective."""
 
     @abstractmethod
     def when_written(self, call: Callable[[], object]) -> None:

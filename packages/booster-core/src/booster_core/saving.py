@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from booster_core.checkpoint_io import CheckpointIO, MovingAverage, TrainingObjects, TrainingState, checkpoint_io_class
+from booster_core.checkpoint_io import (
+    CheckpointIO,
+    LoadRequest,
+    ModelState,
+    MovingAverage,
+    SaveRequest,
+    StepOptions,
+    TrainingObjects,
+    TrainingState,
+    checkpoint_io_class,
+    resolved,
+)
 from booster_core.errors import ConfigError
 from booster_core.plugin.interface import Plugin
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
@@ -99,20 +110,18 @@ class Saving:
         Collective: every rank of the world, as for every method here that saves or loads.
         """
         self._check_module(model, "save_model")
-        with self._announced("save", "model", checkpoint, use_async=use_async):
-            self._prepare_save(self._boosted_model(model))
-            self.checkpoint_io.save_model(
-                self.state_adapter(model),
-                checkpoint,
-                shard,
-                gather_dtensor,
-                prefix or None,
-                size_per_shard,
-                use_safetensors,
-                use_async,
-                module=unwrap_model(model),
-                dtype=self._export_dtypes(model),
-            )
+        request = SaveRequest(
+            call="save_model",
+            path=checkpoint,
+            shard=shard,
+            gather_dtensor=gather_dtensor,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+        with self._saving("model", request, model):
+            self.checkpoint_io.save_model(self._model_state(model, self._export_dtypes(model)), request)
 
     def load_model(
         self,
@@ -147,10 +156,17 @@ class Saving:
         Collective: every rank of the world.
         """
         self._check_module(model, "load_model")
-        with self._announced("load", "model", checkpoint):
-            names: Any = {"rename": rename, "exclude": exclude, "module": unwrap_model(model)}
-            adapter = self.state_adapter(model)
-            return self.checkpoint_io.load_model(adapter, checkpoint, strict, low_cpu_mem_mode, num_threads, **names)
+        request = LoadRequest(
+            call="load_model",
+            path=checkpoint,
+            strict=strict,
+            low_cpu_mem_mode=low_cpu_mem_mode,
+            num_threads=num_threads,
+            rename=rename,
+            exclude=exclude,
+        )
+        with self._announced("model", request):
+            return self.checkpoint_io.load_model(self._model_state(model), request)
 
     def save_lora_as_pretrained(
         self,
@@ -178,16 +194,10 @@ class Saving:
         Collective: every rank of the world.
         """
         self._check_module(model, "save_lora_as_pretrained")
-        with self._announced("save", "lora", checkpoint):
-            self._prepare_save(self._boosted_model(model))
-            self.checkpoint_io.save_adapters(
-                self.state_adapter(model),
-                checkpoint,
-                module=unwrap_model(model),
-                selected=selected_adapters,
-                use_safetensors=use_safetensors,
-                dtype=self._export_dtypes(model),
-            )
+        request = SaveRequest(call="save_lora_as_pretrained", path=checkpoint, use_safetensors=use_safetensors)
+        with self._saving("lora", request, model):
+            state = self._model_state(model, self._export_dtypes(model))
+            self.checkpoint_io.save_lora(state, request, selected_adapters)
 
     def save_optimizer(
         self,
@@ -205,12 +215,18 @@ class Saving:
 
         Collective: every rank of the world.
         """
-        adapter = self._adapter_of(optimizer, "save_optimizer")
-        with self._announced("save", "optimizer", checkpoint, use_async=use_async):
-            self._prepare_save(self._model_of(optimizer, "save_optimizer"))
-            self.checkpoint_io.save_optimizer(
-                adapter, checkpoint, shard, gather_dtensor, prefix or None, size_per_shard, use_async
-            )
+        model = self._model_of(optimizer, "save_optimizer")
+        request = SaveRequest(
+            call="save_optimizer",
+            path=checkpoint,
+            shard=shard,
+            gather_dtensor=gather_dtensor,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+        )
+        with self._saving("optimizer", request, model):
+            self.checkpoint_io.save_optimizer(self.state_adapter(model), request)
 
     def load_optimizer(
         self,
@@ -226,25 +242,30 @@ class Saving:
 
         Collective: every rank of the world.
         """
-        adapter = self._adapter_of(optimizer, "load_optimizer")
-        with self._announced("load", "optimizer", checkpoint):
-            self.checkpoint_io.load_optimizer(adapter, checkpoint, low_cpu_mem_mode, num_threads)
+        model = self._model_of(optimizer, "load_optimizer")
+        request = LoadRequest(
+            call="load_optimizer", path=checkpoint, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads
+        )
+        with self._announced("optimizer", request):
+            self.checkpoint_io.load_optimizer(self.state_adapter(model), request)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Write a scheduler's state as JSON; a `CheckpointError` is raised where that is not possible.
 
         Collective: every rank of the world.
         """
-        with self._announced("save", "lr_scheduler", checkpoint):
-            self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+        request = SaveRequest(call="save_lr_scheduler", path=checkpoint)
+        with self._announced("lr_scheduler", request):
+            self.checkpoint_io.save_lr_scheduler(lr_scheduler, request)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Read a learning rate scheduler's state; a `CheckpointError` is raised where the file holds another's.
 
         Collective: every rank of the world.
         """
-        with self._announced("load", "lr_scheduler", checkpoint):
-            self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+        request = LoadRequest(call="load_lr_scheduler", path=checkpoint)
+        with self._announced("lr_scheduler", request):
+            self.checkpoint_io.load_lr_scheduler(lr_scheduler, request)
 
     def save_checkpoint(
         self,
@@ -291,26 +312,22 @@ class Saving:
             size_per_shard: Largest size of a file of tensors in MiB.
 
         Raises:
-            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` not what `ema` did.
+            TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` has no `state_adapter`.
             ConfigError: If an argument is out of range, or differs between ranks.
             CheckpointError: If something cannot be saved (it is named), or can't be written.
 
         Collective: every rank of the world.
         """
-        with self._announced("save", "checkpoint", root, use_async=use_async):
-            self._prepare_save(self._boosted_model(model))
-            self.checkpoint_io.save_training_state(
-                lambda: self._training_state("save_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
-                root,
-                step=step,
-                extra=extra,
-                keep_last=keep_last,
-                keep_every=keep_every,
-                keep_best=keep_best,
-                metric=metric,
-                use_async=use_async,
-                size_per_shard=size_per_shard,
-            )
+        options = StepOptions(
+            step=step, extra=extra, metric=metric, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best
+        )
+        request = SaveRequest(
+            call="save_checkpoint", path=root, size_per_shard=size_per_shard, use_async=use_async, step=options
+        )
+        with self._saving("checkpoint", request, model):
+            with self.context.coordinator.together(request.call):
+                state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
+            self.checkpoint_io.save_checkpoint(state, request)
 
     def load_checkpoint(
         self,
@@ -358,23 +375,26 @@ class Saving:
 
         Collective: every rank of the world.
         """
-        with self._announced("load", "checkpoint", root):
-            return self.checkpoint_io.load_training_state(
-                lambda: self._training_state("load_checkpoint", model, optimizer, lr_scheduler, dataloader, ema),
-                root,
-                step=step,
-                resume=resume,
-                strict=strict,
-                verify=verify,
-                num_threads=num_threads,
-            )
+        request = LoadRequest(
+            call="load_checkpoint",
+            path=root,
+            strict=strict,
+            num_threads=num_threads,
+            verify=verify,
+            step=step,
+            resume=resume,
+        )
+        with self._announced("checkpoint", request):
+            with self.context.coordinator.together(request.call):
+                state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
+            return self.checkpoint_io.load_checkpoint(state, request)
 
     def has_checkpoint(self, root: str | Path) -> bool:
         """Return whether there is a step below ``root``, damaged or not, the same on every rank.
 
         Collective: every rank of the world.
         """
-        return self.checkpoint_io.has_training_state(root)
+        return self.checkpoint_io.has_checkpoint(resolved(root))
 
     def register_for_checkpointing(self, *objects: Any, name: str | None = None, per_rank: bool = False) -> None:
         """Have `save_checkpoint` save, and `load_checkpoint` load, objects with ``state_dict`` and ``load_state_dict``.
@@ -418,11 +438,11 @@ class Saving:
                 return boosted
         return None
 
-    def _prepare_save(self, boosted: ModelWrapper | None) -> None:
-        """Let the plugin synchronize a boosted model that is about to be saved."""
-        if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
-            with NamedCall("save"):
-                self.plugin.prepare_save(boosted, boosted.boost_context)
+    def _model_state(
+        self, model: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+    ) -> ModelState:
+        """Return a model as engines see it."""
+        return ModelState(adapter=self.state_adapter(model), module=unwrap_model(model), dtype=dtype)
 
     def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
         """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
@@ -439,10 +459,6 @@ class Saving:
         msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
         raise TypeError(msg)
 
-    def _adapter_of(self, optimizer: Optimizer, call: str) -> StateAdapter:
-        boosted = self._model_of(optimizer, call)
-        return self.plugin.state_adapter(boosted, boosted.boost_context)
-
     def _training_state(
         self,
         call: str,
@@ -454,14 +470,15 @@ class Saving:
     ) -> TrainingState:
         """Return the parts of a training state, from the arguments that a user passes."""
         self._check_module(model, call)
-        if ema is not None and not isinstance(ema, MovingAverage):
-            msg = f"`ema` of `Booster.{call}` must be what `booster_runtime.ema` returned; got `{type(ema).__name__}`."
+        if ema is not None and not callable(getattr(ema, "state_adapter", None)):
+            msg = f"`ema` of `Booster.{call}` must have a method `state_adapter`; got `{type(ema).__name__}`."
             raise TypeError(msg)
         boosted = self._boosted_model(model)
+        precision = None if boosted is None else boosted.boost_context.precision
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else (lr_scheduler,)
         return TrainingState(
-            model=self.state_adapter(model),
-            optimizer=None if optimizer is None else self._adapter_of(optimizer, call),
+            model=self._model_state(model, None if precision is None else precision.save_dtype),
+            optimizer=None if optimizer is None else self.state_adapter(self._model_of(optimizer, call)),
             objects=TrainingObjects(
                 device=self.context.device,
                 schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
@@ -469,10 +486,8 @@ class Saving:
                 dataloader=dataloader,
                 registered=dict(self._registered),
             ),
-            module=unwrap_model(model),
-            dtype=None if boosted is None else boosted.boost_context.precision.save_dtype,
-            ema=None if ema is None else ema.state_adapter(),
-            precision=None if boosted is None else boosted.boost_context.precision,
+            ema=None if ema is None else ModelState(adapter=ema.state_adapter()),
+            precision=precision,
         )
 
     def _check_module(self, model: Any, call: str) -> None:
@@ -484,14 +499,24 @@ class Saving:
             raise TypeError(msg)
 
     @contextlib.contextmanager
-    def _announced(self, verb: str, kind: str, checkpoint: str | Path, *, use_async: bool = False) -> Iterator[None]:
+    def _saving(self, kind: str, request: SaveRequest, model: nn.Module) -> Iterator[None]:
+        """Announce a save, and let the plugin synchronize a boosted model that is about to be saved."""
+        with self._announced(kind, request):
+            boosted = self._boosted_model(model)
+            if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
+                with NamedCall("save"):
+                    self.plugin.prepare_save(boosted, boosted.boost_context)
+            yield
+
+    @contextlib.contextmanager
+    def _announced(self, kind: str, request: SaveRequest | LoadRequest) -> Iterator[None]:
         """Call the hooks before and after a save or load; after a save in the background, when that has ended."""
-        path = self.checkpoint_io.location(checkpoint)
+        verb = "save" if isinstance(request, SaveRequest) else "load"
         before, after = (getattr(self.context.hooks, f"{moment}_{verb}") for moment in ("before", "after"))
-        before(kind=kind, checkpoint=path)
+        before(kind=kind, checkpoint=request.path)
         with ObservedCall(verb) if OBSERVERS else contextlib.nullcontext():
             yield
-        if use_async:
-            self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=path))
+        if isinstance(request, SaveRequest) and request.use_async:
+            self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=request.path))
         else:
-            after(kind=kind, checkpoint=path)
+            after(kind=kind, checkpoint=request.path)

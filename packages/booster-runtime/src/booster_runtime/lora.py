@@ -20,7 +20,7 @@ from booster_runtime.lazy.context import continued
 from booster_runtime.lazy.model import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from peft import LoraConfig, PeftModel
     from torch.optim import Optimizer
@@ -91,7 +91,7 @@ def add_adapters(
         raise ConfigError(msg) from error
 
 
-def check_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
+def check_adapters(model: nn.Module, optimizers: Sequence[Optimizer], plugin: Plugin) -> None:
     """Check a model that has adapters before it is boosted.
 
     Raises:
@@ -102,10 +102,11 @@ def check_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin
     if not has_adapters(model):
         return
     _check_plugin(plugin)
-    if optimizer is None:
+    if not optimizers:
         return
     _check_kinds(model, plugin)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     adapters = _adapter_parameters(model) & trained
     if not held & adapters or (held - trained and adapters - held):

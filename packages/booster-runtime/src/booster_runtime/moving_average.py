@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.checkpoint_io import MovingAverage
+from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import ModelView, NamedTensors, TensorShard
@@ -46,7 +46,7 @@ def ema(booster: Booster, model: nn.Module, decay: float = 0.999) -> Exponential
     return ExponentialAverage(model, decay, lambda: booster.state_adapter(model), booster.checkpoint_io)
 
 
-class ExponentialAverage(MovingAverage):
+class ExponentialAverage:
     """The moving average of a boosted model's parameters; starts at their present values.
 
     Made by `ema`.
@@ -136,14 +136,15 @@ class ExponentialAverage(MovingAverage):
 
         Collective: every rank of the world.
         """
-        self._io.save_model(_AveragesAdapter(self), checkpoint, module=self._module, **options)
+        self._io.save_model(self._state(), SaveRequest(call="save", path=checkpoint, **options))
 
     def load(self, checkpoint: str | Path, strict: bool = True, **options: Any) -> LoadReport:  # noqa: FBT001, FBT002 - as for `Booster.load_model`
         """Read averages that `save` wrote, under any plugin and number of ranks, or any other model's weights.
 
         Collective: every rank of the world.
         """
-        return self._io.load_model(_AveragesAdapter(self), checkpoint, strict, module=self._module, **options)
+        request = LoadRequest(call="load", path=checkpoint, strict=strict, **options)
+        return self._io.load_model(self._state(), request)
 
     def state_adapter(self) -> StateAdapter:
         """Return the averages as the state of a model, to be saved or loaded.
@@ -171,6 +172,9 @@ class ExponentialAverage(MovingAverage):
                 data=average,
                 is_owner=shard.is_owner,
             )
+
+    def _state(self) -> ModelState:
+        return ModelState(adapter=_AveragesAdapter(self), module=self._module)
 
     def _pairs(self) -> Iterator[tuple[TensorShard, Tensor]]:
         for shard in self._make_adapter().model_shards():

@@ -14,7 +14,7 @@ from booster_core.plugin import Plugin
 from booster_runtime.data.first_batch import watch_first_batch
 from booster_runtime.data.shard import shard_dataloader
 from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import begin_lazy, check_not_boosted, describe_lazy
+from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
 from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
@@ -45,10 +45,9 @@ class Strategy(Plugin):
     placeholders: ClassVar[Literal["device", "own"] | None] = None
 
     def check_objects(self, objects: Boosted, context: BoostContext) -> None:
-        """Refuse lazy models that were boosted before, adapters that would not train, what `check_model` refuses."""
-        check_not_boosted(objects.model)
-        for optimizer in objects.optimizers or (None,):
-            check_adapters(objects.model, optimizer, self)
+        """Refuse lazy models whose values are gone, adapters that would not train, and what `check_model` refuses."""
+        check_not_taken(objects.model)
+        check_adapters(objects.model, objects.optimizers, self)
         self.check_model(objects, context)
 
     def check_model(self, objects: Boosted, context: BoostContext) -> None:

@@ -23,15 +23,13 @@ from booster_checkpoint.load.source import Source, open_source
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
     from pathlib import Path
-
-    from torch import nn
 
     from booster_checkpoint.files.checksums import CheckedReads
     from booster_checkpoint.load.reader import ReadableTensors
     from booster_checkpoint.session import Session
-    from booster_core.checkpoint_io import LoadReport
+    from booster_core.checkpoint_io import LoadReport, LoadRequest, ModelState
     from booster_core.state import StateAdapter
 
     Checks = Callable[[Path], CheckedReads | None]
@@ -40,49 +38,62 @@ if TYPE_CHECKING:
 
 def load_model(
     session: Session,
-    adapter: StateAdapter,
+    state: ModelState,
     path: Path,
+    request: LoadRequest,
     *,
-    strict: bool,
-    in_memory: bool,
-    num_threads: int,
     bucket_bytes: int,
-    rename: Mapping[str, str] | Callable[[str], str] | None,
-    exclude: Sequence[str],
-    module: nn.Module | None,
-    checks: Checks,
+    checks: Checks = lambda _: None,
 ) -> LoadReport:
-    """Read a model; see `CheckpointFiles.load_model`.
+    """Read a model from any of the forms that `save_model` and Hugging Face libraries write.
+
+    Everything is checked (names, shapes, dtypes, sizes of files) before the first value is changed. Floating
+    values are converted to the model's dtype. For what wins in a folder that holds several forms, see
+    `booster_checkpoint.load.source`.
+
+    Args:
+        session: The ranks.
+        state: The model.
+        path: The request's path, or a folder below it.
+        request: The call.
+        bucket_bytes: Most memory to use besides the shards, in bytes.
+        checks: Returns what verifies a file while it is read, by its path; a training state knows its checksums.
+
+    Raises:
+        CheckpointError: If the checkpoint can't be read, is damaged, or does not fit.
 
     Collective: every rank.
     """
+    adapter, call = state.adapter, request.call
     with ExitStack() as stack:
         source: Source | None = None
         extra: tuple[str, ...] = ()
 
         def look() -> Expectation:
             nonlocal source, extra
-            source = stack.enter_context(open_source(path, MODEL, in_memory=in_memory, checks=checks))
-            is_out = excluder(exclude)
+            source = stack.enter_context(
+                open_source(path, MODEL, in_memory=not request.low_cpu_mem_mode, checks=checks)
+            )
+            is_out = excluder(request.exclude)
             extra = tuple(name for name in adapter.extra_state() if not is_out(name))
             found = Expectation.of(adapter, extra)
             kept = {name: meta for name, meta in found.tensors.items() if not is_out(name)}
             return replace(found, tensors=kept)
 
-        expected = Expectation.merge(session.gather("load_model", path, look))
+        expected = Expectation.merge(session.gather(call, path, look))
         assert source is not None, "opened on every rank, or on none"
-        with session.together("load_model", path):
+        with session.together(call, path):
             known = (*expected.tensors, *expected.aliases, *expected.extra)
-            named = as_model_names(source, module, known, rename=rename, exclude=exclude)
+            named = as_model_names(source, state.module, known, rename=request.rename, exclude=request.exclude)
         report, homes = compare(named.tensors, named.values, expected)
-        if strict and not report.is_complete:
+        if request.strict and not report.is_complete:
             msg = f"'{path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
             raise CheckpointError(msg)
         metas = {name: named.tensors[key] for name, key in homes.items()}
         stored = {name: single for name, key in homes.items() if (single := named.layouts[key].single)}
-        fill = Fill(session, "load_model", path, source, named, homes, stored, num_threads, bucket_bytes)
+        fill = Fill(session, call, path, source, named, homes, stored, request.num_threads, bucket_bytes)
         fill.run(lambda: adapter.model_targets(metas), keeps_values=adapter.keeps_values)
-        with session.together("load_model", path):
+        with session.together(call, path):
             adapter.load_extra_state(named.extra_values(extra))
     # Not inside of `together`: an adapter may communicate here, and then all ranks fail or none.
     adapter.finish_load(model=True, optimizer=False)
@@ -93,41 +104,45 @@ def load_optimizer(
     session: Session,
     adapter: StateAdapter,
     path: Path,
+    request: LoadRequest,
     *,
-    in_memory: bool,
-    num_threads: int,
     bucket_bytes: int,
-    checks: Checks,
+    checks: Checks = lambda _: None,
 ) -> None:
-    """Read an optimizer; see `CheckpointFiles.load_optimizer`.
+    """Read an optimizer's state and parameter groups; the groups' options become those of the checkpoint.
+
+    Arguments and errors are those of `load_model`.
 
     Collective: every rank.
     """
+    call = request.call
     with ExitStack() as stack:
         source: Source | None = None
         saved: OptimizerInfo | None = None
 
         def look() -> list[Any]:
             nonlocal source, saved
-            source = stack.enter_context(open_source(path, OPTIMIZER, in_memory=in_memory, checks=checks))
+            source = stack.enter_context(
+                open_source(path, OPTIMIZER, in_memory=not request.low_cpu_mem_mode, checks=checks)
+            )
             saved = None if is_positional(source) else read_optimizer_info(source)
             return OptimizerInfo.of(adapter).entries()
 
-        gathered = session.gather_each("load_optimizer", path, look)
+        gathered = session.gather_each(call, path, look)
         here = OptimizerInfo.merge(gathered)
         assert source is not None, "opened on every rank, or on none"
         named: ReadableTensors = source
         if saved is None:
-            with session.together("load_optimizer", path):
+            with session.together(call, path):
                 named, saved = by_name(source, here, [groups for groups, *_ in gathered])
         assert saved is not None, "an error was raised on every rank"
         check_same_parameters(path, saved, here)
         states = states_by_parameter(path, named.tensors, here)
         adapter.prepare_optimizer_load(states, saved.scalars, saved.groups)
         tensors = named.tensors
-        check_states(path, tensors, session.gather("load_optimizer", path, lambda: listed_states(adapter, tensors)))
+        check_states(path, tensors, session.gather(call, path, lambda: listed_states(adapter, tensors)))
         homes = {key: key for key in tensors}
         stored = homes if named is source else {}
-        fill = Fill(session, "load_optimizer", path, source, named, homes, stored, num_threads, bucket_bytes)
+        fill = Fill(session, call, path, source, named, homes, stored, request.num_threads, bucket_bytes)
         fill.run(adapter.optimizer_shards, keeps_values=adapter.keeps_values)
     adapter.finish_load(model=False, optimizer=True)

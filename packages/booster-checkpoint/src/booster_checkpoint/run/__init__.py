@@ -1,1 +1,1 @@
-"""Whole training states: steps, manifests, retention, schedulers and random states."""
+"""Whole training states: steps, manifests, schedulers and random states."""

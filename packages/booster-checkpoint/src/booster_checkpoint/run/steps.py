@@ -21,6 +21,7 @@ from booster_checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_tok
 from booster_checkpoint.run.lease import LEASE
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_checkpoint.save.writer import sync_folder
+from booster_core.checkpoint_io import LATEST
 from booster_core.errors import CheckpointError
 from booster_core.log import log
 from booster_core.state import decode_json
@@ -28,10 +29,8 @@ from booster_core.state import decode_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from booster_checkpoint.run.retention import Retention
+    from booster_core.checkpoint_io import StepOptions
 
-
-LATEST, NEWEST_WHOLE = "latest", "newest-whole"
 METRIC = "metric"
 """The manifest's entry that tells how good a step is."""
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -126,13 +125,12 @@ class Steps(ABC):
         text = self.read_text(LATEST)
         return None if text is None else text.strip()
 
-    def commit(self, temporary: Path, step: int, retention: Retention, hold: Callable[[], None]) -> str:
+    def commit(self, temporary: Path, options: StepOptions, hold: Callable[[], None]) -> str:
         """Make a complete temporary folder the latest step, and then remove what is no longer wanted.
 
         Args:
             temporary: The folder, with its manifest.
-            step: Its step.
-            retention: Tells which steps up to this one stay. Steps beyond it, of a run that went back, stay.
+            options: Its step, and which steps up to this one stay. Steps beyond it, of a run that went back, stay.
             hold: Raises `CheckpointError` where another job saves into this root by now.
 
         Returns:
@@ -140,12 +138,13 @@ class Steps(ABC):
         """
         hold()
         # What is there of the same step stays until the new one is in place, and may then fail to be removed.
+        step = options.step
         revisions = [parsed[1] for parsed in map(parse_name, self.taken()) if parsed is not None and parsed[0] == step]
         name = folder_name(step, max(revisions) + 1 if revisions else 0)
         self.place(temporary, name)
         self._keep_only_if_held(name, hold)
         self.write_text(LATEST, f"{name}\n")
-        self._remove_obsolete(name, step, retention, hold)
+        self._remove_obsolete(name, options, hold)
         return name
 
     def _keep_only_if_held(self, name: str, hold: Callable[[], None]) -> None:
@@ -157,10 +156,10 @@ class Steps(ABC):
                 self.remove(name)
             raise
 
-    def _remove_obsolete(self, kept: str, step: int, retention: Retention, hold: Callable[[], None]) -> None:
+    def _remove_obsolete(self, kept: str, options: StepOptions, hold: Callable[[], None]) -> None:
         """Remove what is no longer wanted. The new step is safe by now, so a failure is logged and not raised."""
         try:
-            obsolete = self._obsolete(kept, step, retention)
+            obsolete = self._obsolete(kept, options)
         except Exception as error:  # noqa: BLE001 - a storage has errors of its own
             log.warning("Old steps in '%s' could not be listed: %s. The next save tries again.", self.root, error)
             return
@@ -171,18 +170,18 @@ class Steps(ABC):
             except Exception as error:  # noqa: BLE001 - as above
                 log_failed_removal(f"{self.root}/{name}", error)
 
-    def _obsolete(self, kept: str, step: int, retention: Retention) -> list[str]:
+    def _obsolete(self, kept: str, options: StepOptions) -> list[str]:
         """Return other revisions of a step, and steps before it that no rule keeps."""
-        steps: dict[str, int] = {}
+        step, steps = options.step, dict[str, int]()
         for name in self.names():
             parsed = parse_name(name)
             assert parsed is not None, "names() lists steps"
             steps[name] = parsed[0]
         numbers = {number for number in steps.values() if number <= step}
         metrics, unknown = dict[int, float](), set[int]()
-        if retention.keep_best is not None:
+        if options.keep_best is not None:
             metrics, unknown = self._metrics({number: name for name, number in steps.items() if number <= step})
-        wanted = retention.kept(numbers, metrics) | unknown
+        wanted = options.kept(numbers, metrics) | unknown
         return [
             name
             for name, number in steps.items()

@@ -10,15 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
-from booster_checkpoint.run.steps import LATEST, LocalSteps, Steps, folder_name, log_failed_removal, parse_name
+from booster_checkpoint.run.steps import LocalSteps, Steps, folder_name, log_failed_removal, parse_name
 from booster_checkpoint.storage import RemotePath, path_at
+from booster_core.checkpoint_io import LATEST
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from booster_checkpoint.run.retention import Retention
+    from booster_core.checkpoint_io import StepOptions
 
 
 def open_steps(root: str | Path) -> Steps:
@@ -114,11 +115,11 @@ class RemoteSteps(Steps):
     def place(self, temporary: Path, name: str) -> None:
         """Do nothing: a step is written where it stays."""
 
-    def commit(self, temporary: Path, step: int, retention: Retention, hold: Callable[[], None]) -> str:
+    def commit(self, temporary: Path, options: StepOptions, hold: Callable[[], None]) -> str:
         self._keep_only_if_held(temporary.name, hold)
         self.write_text(LATEST, f"{temporary.name}\n")
         self.path.forget()
-        self._remove_obsolete(temporary.name, step, retention, hold)
+        self._remove_obsolete(temporary.name, options, hold)
         return temporary.name
 
     def remove(self, name: str) -> None:

@@ -16,100 +16,82 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
+from booster_checkpoint.load.loading import load_model, load_optimizer
 from booster_checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
-from booster_checkpoint.run.retention import Retention
-from booster_checkpoint.run.steps import LATEST, METRIC, NEWEST_WHOLE, arrange
+from booster_checkpoint.run.steps import METRIC, arrange
 from booster_checkpoint.run.steps_remote import folder_of, open_steps
 from booster_checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.storage import RemotePath, path_at
-from booster_core.checkpoint_io import LoadedCheckpoint
+from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.log import log
 from booster_core.state import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from booster_checkpoint.checkpoint_files import CheckpointFiles
     from booster_checkpoint.files.layout import WrittenFile
     from booster_checkpoint.run.lease import Leases
     from booster_checkpoint.run.steps import Steps
     from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.save.saver import Saver
     from booster_checkpoint.session import Session
-    from booster_core.checkpoint_io import LoadReport, TrainingState
+    from booster_core.checkpoint_io import LoadReport, LoadRequest, SaveRequest, TrainingState
 
 _EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
-_SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
 
 
-def save_training_state(
-    io: CheckpointFiles,
+def save_step(
     session: Session,
-    make_state: Callable[[], TrainingState],
-    root: str | Path,
+    saver: Saver,
+    state: TrainingState,
+    request: SaveRequest,
     *,
     leases: Leases,
     facts: Mapping[str, Any],
-    step: int,
-    extra: Any,
-    keep: Mapping[str, int | None],
-    metric: float | None,
-    use_async: bool,
-    size_per_shard: int,
 ) -> None:
     """Write a step; see `Booster.save_checkpoint`.
 
     Args:
-        io: Writes the parts.
         session: The ranks.
-        make_state: Returns the state; may raise what the user got wrong.
-        root: The folder of all steps.
+        saver: Writes the parts.
+        state: What is written.
+        request: The call.
         leases: The roots that this engine may save into.
         facts: What the manifest says of the run.
-        step: The step.
-        extra: The user's own values.
-        keep: The arguments of `Retention`.
-        metric: How good the step is.
-        use_async: Write in the background.
-        size_per_shard: Largest size of a file of tensors in MiB.
 
     Collective: every rank.
     """
-    coordinator = session.coordinator
-    io.wait(_SAVE)
-    where = Path(root)
-    with session.together(_SAVE, where):
-        _check_numbers(step, metric, size_per_shard)
-        retention = Retention(**keep)
-        steps = open_steps(root)
-        state = make_state()
-        training = TrainingPart(state.objects, rank=coordinator.rank, step=step, extra=extra)
-    has_ema = state.ema is not None
-    stated = {} if metric is None else {METRIC: encode_json(float(metric), METRIC)}
-    asked = {"step": step, **keep, **stated, "use_async": use_async, "root": str(root), "ema": has_ema}
-    coordinator.agree(_SAVE, asked)
+    coordinator, call, options = session.coordinator, request.call, request.step
+    assert options is not None, "of a call that saves a step"
+    saver.begin(call)
+    where = Path(request.path)
+    with session.together(call, where):
+        options.check()
+        if request.size_per_shard < 1:
+            msg = f"`size_per_shard={request.size_per_shard}` is not a size in MiB. The default is 1024."
+            raise ConfigError(msg)
+        steps = open_steps(request.path)
+        training = TrainingPart(state.objects, rank=coordinator.rank, step=options.step, extra=options.extra)
+    coordinator.agree(call, {**request.agreed(), "ema": state.ema is not None})
     written_in = ""
-    with session.together(_SAVE, where, for_long=True):
+    with session.together(call, where, for_long=True):
         if coordinator.rank == 0:
             steps.prepare(lambda: leases.hold(steps))
-            written_in = str(steps.temporary(step, new_token()))
+            written_in = str(steps.temporary(options.step, new_token()))
     temporary = path_at(coordinator.broadcast_object(written_in))
-    max_bytes = size_per_shard << 20
+    max_bytes = request.size_per_shard << 20
+    model = state.model
     parts: list[Part] = [
-        ModelPart(
-            state.model,
-            FileNames(base=MODEL),
-            max_bytes=max_bytes,
-            dtype=state.dtype,
-            module=state.module,
-        )
+        ModelPart(model.adapter, FileNames(base=MODEL), max_bytes=max_bytes, dtype=model.dtype, module=model.module)
     ]
     if state.optimizer is not None:
         parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes))
     if state.ema is not None:
-        parts.append(ModelPart(state.ema, _EMA_NAMES, max_bytes=max_bytes))
+        parts.append(ModelPart(state.ema.adapter, _EMA_NAMES, max_bytes=max_bytes))
     parts.append(training)
+    stated = {} if options.metric is None else {METRIC: encode_json(float(options.metric), METRIC)}
     if state.precision is not None:
         stated["precision"] = state.precision.describe()
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
@@ -127,78 +109,58 @@ def save_training_state(
                 placed[file.name]: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
                 for file in written
             }
-            Manifest(step=step, files=files, facts=stated).write(temporary)
-            steps.commit(temporary, step, retention, lambda: leases.hold(steps))
+            Manifest(step=options.step, files=files, facts=stated).write(temporary)
+            steps.commit(temporary, options, lambda: leases.hold(steps))
         except BaseException:
             if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    io.write_folder(_SAVE, temporary, parts, use_async=use_async, want_checksums=True, commit=commit, home=_home)
+    saver.save(call, temporary, parts, use_async=request.use_async, want_checksums=True, commit=commit, home=_home)
 
 
-def load_training_state(
-    io: CheckpointFiles,
-    session: Session,
-    make_state: Callable[[], TrainingState],
-    root: str | Path,
-    *,
-    leases: Leases,
-    step: int | str | None,
-    resume: bool,
-    strict: bool,
-    verify: bool,
-    num_threads: int,
+def load_step(
+    session: Session, state: TrainingState, request: LoadRequest, *, leases: Leases, bucket_bytes: int
 ) -> LoadedCheckpoint:
     """Read a step; see `Booster.load_checkpoint`.
 
     Args:
-        io: Reads the parts.
         session: The ranks.
-        make_state: Returns the state that is written into.
-        root: The folder of all steps.
+        state: What is written into.
+        request: The call. Without ``strict``, registered objects that don't fit are left out, too.
         leases: The roots that this engine may save into.
-        step: The step, ``"latest"`` or ``"newest-whole"``.
-        resume: This run goes on saving there; where there is nothing, step 0 is returned.
-        strict: As for `CheckpointFiles.load_model`; ``False`` also leaves out registered objects that don't fit.
-        verify: Compare checksums.
-        num_threads: As for `CheckpointFiles.load_model`.
+        bucket_bytes: Most memory to use besides the state, in bytes.
 
     Collective: every rank.
     """
-    coordinator = session.coordinator
-    io.wait(_LOAD)
-    where, names = Path(root), list[str]()
-    step = _chosen(step, resume=resume)
-    with session.together(_LOAD, where, for_long=True):
-        _check_step(step, is_load=True)
-        state = make_state()
-        steps = open_steps(root)
+    coordinator, call, where, names = session.coordinator, request.call, Path(request.path), list[str]()
+    with session.together(call, where, for_long=True):
+        request.check()
+        steps = open_steps(request.path)
         if coordinator.rank == 0:
-            names = _names_to_try(steps, step, leases if resume else None)
+            names = _names_to_try(steps, request.wanted_step, leases if request.resume else None)
     names = coordinator.broadcast_object(names)
     if not names:
         return LoadedCheckpoint()
     wanted = _wanted(state)
     for name, next_name in itertools.zip_longest(names, names[1:]):
         folder = folder_of(steps, name)
-        manifest, problem, is_one_disk = _look_into(session, folder, wanted, verify=verify)
+        manifest, problem, is_one_disk = _look_into(session, folder, wanted, request)
         if problem is None:
             # A tensor that is not loaded, as without `strict`, has no rank that verifies the block it begins in.
-            checks = ReadChecks(manifest if verify else None, folder, is_shared=is_one_disk and strict)
+            is_shared = is_one_disk and request.strict
+            checks = ReadChecks(manifest if request.verify else None, folder, is_shared=is_shared)
             try:
-                report, extra = _restore(
-                    io, session, state, folder, strict=strict, num_threads=num_threads, checks=checks
-                )
+                report, extra = _restore(session, state, folder, request, bucket_bytes=bucket_bytes, checks=checks)
             except CheckpointError:
-                problem = _damage_found(session, folder, checks) if verify else None
+                problem = _damage_found(session, folder, checks, call) if request.verify else None
                 if problem is None:
                     raise
             else:
                 path = f"{steps.root.rstrip('/')}/{name}"
                 return LoadedCheckpoint(step=manifest.step, extra=extra, path=path, report=report)
         if next_name is None:
-            _raise_damaged(session, steps, name, problem)
+            _raise_damaged(session, steps, name, problem, call)
         if coordinator.rank == 0:
             log.warning("%s Trying '%s' instead.", problem, next_name)
     msg = "a load tries one step at least"
@@ -206,48 +168,47 @@ def load_training_state(
 
 
 def _restore(
-    io: CheckpointFiles,
     session: Session,
     state: TrainingState,
     folder: Path,
+    request: LoadRequest,
     *,
-    strict: bool,
-    num_threads: int,
+    bucket_bytes: int,
     checks: ReadChecks,
 ) -> tuple[LoadReport, Any]:
     """Read a step that looks whole; return what was loaded of the model, and the user's own values.
 
     Collective: every rank.
     """
-    with session.together(_LOAD, folder):
+    with session.together(request.call, folder):
         saved = SavedTraining(folder)
-        saved.check(state.objects, session.world_size, strict=strict)
-    options: dict[str, Any] = {"num_threads": num_threads, "checks": checks}
-    report = io.load_model(state.model, folder / MODEL, strict, module=state.module, **options)
+        saved.check(state.objects, session.world_size, strict=request.strict)
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "checks": checks}
+    report = load_model(session, state.model, folder / MODEL, request, **options)
     if state.optimizer is not None:
-        io.load_optimizer(state.optimizer, folder / OPTIMIZER, **options)
+        load_optimizer(session, state.optimizer, folder / OPTIMIZER, request, **options)
     if state.ema is not None:
-        io.load_model(state.ema, folder / EMA, strict, **options)
-    with session.together(_LOAD, folder):
+        load_model(session, state.ema, folder / EMA, request, **options)
+    with session.together(request.call, folder):
         saved.restore_objects(state.objects, session.rank)
         extra = saved.extra()
         saved.restore_random_state(state.objects.device, session.rank)
     return report, extra
 
 
-def _damage_found(session: Session, folder: Path, checks: ReadChecks) -> str | None:
+def _damage_found(session: Session, folder: Path, checks: ReadChecks, call: str) -> str | None:
     """Return what any rank has found damaged while it read, in words; ``None`` if the load failed for another reason.
 
     Collective: every rank.
     """
-    gathered = session.coordinator.all_gather_object(checks.problems, name=f"{_LOAD} (damage)")
+    gathered = session.coordinator.all_gather_object(checks.problems, name=f"{call} (damage)")
     found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
     if not found:
         return None
     return f"{damaged(folder, found)} The values of model and optimizer are partly those of this step now."
 
 
-def has_training_state(session: Session, root: str | Path) -> bool:
+def has_step(session: Session, root: str | Path) -> bool:
     """Return whether there is a step to load; see `Booster.has_checkpoint`.
 
     Collective: every rank.
@@ -260,17 +221,11 @@ def has_training_state(session: Session, root: str | Path) -> bool:
     return bool(session.coordinator.broadcast_object(found))
 
 
-def _raise_damaged(session: Session, steps: Steps, name: str, problem: str) -> None:
+def _raise_damaged(session: Session, steps: Steps, name: str, problem: str, call: str) -> None:
     """Raise on every rank what is wrong with a step, and which other one to load; rank 0 looks for it."""
-    with session.together(_LOAD, Path(steps.root), for_long=True):
+    with session.together(call, Path(steps.root), for_long=True):
         if session.rank == 0:
             raise CheckpointError(problem + steps.advice(name))
-
-
-def _chosen(step: int | str | None, *, resume: bool) -> int | str:
-    if step is None:
-        return NEWEST_WHOLE if resume else LATEST
-    return step
 
 
 def _wanted(state: TrainingState) -> list[str]:
@@ -298,7 +253,9 @@ def _names_to_try(steps: Steps, step: int | str, leases: Leases | None) -> list[
     return steps.candidates() if step == NEWEST_WHOLE else [steps.find(step)]
 
 
-def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: bool) -> tuple[Manifest, str | None, bool]:
+def _look_into(
+    session: Session, folder: Path, wanted: list[str], request: LoadRequest
+) -> tuple[Manifest, str | None, bool]:
     """Check a step against its manifest, as far as nothing is verified while it is read.
 
     Ranks that see the same files share the work.
@@ -318,7 +275,7 @@ def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: boo
     problem = session.coordinator.broadcast_object(problem)
     if problem is not None:
         return manifest, problem, False
-    with session.together(_LOAD, folder):
+    with session.together(request.call, folder):
         manifest = Manifest.read(folder)
         required(manifest, folder, wanted)
         status = (folder / MANIFEST).stat()
@@ -327,9 +284,9 @@ def _look_into(session: Session, folder: Path, wanted: list[str], *, verify: boo
     mates = [rank for rank, disk in enumerate(disks) if disk == disks[session.rank]]
     names = [file for file in manifest.files if any(file == want or file.startswith(f"{want}/") for want in wanted)]
     own = names[mates.index(session.rank) :: len(mates)]
-    with session.together(_LOAD, folder, for_long=True):
+    with session.together(request.call, folder, for_long=True):
         problems = manifest.size_problems(folder, own)
-        if verify and not problems:
+        if request.verify and not problems:
             ahead = [file for file in own if file == TENSORS or not manifest.files[file].is_read_checked]
             problems = manifest.content_problems(folder, ahead)
     found = [problem for problems in session.coordinator.all_gather_object(problems) for problem in problems]
@@ -345,25 +302,3 @@ def _home(name: str) -> str:
     if name in (names.single, names.index, names.groups) or names.is_part(name):
         return OPTIMIZER
     return "" if name.startswith(f"{BASE}.") else MODEL
-
-
-def _check_numbers(step: int, metric: float | None, size_per_shard: int) -> None:
-    _check_step(step, is_load=False)
-    if metric is not None:
-        try:
-            float(metric)
-        except (TypeError, ValueError, RuntimeError) as error:
-            msg = f"`metric={metric!r}` is not a number, nor a tensor with one element."
-            raise ConfigError(msg) from error
-    if size_per_shard < 1:
-        msg = f"`size_per_shard={size_per_shard}` is not a size in MiB. The default is 1024."
-        raise ConfigError(msg)
-
-
-def _check_step(step: int | str, *, is_load: bool) -> None:
-    if is_load and step in (LATEST, NEWEST_WHOLE):
-        return
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        others = f", or '{LATEST}' or '{NEWEST_WHOLE}'" if is_load else ""
-        msg = f"`step={step!r}` is not a step. Use the number of steps taken so far{others}."
-        raise ConfigError(msg)

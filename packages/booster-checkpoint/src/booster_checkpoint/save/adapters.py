@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-    from booster_checkpoint.checkpoint_files import CheckpointFiles
+    from booster_checkpoint.save.saver import Saver
+    from booster_core.checkpoint_io import ModelState, SaveRequest
     from booster_core.state import StateAdapter, TensorShard
 
 _FILE = "adapter_model"
 _CONFIG = "adapter_config.json"
 
 
-def adapted_model(model: nn.Module) -> PeftModel:
+def adapted_model(model: nn.Module | None) -> PeftModel:
     """Return the user's own model as peft's.
 
     Raises:
@@ -42,32 +43,30 @@ def adapted_model(model: nn.Module) -> PeftModel:
 
     Collective: none.
     """
-    if is_adapted(model):
+    if model is not None and is_adapted(model):
         return cast("PeftModel", model)
     msg = f"The model (`{type(model).__name__}`) has no adapters to save. Call `enable_lora` before `boost`."
     raise ConfigError(msg)
 
 
 def save_adapters(
-    io: CheckpointFiles,
+    saver: Saver,
     model: PeftModel,
-    state: StateAdapter,
+    state: ModelState,
     folder: Path,
+    request: SaveRequest,
     *,
     selected: Sequence[str] | None,
-    use_safetensors: bool,
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
 ) -> None:
     """Write a model's adapters; see `Booster.save_lora_as_pretrained`.
 
     Args:
-        io: Writes the files.
+        saver: Writes the files.
         model: The user's own model, with adapters.
         state: Its state.
         folder: Where the adapter ``default`` goes.
+        request: The call.
         selected: Names of adapters; ``None`` for all.
-        use_safetensors: Write safetensors.
-        dtype: Element type to write in, for all or by the names of the model's tensors; ``None`` for their own.
 
     Raises:
         ConfigError: If there is no adapter of a selected name.
@@ -80,15 +79,15 @@ def save_adapters(
     if unknown:
         msg = f"The model has no adapters {unknown}. It has: {', '.join(map(repr, present))}."
         raise ConfigError(msg)
-    suffix, other = (SAFETENSORS, TORCH) if use_safetensors else (TORCH, SAFETENSORS)
+    suffix, other = (SAFETENSORS, TORCH) if request.use_safetensors else (TORCH, SAFETENSORS)
     for name in wanted:
         if leaves_folder(name):
             msg = f"The adapter's name '{name}' leads out of '{folder}', where its files go. Rename the adapter."
             raise ConfigError(msg)
         home = folder if name == "default" else folder / name
-        names, files = FileNames(base=_FILE, suffix=suffix), _file_names(model, name)
+        names, files, dtype = FileNames(base=_FILE, suffix=suffix), _file_names(model, name), state.dtype
         part = ModelPart(
-            _AdapterView(state, files, dtype if isinstance(dtype, Mapping) else {}),
+            _AdapterView(state.adapter, files, dtype if isinstance(dtype, Mapping) else {}),
             names,
             file_name=names.single,
             dtype=_in_files(dtype, files) if isinstance(dtype, Mapping) else dtype,
@@ -98,7 +97,7 @@ def save_adapters(
         def drop_other_form(_written: object, stale: Path = home / f"{_FILE}{other}") -> None:
             stale.unlink(missing_ok=True)  # peft reads safetensors, where both are there
 
-        io.write_folder("save_lora_as_pretrained", home, [part], commit=drop_other_form)
+        saver.save(request.call, home, [part], commit=drop_other_form)
 
 
 class _AdapterView(ModelView):

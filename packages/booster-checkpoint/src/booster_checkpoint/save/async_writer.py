@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import sys
 import threading
@@ -18,12 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_checkpoint.save.writer import Fragment, fill_buckets, synchronize_devices
-from booster_core.ranks import Meetings
+from booster_core.ranks import Meetings, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-_jobs = itertools.count()
 
 
 class SnapshotBuffers:
@@ -97,7 +94,7 @@ class BackgroundWriter:
         self.is_started = True
         self._name, self._error = name, None
         self._followers, self._is_over = [], False
-        self._meetings = meetings = Meetings(f"job {next(_jobs)}")
+        self._meetings = meetings = Meetings(f"job {next(current_world().jobs)}")
 
         def run() -> None:
             try:

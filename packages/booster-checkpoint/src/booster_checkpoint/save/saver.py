@@ -35,6 +35,7 @@ from booster_checkpoint.save.writer import (
 from booster_checkpoint.session import Progress, distinct
 from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError
+from booster_core.ranks import current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,10 +48,10 @@ if TYPE_CHECKING:
     from booster_checkpoint.session import Session
     from booster_core.state import TensorShard
 
+BUCKET_BYTES = 64 << 20
+"""What a save or load takes on a rank besides the state, unless it is told otherwise."""
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
 _TEMPORARY_NAME = re.compile(rf"\.(.+)\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
-_background_saves = itertools.count()
-"""Ranks start saves in the background in step, so that a number names the same save on each."""
 Told = dict[str, tuple[int, tuple[Block, ...]]]
 """What the writers of files say of them, by name: size, and blocks where checksums were asked for."""
 
@@ -206,7 +207,7 @@ class Saver:
             is_shown=False,
             group=session.cpu_group() if session.world_size > 1 else None,
         )
-        number = next(_background_saves)
+        number = next(current_world().jobs)
 
         def run() -> None:
             try:

@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from typing_extensions import Self, override
 
 from booster_checkpoint.storage.interface import leaves_folder, storage_for
-from booster_checkpoint.storage.location import local_path, scheme_of
 from booster_checkpoint.storage.range_stream import RangeStream
+from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import BoosterError, CheckpointError
 
 if TYPE_CHECKING:

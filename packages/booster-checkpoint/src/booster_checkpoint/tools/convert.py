@@ -10,7 +10,6 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.checkpoint_files import CheckpointFiles
 from booster_checkpoint.files.dcp_table import METADATA
 from booster_checkpoint.files.index import read_json
 from booster_checkpoint.files.layout import (
@@ -26,9 +25,11 @@ from booster_checkpoint.files.layout import (
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
+from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.save.writer import sync_folder
+from booster_checkpoint.session import Session
 from booster_checkpoint.storage import RemotePath
-from booster_checkpoint.tools.dcp import clear_temporaries
+from booster_checkpoint.tools.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
@@ -154,26 +155,22 @@ def _write(
     size_per_shard: int,
     dtype: torch.dtype | None,
 ) -> None:
-    io = CheckpointFiles(DistCoordinator())
-    if suffix == DCP:
-        ((kind, source),) = sources.items()
-        adapter = SourceAdapter(source, is_optimizer=kind == OPTIMIZER)
-        if kind == OPTIMIZER:
-            io.save_optimizer(adapter, folder, gather_dtensor=False)
-        else:
-            io.save_model(adapter, folder, gather_dtensor=False, dtype=dtype)
-        return
-    max_bytes = None if file_name is not None else size_per_shard << 20
+    session = Session(DistCoordinator(), timeout_seconds=None)
+    max_bytes = None if file_name is not None or suffix == DCP else size_per_shard << 20
     parts: list[Part] = []
     for kind, source in sources.items():
         adapter = SourceAdapter(source, is_optimizer=kind == OPTIMIZER)
         base = OPTIMIZER if kind == OPTIMIZER else TORCH_MODEL if suffix == TORCH else MODEL
-        names = FileNames(base=base, suffix=suffix)
+        names = FileNames(base=base, suffix=SAFETENSORS if suffix == DCP else suffix)
         if kind == OPTIMIZER:
             parts.append(OptimizerPart(adapter, names, max_bytes=max_bytes, file_name=file_name))
         else:
             parts.append(ModelPart(adapter, names, max_bytes=max_bytes, file_name=file_name, dtype=dtype))
-    io.write_folder("convert", folder, parts)
+    if suffix == DCP:
+        (part,) = parts
+        save_dcp("convert", session, part, folder)
+    else:
+        Saver(session, BUCKET_BYTES, shared_filesystem=None).save("convert", folder, parts)
 
 
 def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:

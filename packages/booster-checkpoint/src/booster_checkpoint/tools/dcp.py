@@ -40,10 +40,12 @@ from booster_checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
 from booster_checkpoint.files.dcp_table import METADATA, read_table
 from booster_checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_checkpoint.files.optimizer_info import OptimizerInfo
+from booster_checkpoint.remote import staged_for
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_checkpoint.save.writer import sync_folder
 from booster_checkpoint.session import distinct
+from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError
 from booster_core.state import box_shape, pack, regions_of
 
@@ -200,13 +202,21 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
         name: What the user called.
         session: The ranks.
         part: The model or optimizer.
-        path: The folder; one that holds another kind of files is refused.
+        path: The folder; one that holds another kind of files is refused. One at a URL is uploaded from a local one.
 
     Raises:
         CheckpointError: If the folder cannot be written, or holds something else.
 
     Collective: every rank.
     """
+    if isinstance(path, RemotePath):
+        with staged_for(session.coordinator, path, name) as folder:
+            _save_locally(name, session, part, folder)
+    else:
+        _save_locally(name, session, part, path)
+
+
+def _save_locally(name: str, session: Session, part: Part, path: Path) -> None:
     made: list[Path] = []
     temporary: Path | None = None
 

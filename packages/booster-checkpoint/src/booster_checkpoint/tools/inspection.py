@@ -11,11 +11,12 @@ from booster_checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_checkpoint.load.optimizer_check import read_optimizer_info
 from booster_checkpoint.load.source import Source
 from booster_checkpoint.run.manifest import MANIFEST, Manifest
-from booster_checkpoint.run.steps import LATEST, parse_name
+from booster_checkpoint.run.steps import parse_name
 from booster_checkpoint.run.steps_remote import open_steps
 from booster_checkpoint.run.training_part import TENSORS, VALUES
 from booster_checkpoint.storage import RemotePath
 from booster_checkpoint.tools.convert import kinds_at
+from booster_core.checkpoint_io import LATEST
 from booster_core.errors import CheckpointError
 from booster_core.state import tensor_references
 

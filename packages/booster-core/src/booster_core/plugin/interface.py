@@ -403,6 +403,8 @@ class Plugin(ABC):
             TypeError: If ``seed`` is no integer.
             ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, or it is an
                 iterable one.
+
+        Collective: none.
         """
         from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 

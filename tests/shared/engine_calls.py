@@ -1,0 +1,49 @@
+"""The checkpoint engine, called as `Booster` is, with an adapter in place of a boosted model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from booster_checkpoint import CheckpointEngine
+from booster_core import Booster
+from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
+
+
+class EngineCalls:
+    """An engine of all ranks that were launched.
+
+    Args:
+        timeout_seconds: How long a call waits for missing ranks; the launch's limit by default.
+        **options: As for `CheckpointEngine`.
+    """
+
+    def __init__(self, *, timeout_seconds=None, **options):
+        booster = Booster("cpu")
+        context = booster.context
+        if timeout_seconds is not None:
+            context = replace(context, timeout_seconds=timeout_seconds)
+        self.engine = CheckpointEngine(booster.plugin, context, **options)
+        self.saver = self.engine._saver
+        self.write_folder = self.saver.save
+        self.rank = context.coordinator.rank
+        self.wait, self.close = self.engine.wait, self.engine.close
+
+    def save_model(self, adapter, path, *, module=None, dtype=None, **options):
+        state = ModelState(adapter=adapter, module=module, dtype=dtype)
+        self.engine.save_model(state, SaveRequest(call="save_model", path=path, **options))
+
+    def load_model(self, adapter, path, *, module=None, **options):
+        state = ModelState(adapter=adapter, module=module)
+        return self.engine.load_model(state, LoadRequest(call="load_model", path=path, **options))
+
+    def save_optimizer(self, adapter, path, **options):
+        self.engine.save_optimizer(adapter, SaveRequest(call="save_optimizer", path=path, **options))
+
+    def load_optimizer(self, adapter, path, **options):
+        self.engine.load_optimizer(adapter, LoadRequest(call="load_optimizer", path=path, **options))
+
+    def save_lr_scheduler(self, scheduler, path):
+        self.engine.save_lr_scheduler(scheduler, SaveRequest(call="save_lr_scheduler", path=path))
+
+    def load_lr_scheduler(self, scheduler, path):
+        self.engine.load_lr_scheduler(scheduler, LoadRequest(call="load_lr_scheduler", path=path))
