@@ -10,11 +10,12 @@ from torch import nn
 
 from booster_core import Boosted, Booster
 from booster_core.errors import LazyInitError
-from booster_core.plugin import ModelWrapper, OptimizerWrapper, Plugin
+from booster_core.plugin import ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import materialize, take_recording
+from booster_runtime.strategy import Strategy
 from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory
 from booster_testing.models import TinyMixedBag
@@ -22,7 +23,7 @@ from booster_testing.models import TinyMixedBag
 MIB = 2**20
 
 
-class Rows(Plugin):
+class Rows(Strategy):
     """Keeps of each parameter the flat part that is this rank's, in `kept`."""
 
     name: ClassVar[str] = "rows"
@@ -32,7 +33,8 @@ class Rows(Plugin):
     def __init__(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}
 
-    def configure(self, objects: Boosted, context: Any) -> Boosted:
+    def shard(self, objects: Boosted, context: Any, values: Any) -> Boosted:
+        assert values is None, "left to this plugin"
         rank, size = context.coordinator.rank, context.coordinator.world_size
         recording = take_recording(objects.model)
         shards = []
@@ -44,7 +46,7 @@ class Rows(Plugin):
             )
             self.kept[name] = data
         recording.fill(shards, context.device)
-        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer)
+        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer, context=context)
         return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
 
 

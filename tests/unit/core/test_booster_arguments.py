@@ -195,7 +195,7 @@ class WithoutEngine(Booster):
 def test_an_attribute_error_in_an_attribute_of_a_booster_is_told_as_it_is(monkeypatch):
     booster = WithoutEngine()
     for name, missing in (("own", "missing_in_own"), ("checkpoint_io", "missing_in_engine")):
-        with pytest.raises(AttributeError, match=f"'SingleDevicePlugin' object has no attribute '{missing}'"):
+        with pytest.raises(AttributeError, match=f"'SingleDeviceStrategy' object has no attribute '{missing}'"):
             getattr(booster, name)
 
     def break_hooks():

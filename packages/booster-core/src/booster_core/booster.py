@@ -20,7 +20,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.checks import check_arguments, check_boosted, outline
 from booster_core.plugin.discovery import check_api_version, load, load_default
 from booster_core.plugin.hooks import hook_relay
-from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin, as_tuple
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.originals import mark_boosted
 from booster_core.plugin.replicated import gradient_norm_dtype
@@ -279,13 +279,13 @@ class Booster(Saving):
             context=self.context,
         )
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, **options: Any) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> None:
         """Run backward from a loss, with the loss scale of the run.
 
         Args:
             loss: A scalar computed from the boosted model's output. Under accumulation, divide it by the number of
                 micro-batches.
-            optimizer: The optimizer that `boost` returned.
+            optimizer: The optimizer that `boost` returned; of several, any or all.
             **options: ``inputs`` and ``retain_graph``, as for ``Tensor.backward``.
 
         Raises:
@@ -299,11 +299,12 @@ class Booster(Saving):
         if unknown:
             msg = f"`Booster.backward` takes no {' or '.join(unknown)}. Its options are `inputs` and `retain_graph`."
             raise TypeError(msg)
-        if not isinstance(optimizer, OptimizerWrapper):
-            got = type(optimizer).__name__
+        first = next(iter(as_tuple(optimizer)), None)
+        if not isinstance(first, OptimizerWrapper):
+            got = type(optimizer if first is None else first).__name__
             msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
-        optimizer.backward(self._weighed(loss), **options)
+        first.backward(self._weighed(loss), **options)
 
     @contextlib.contextmanager
     def weighing_losses(self, weight: float) -> Iterator[LossWeight]:

@@ -22,7 +22,7 @@ from booster_core.checkpoint_io import (
     resolved,
 )
 from booster_core.errors import ConfigError
-from booster_core.plugin.interface import Plugin
+from booster_core.plugin.interface import Plugin, as_tuple
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 
@@ -201,7 +201,7 @@ class Saving:
 
     def save_optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         checkpoint: str | Path,
         shard: bool = False,  # noqa: FBT001, FBT002 - positional in the tutorials
         gather_dtensor: bool = True,  # noqa: FBT001, FBT002
@@ -230,7 +230,7 @@ class Saving:
 
     def load_optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         checkpoint: str | Path,
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
         num_threads: int = 1,
@@ -273,7 +273,7 @@ class Saving:
         *,
         step: int,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
         ema: MovingAverage | None = None,
@@ -334,7 +334,7 @@ class Saving:
         root: str | Path,
         *,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
         ema: MovingAverage | None = None,
@@ -452,18 +452,35 @@ class Saving:
         precision = boosted.boost_context.precision
         return {name: precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
 
-    def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
+    def _model_of(self, optimizer: Optimizer | Sequence[Optimizer], call: str) -> ModelWrapper:
+        """Return the model that one optimizer, or several, were boosted with; all of it must be passed.
+
+        Raises:
+            TypeError: If one was not boosted by this Booster.
+            ConfigError: If the model has another optimizer that is not passed.
+        """
+        asked = as_tuple(optimizer)
         for boosted in self._boosted:
-            if any(optimizer in (own, own.unwrap()) for own in boosted.boosted_optimizers):
-                return boosted
-        msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
+            own = boosted.boosted_optimizers
+            found = [each for each in own if any(one in (each, each.unwrap()) for one in asked)]
+            if not found or len(found) < len(asked):
+                continue
+            if len(found) < len(own):
+                msg = (
+                    f"`Booster.{call}` got {len(found)} of the {len(own)} optimizers that the model was boosted with. "
+                    "Pass all of them, as `boost` returned them: their state is one."
+                )
+                raise ConfigError(msg)
+            return boosted
+        got = ", ".join(f"`{type(each).__name__}`" for each in asked or (optimizer,))
+        msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got {got}."
         raise TypeError(msg)
 
     def _training_state(
         self,
         call: str,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
         dataloader: Any,
         ema: MovingAverage | None,
@@ -482,7 +499,7 @@ class Saving:
             objects=TrainingObjects(
                 device=self.context.device,
                 schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
-                loss_scaler=getattr(optimizer, "loss_scaler", None),
+                loss_scaler=getattr(next(iter(as_tuple(optimizer)), None), "loss_scaler", None),
                 dataloader=dataloader,
                 registered=dict(self._registered),
             ),

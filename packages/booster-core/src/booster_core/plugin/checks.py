@@ -16,9 +16,11 @@ from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.originals import was_boosted
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state.names import NamedTensors, own_class, without_adapters
+from booster_core.state.names import NamedTensors, has_adapters, own_class, without_adapters
 
 if TYPE_CHECKING:
+    import torch
+
     from booster_core.plugin.interface import Plugin
 
 _WRAPPED_ELSEWHERE = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -77,6 +79,31 @@ def check_arguments(objects: Boosted, plugin: Plugin | None = None) -> None:
                 "than the one passed to `boost`. Pass the two together."
             )
             raise ConfigError(msg)
+
+
+def check_plain(model: nn.Module, plugin: Plugin, device: torch.device) -> None:
+    """Raise where a model is not one of plain values that are all trained or frozen as they are.
+
+    Raises:
+        ConfigError: If a tensor is on the meta device, where there are no values, and the run is not; or the model has
+            adapters, and the plugin does not declare that it trains them.
+    """
+    own = unwrap_model(model)
+    tensors = [*own.named_parameters(), *own.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty and device.type != "meta":
+        msg = (
+            f"{len(empty)} tensor(s) of the model have no values, such as '{empty[0]}': they are on the meta device, "
+            f"and plugin '{plugin.name}' does not give them any. Build the model outside of `LazyInitContext` and "
+            "`torch.device('meta')`, or choose a plugin that takes lazy models."
+        )
+        raise ConfigError(msg)
+    if has_adapters(own) and Capability.LORA not in plugin.capabilities:
+        msg = (
+            f"Plugin '{plugin.name}' does not train adapters, and the model has some of peft. Merge them by "
+            "`model.merge_and_unload()`, or choose a plugin that declares `Capability.LORA`."
+        )
+        raise ConfigError(msg)
 
 
 def outline(objects: Boosted) -> dict[str, Any]:

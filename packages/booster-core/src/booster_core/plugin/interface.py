@@ -210,11 +210,15 @@ class Plugin(ABC):
         Collective: every rank of the world, in step.
         """
 
-    def check_objects(self, objects: Boosted, context: BoostContext) -> None:  # noqa: B027 - none is needed
+    def check_objects(self, objects: Boosted, context: BoostContext) -> None:
         """Raise what is wrong with the arguments of ``boost`` for this plugin, before anything is changed.
 
-        What it raises on one rank is raised on all. It must not communicate.
+        What it raises on one rank is raised on all. It must not communicate. The default refuses a model without
+        values, on the meta device, and one with adapters where the plugin does not declare `Capability.LORA`.
         """
+        from booster_core.plugin.checks import check_plain
+
+        check_plain(objects.model, self, context.device)
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the precision that a run under this plugin has when a user asks for ``policy``.
