@@ -1,7 +1,7 @@
 """`CheckpointIO`: the interface between `Booster` and the engine that reads and writes files.
 
 An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-checkpoint brings the one
-named ``files``. An engine sees a model as a `StateAdapter`:
+named ``files``, for which `booster_core.plain_checkpoint_io` stands in. An engine sees a model as a `StateAdapter`:
 shards that can be read and written, under any plugin. It holds no strategy logic, and this module no file code.
 """
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
 
 __all__ = [
+    "LATEST",
+    "LOADER",
+    "NEWEST_WHOLE",
     "CheckpointIO",
     "GlobalPosition",
     "LoadReport",
@@ -45,6 +48,12 @@ __all__ = [
     "StepOptions",
     "TrainingObjects",
     "TrainingState",
+    "local_path",
+    "new_step_name",
+    "parse_step_name",
+    "resolved",
+    "scheme_of",
+    "step_name",
 ]
 
 CHECKPOINT_GROUP = "booster.checkpoint_io"
@@ -516,10 +525,9 @@ def _version(package: str) -> str | None:
 
 
 def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
-    """Import the checkpoint engine of a name.
+    """Import the checkpoint engine of a name; where none has the default one, that of core for one process.
 
     Raises:
-        CheckpointError: If no engine is installed at all.
         ConfigError: If none has this name, or several have.
         PluginError: If it can't be imported, or is no `CheckpointIO`.
 
@@ -528,11 +536,9 @@ def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     entries = list(importlib_metadata.entry_points(group=CHECKPOINT_GROUP))
     named = [entry for entry in entries if entry.name == name]
     if not named and name == DEFAULT_ENGINE:
-        msg = (
-            "Saving and loading need an engine, and none is installed. Run `pip install booster-checkpoint`; every "
-            "strategy, such as booster-ddp, brings it along."
-        )
-        raise CheckpointError(msg)
+        from booster_core.plain_checkpoint_io import PlainCheckpointIO
+
+        return PlainCheckpointIO
     if len(named) != 1:
         have = ", ".join(sorted({f"'{entry.name}'" for entry in entries})) or "none"
         whose = f", from {' and '.join(map(distribution_of, named))}" if named else ""

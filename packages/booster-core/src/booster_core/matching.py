@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
     from booster_core.state import OptimizerInfo, StateAdapter
 
+__all__ = [
+    "Expectation",
+    "check_same_parameters",
+    "check_states",
+    "compare",
+    "listed_states",
+    "misfit",
+    "states_by_parameter",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
