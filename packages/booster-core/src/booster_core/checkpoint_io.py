@@ -61,7 +61,8 @@ DEFAULT_ENGINE = "files"
 LOADER = "dataloader/"
 """The name of a data loader that is not ours; users' names contain no slash."""
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-LATEST, NEWEST_WHOLE = "latest", "newest-whole"
+LATEST = "latest"
+NEWEST_WHOLE = "newest-whole"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
