@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from booster_checkpoint.files.index import read_json
 from booster_checkpoint.load.source import Source
 from booster_core.errors import CheckpointError
-from booster_core.state import decode_json, encode_json
+from booster_core.state import decode_json, encode_json, read_json
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it

@@ -15,14 +15,13 @@ from engine_calls import EngineCalls
 from torch import nn
 
 from booster_checkpoint.files.layout import MODEL, FileNames
-from booster_checkpoint.files.optimizer_info import OptimizerInfo
-from booster_checkpoint.load.optimizer_check import check_same_parameters, states_by_parameter
 from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.save.saver import Save, Saver
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_checkpoint.session import Session, places_in_message
+from booster_core.matching import check_same_parameters, states_by_parameter
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state import ModelView, ReplicatedStateAdapter, TensorShard, full_box
+from booster_core.state import ModelView, OptimizerInfo, ReplicatedStateAdapter, TensorShard, full_box
 from booster_core.state.adapter import ParamGroup, TensorMeta
 from booster_testing import run_on_ranks
 

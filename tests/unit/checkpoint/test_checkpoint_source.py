@@ -7,17 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from booster_checkpoint.files.layout import (
-    MODEL,
-    OPTIMIZER,
-    FileNames,
-    PlannedFile,
-    TensorSpec,
-    natural_order,
-    split_into_files,
-)
+from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames, PlannedFile, TensorSpec, split_into_files
 from booster_checkpoint.load.source import open_source
 from booster_core.errors import CheckpointError
+from booster_core.state import natural_order
 
 
 def put(folder, name, value=1.0, keys=("a",)):

@@ -11,12 +11,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.index import read_json
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.loading import load_model, load_optimizer
-from booster_checkpoint.run.facts import run_facts
 from booster_checkpoint.run.lease import Leases
-from booster_checkpoint.run.scheduler import scheduler_from_json, scheduler_to_json
 from booster_checkpoint.run.training_state import has_step, load_step, save_step
 from booster_checkpoint.save.adapters import adapted_model, save_adapters
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
@@ -25,6 +22,7 @@ from booster_checkpoint.session import Session
 from booster_checkpoint.storage import path_at
 from booster_core.checkpoint_io import CheckpointIO
 from booster_core.errors import CheckpointError, ConfigError
+from booster_core.state import read_json, scheduler_from_json, scheduler_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,8 +116,7 @@ class CheckpointEngine(CheckpointIO):
         save_adapters(self._saver, model, state, self._path_of(request), request, selected=adapters)
 
     def save_checkpoint(self, state: TrainingState, request: SaveRequest) -> None:
-        facts = run_facts(self.plugin, self.context)
-        save_step(self._session, self._saver, state, request, leases=self._leases, facts=facts)
+        save_step(self._session, self._saver, state, request, leases=self._leases, facts=self.facts())
 
     def load_checkpoint(self, state: TrainingState, request: LoadRequest) -> LoadedCheckpoint:
         self._saver.begin(request.call)

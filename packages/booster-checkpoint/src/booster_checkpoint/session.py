@@ -68,11 +68,6 @@ def places_in_message(keys: Sequence[Sequence[_Key]]) -> dict[_Key, tuple[int, i
     return places
 
 
-def distinct(values: Iterable[_T]) -> list[_T]:
-    """Return values without repetitions of the same object, in their order."""
-    return list({id(value): value for value in values}.values())
-
-
 class Session:
     """How the ranks of one `CheckpointEngine` work together.
 

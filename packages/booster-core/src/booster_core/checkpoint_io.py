@@ -1,13 +1,14 @@
 """`CheckpointIO`: the interface between `Booster` and the engine that reads and writes files.
 
 An engine is found by its name in the entry-point group ``booster.checkpoint_io``; booster-checkpoint brings the one
-named ``files``. An engine sees a model as a `StateAdapter`: shards that can be read and written, under any
-plugin. It holds no strategy logic, and this module no file code.
+named ``files``, for which `booster_core.plain_checkpoint_io` stands in. An engine sees a model as a `StateAdapter`:
+shards that can be read and written, under any plugin. It holds no strategy logic, and this module no file code.
 """
 
 from __future__ import annotations
 
 import math
+import platform
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
@@ -16,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 import importlib_metadata
+import torch
 
 from booster_core.errors import CheckpointError, ConfigError, PluginError, shorten
 from booster_core.plugin.hooks import distribution_of
 from booster_core.state import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    import torch
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from booster_core.state.adapter import StateAdapter
 
 __all__ = [
+    "LATEST",
+    "LOADER",
+    "NEWEST_WHOLE",
     "CheckpointIO",
     "GlobalPosition",
     "LoadReport",
@@ -44,11 +48,21 @@ __all__ = [
     "StepOptions",
     "TrainingObjects",
     "TrainingState",
+    "local_path",
+    "new_step_name",
+    "parse_step_name",
+    "resolved",
+    "scheme_of",
+    "step_name",
 ]
 
 CHECKPOINT_GROUP = "booster.checkpoint_io"
 DEFAULT_ENGINE = "files"
-LATEST, NEWEST_WHOLE = "latest", "newest-whole"
+LOADER = "dataloader/"
+"""The name of a data loader that is not ours; users' names contain no slash."""
+_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+LATEST = "latest"
+NEWEST_WHOLE = "newest-whole"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -321,6 +335,21 @@ class TrainingObjects:
     dataloader: Any = None
     registered: Mapping[str, tuple[Any, bool]] = field(default_factory=dict)
 
+    def stateful(self) -> dict[str, tuple[Any, bool]]:
+        """Return registered objects, and a data loader that counts its position in a way of its own on each rank."""
+        is_own = self.dataloader is not None and not isinstance(self.dataloader, GlobalPosition)
+        return {**self.registered, **({LOADER: (self.dataloader, True)} if is_own else {})}
+
+    def check_dataloader(self, method: str) -> None:
+        """Raise `CheckpointError` if there is a data loader that lacks a method, such as ``state_dict``."""
+        if self.dataloader is not None and not callable(getattr(self.dataloader, method, None)):
+            kind = type(self.dataloader).__name__
+            msg = (
+                f"`dataloader` is a `{kind}`, which cannot tell its position. Pass the loader that `Booster.boost` or "
+                "`Booster.prepare_dataloader` returned, or keep the position yourself in `extra`."
+            )
+            raise CheckpointError(msg)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
@@ -355,6 +384,24 @@ class TrainingState:
     optimizer: StateAdapter | None = None
     ema: ModelState | None = None
     precision: PrecisionPolicy | None = None
+
+
+def step_name(step: int, revision: int = 0) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}" + (f".{revision}" if revision else "")
+
+
+def parse_step_name(name: str) -> tuple[int, int] | None:
+    """Return step and revision of a folder's name; ``None`` for other names."""
+    match = _FOLDER.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def new_step_name(step: int, taken: Iterable[str]) -> str:
+    """Return a name for a step's folder; a step that is among the names taken gets another revision."""
+    found = [parsed for parsed in map(parse_step_name, taken) if parsed is not None]
+    revisions = [revision for other, revision in found if other == step]
+    return step_name(step, max(revisions) + 1 if revisions else 0)
 
 
 class GlobalPosition(ABC):
@@ -398,6 +445,30 @@ class CheckpointIO(ABC):
     def __init__(self, plugin: Plugin, context: BoostContext) -> None:
         self.plugin = plugin
         self.context = context
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a manifest states of this run, as JSON values. Nothing of it is needed to load."""
+        world_size = self.context.coordinator.world_size
+        plugin = type(self.plugin)
+        return {
+            "written_by": {
+                "booster-core": _version("booster_core"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "plugin": {
+                "name": self.plugin.name,
+                "class": f"{plugin.__module__}.{plugin.__qualname__}",
+                "version": _version(plugin.__module__.partition(".")[0]),
+                "options": {name: repr(value) for name, value in self.plugin.describe().items()},
+            },
+            "world_size": world_size,
+            "mesh": {
+                "world": world_size,
+                "data_parallel": self.plugin.data_parallel_coordinates(self.context.coordinator)[1],
+            },
+            "precision": self.context.precision.describe(),
+        }
 
     @abstractmethod
     def save_model(self, state: ModelState, request: SaveRequest) -> None:
@@ -452,11 +523,17 @@ class CheckpointIO(ABC):
         """Call ``call`` after the pending save succeeded, or now if none is pending. Not collective."""
 
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib_metadata.version(package)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
 def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
-    """Import the checkpoint engine of a name.
+    """Import the checkpoint engine of a name; where none has the default one, that of core for one process.
 
     Raises:
-        CheckpointError: If no engine is installed at all.
         ConfigError: If none has this name, or several have.
         PluginError: If it can't be imported, or is no `CheckpointIO`.
 
@@ -465,11 +542,9 @@ def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     entries = list(importlib_metadata.entry_points(group=CHECKPOINT_GROUP))
     named = [entry for entry in entries if entry.name == name]
     if not named and name == DEFAULT_ENGINE:
-        msg = (
-            "Saving and loading need an engine, and none is installed. Run `pip install booster-checkpoint`; every "
-            "strategy, such as booster-ddp, brings it along."
-        )
-        raise CheckpointError(msg)
+        from booster_core.plain_checkpoint_io import PlainCheckpointIO
+
+        return PlainCheckpointIO
     if len(named) != 1:
         have = ", ".join(sorted({f"'{entry.name}'" for entry in entries})) or "none"
         whose = f", from {' and '.join(map(distribution_of, named))}" if named else ""

@@ -108,3 +108,8 @@ def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
     if num_ranks > len(named):
         return f"ranks {', '.join(named)} and {num_ranks - len(named)} others"
     return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def needs_checkpoint(what: str) -> str:
+    """Return the message for what needs booster-checkpoint where it is not installed, such as "Adapters are saved"."""
+    return f"{what} by booster-checkpoint, which is not installed. Run `pip install booster-checkpoint`."

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
+from booster_core.state import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,19 +33,3 @@ def read_index(path: Path) -> dict[str, str]:
             )
             raise CheckpointError(msg)
     return files
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        CheckpointError: If it cannot be read or is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointError(msg) from error
-    except (ValueError, RecursionError) as error:
-        msg = f"'{path}' is not valid JSON ({error}); it is damaged or truncated."
-        raise CheckpointError(msg) from error

@@ -121,11 +121,6 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def natural_order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
-    """Return a sort key under which ``layers.2`` comes before ``layers.10``, and no two names are equal."""
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)), name
-
-
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
     """Distribute tensors over files in their order; one larger than the limit gets a file of its own.
 

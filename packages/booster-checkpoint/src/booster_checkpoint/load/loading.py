@@ -7,20 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER
-from booster_checkpoint.files.optimizer_info import OptimizerInfo
-from booster_checkpoint.load.compare import Expectation, compare
 from booster_checkpoint.load.fill import Fill
 from booster_checkpoint.load.naming import as_model_names, excluder
-from booster_checkpoint.load.optimizer_check import (
-    check_same_parameters,
-    check_states,
-    listed_states,
-    read_optimizer_info,
-    states_by_parameter,
-)
+from booster_checkpoint.load.optimizer_check import read_optimizer_info
 from booster_checkpoint.load.optimizer_positions import by_name, is_positional
 from booster_checkpoint.load.source import Source, open_source
 from booster_core.errors import CheckpointError
+from booster_core.matching import (
+    Expectation,
+    check_same_parameters,
+    check_states,
+    compare,
+    listed_states,
+    states_by_parameter,
+)
+from booster_core.state import OptimizerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_checkpoint.files.composed import ComposedTensors, Layout
-from booster_checkpoint.files.optimizer_info import OptimizerInfo
 from booster_core.errors import CheckpointError
-from booster_core.state import ParamGroup, decode_json, tensor_references
+from booster_core.state import OptimizerInfo, ParamGroup, decode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,10 +19,10 @@ from booster_checkpoint.files.checksums import (
     checksum_of,
     difference,
 )
-from booster_checkpoint.files.index import read_json
 from booster_checkpoint.save.writer import sync_folder, write_text
 from booster_checkpoint.storage import RemotePath, leaves_folder
 from booster_core.errors import CheckpointError, shorten
+from booster_core.state import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -8,39 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from booster_core.checkpoint_io import GlobalPosition
+from booster_core.checkpoint_io import LOADER
 from booster_core.errors import CheckpointError, shorten
 from booster_core.log import log
-from booster_core.state import as_bytes, decode_json, encode_json, tensor_references
+from booster_core.state import as_bytes, check_plain_tensors, decode_json, encode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
     from booster_core.checkpoint_io import TrainingObjects
-
-LOADER = "dataloader/"
-"""The name of a data loader that is not ours; users' names contain no slash."""
-
-
-def registered_of(objects: TrainingObjects) -> dict[str, tuple[Any, bool]]:
-    """Return registered objects, and a data loader that counts its position in a way of its own on each rank.
-
-    Collective: none.
-    """
-    loader = objects.dataloader
-    is_own = loader is not None and not isinstance(loader, GlobalPosition)
-    return {**objects.registered, **({LOADER: (loader, True)} if is_own else {})}
-
-
-def check_plain(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `CheckpointError` unless all of a user's tensors can be saved as they are."""
-    for name, tensor in tensors.items():
-        if type(tensor).__name__ == "DTensor" or tensor.layout != torch.strided or tensor.is_meta:
-            kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
-            msg = f"'{name}' is no plain tensor ({kind}) and cannot be saved. Keep whole, dense tensors there."
-            raise CheckpointError(msg)
 
 
 class RegisteredStates:
@@ -64,7 +42,7 @@ class RegisteredStates:
             found: dict[str, torch.Tensor] = {}
             prefix = f"registered/{name}"
             state = encode_json(item.state_dict(), f"{prefix}/{rank}" if per_rank else prefix, found)
-            check_plain(found)
+            check_plain_tensors(found)
             self.facts[name] = per_rank, state, "" if per_rank else _digest(found)
             if per_rank or rank == 0:
                 tensors |= found
@@ -121,7 +99,7 @@ def chosen_states(
     ):
         msg = f"'{where}' is damaged: its states of registered objects are none."
         raise CheckpointError(msg)
-    wanted = registered_of(objects)
+    wanted = objects.stateful()
     missing = [name for name in wanted if name not in saved]
     left = [name for name in saved if name not in wanted and name != LOADER] if objects.registered else []
     problems = [f"It was saved without {shorten(missing)}."] if missing else []
@@ -162,7 +140,7 @@ def restore_registered(
 
     Collective: none.
     """
-    for name, (item, _) in registered_of(objects).items():
+    for name, (item, _) in objects.stateful().items():
         if name in chosen:
             state = chosen[name][rank % len(chosen[name])]
             item.load_state_dict(decode_json(state, read(tensor_references(state))))

@@ -21,7 +21,7 @@ from booster_checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_tok
 from booster_checkpoint.run.lease import LEASE
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_checkpoint.save.writer import sync_folder
-from booster_core.checkpoint_io import LATEST
+from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name, step_name
 from booster_core.errors import CheckpointError
 from booster_core.log import log
 from booster_core.state import decode_json
@@ -33,20 +33,8 @@ if TYPE_CHECKING:
 
 METRIC = "metric"
 """The manifest's entry that tells how good a step is."""
-_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HIDDEN_TEXT = re.compile(rf"\.({LATEST}|{re.escape(LEASE)})\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
 _HIDDEN = re.compile(rf"\.step-\d{{8,}}(\.\d+)?\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
-
-
-def folder_name(step: int, revision: int = 0) -> str:
-    """Return the name of a step's folder."""
-    return f"step-{step:08d}" + (f".{revision}" if revision else "")
-
-
-def parse_name(name: str) -> tuple[int, int] | None:
-    """Return step and revision of a folder's name; ``None`` for other names."""
-    match = _FOLDER.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def log_failed_removal(where: str | Path, error: Exception) -> None:
@@ -138,9 +126,7 @@ class Steps(ABC):
         """
         hold()
         # What is there of the same step stays until the new one is in place, and may then fail to be removed.
-        step = options.step
-        revisions = [parsed[1] for parsed in map(parse_name, self.taken()) if parsed is not None and parsed[0] == step]
-        name = folder_name(step, max(revisions) + 1 if revisions else 0)
+        name = new_step_name(options.step, self.taken())
         self.place(temporary, name)
         self._keep_only_if_held(name, hold)
         self.write_text(LATEST, f"{name}\n")
@@ -174,7 +160,7 @@ class Steps(ABC):
         """Return other revisions of a step, and steps before it that no rule keeps."""
         step, steps = options.step, dict[str, int]()
         for name in self.names():
-            parsed = parse_name(name)
+            parsed = parse_step_name(name)
             assert parsed is not None, "names() lists steps"
             steps[name] = parsed[0]
         numbers = {number for number in steps.values() if number <= step}
@@ -213,11 +199,11 @@ class Steps(ABC):
             latest = self.latest_name()
         except OSError:
             latest = None  # unreadable, like a damaged one
-        limit = parse_name(latest) if latest is not None else None
+        limit = parse_step_name(latest) if latest is not None else None
         if latest not in names:
             found = names[::-1]
         else:
-            before = [name for name in names if limit is not None and (parse_name(name) or limit) <= limit]
+            before = [name for name in names if limit is not None and (parse_step_name(name) or limit) <= limit]
             found = [*before[::-1], *(name for name in names[::-1] if name not in before)]
         if not found:
             found = [self.find(LATEST)]  # which raises
@@ -234,10 +220,10 @@ class Steps(ABC):
             CheckpointError: If there is no such step.
         """
         names = self.names()
-        found = [name for name in names if step == LATEST or (parse_name(name) or (None,))[0] == step]
+        found = [name for name in names if step == LATEST or (parse_step_name(name) or (None,))[0] == step]
         if step == LATEST:
             latest = self.latest_name()
-            if latest is not None and parse_name(latest) is None:
+            if latest is not None and parse_step_name(latest) is None:
                 msg = f"The file '{LATEST}' in '{self.root}' is damaged: it names {latest[:100]!r}."
                 raise CheckpointError(msg + self.advice(None))
             if latest is not None and latest not in found:
@@ -252,7 +238,7 @@ class Steps(ABC):
                 "start from nothing."
             )
             raise CheckpointError(msg)
-        listed = ", ".join(str((parse_name(name) or (name,))[0]) for name in names[-10:])
+        listed = ", ".join(str((parse_step_name(name) or (name,))[0]) for name in names[-10:])
         msg = f"There is no step {step} in '{self.root}'. Steps there: {listed}."
         raise CheckpointError(msg)
 
@@ -265,14 +251,14 @@ class Steps(ABC):
         Collective: none; reads every byte of steps until one is whole.
         """
         names = [name for name in reversed(self.names()) if name != damaged]
-        limit = parse_name(damaged) if damaged else None
-        older = [name for name in names if limit is None or (parse_name(name) or limit) < limit]
+        limit = parse_step_name(damaged) if damaged else None
+        older = [name for name in names if limit is None or (parse_step_name(name) or limit) < limit]
         for name in (*older, *(name for name in names if name not in older)):
             try:
                 self.verify(name)
             except CheckpointError:
                 continue
-            step = (parse_name(name) or (0,))[0]
+            step = (parse_step_name(name) or (0,))[0]
             kind = "older" if name in older and limit is not None else "other"
             return f" The newest {kind} step that is whole is {step}: load it with `step={step}`."
         return " No other step there is whole."
@@ -306,12 +292,12 @@ class LocalSteps(Steps):
                         log_failed_removal(entry, error)
 
     def temporary(self, step: int, token: str) -> Path:
-        return self.path / f".{folder_name(step)}.{token}{TEMPORARY}"
+        return self.path / f".{step_name(step)}.{token}{TEMPORARY}"
 
     def names(self) -> list[str]:
         if not self.path.is_dir():
             return []
-        found = [(parsed, entry) for entry in self.path.iterdir() if (parsed := parse_name(entry.name))]
+        found = [(parsed, entry) for entry in self.path.iterdir() if (parsed := parse_step_name(entry.name))]
         return [entry.name for _, entry in sorted(found) if (entry / MANIFEST).is_file()]
 
     def taken(self) -> list[str]:

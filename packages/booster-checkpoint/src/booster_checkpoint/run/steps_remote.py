@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
-from booster_checkpoint.run.steps import LocalSteps, Steps, folder_name, log_failed_removal, parse_name
+from booster_checkpoint.run.steps import LocalSteps, Steps, log_failed_removal
 from booster_checkpoint.storage import RemotePath, path_at
-from booster_core.checkpoint_io import LATEST
+from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RemoteSteps(Steps):
             raise CheckpointError(msg)
         if self.taken():
             hold()
-        left = sorted(name for name in set(self.taken()) - set(self.names()) if parse_name(name))
+        left = sorted(name for name in set(self.taken()) - set(self.names()) if parse_step_name(name))
         for name in left:
             self._clear(name)
         if left:
@@ -92,12 +92,11 @@ class RemoteSteps(Steps):
     def temporary(self, step: int, token: str) -> Path:
         """Return the step's own folder, in which it is written."""
         del token
-        revisions = [parsed[1] for parsed in map(parse_name, self.taken()) if parsed is not None and parsed[0] == step]
-        return self.path / folder_name(step, max(revisions) + 1 if revisions else 0)
+        return self.path / new_step_name(step, self.taken())
 
     def names(self) -> list[str]:
         found = [key.removesuffix(f"/{MANIFEST}") for key in self.path.files() if key.endswith(f"/{MANIFEST}")]
-        return sorted((name for name in found if parse_name(name)), key=lambda name: parse_name(name) or (0, 0))
+        return sorted(filter(parse_step_name, found), key=lambda name: parse_step_name(name) or (0, 0))
 
     def taken(self) -> list[str]:
         return sorted({key.partition("/")[0] for key in self.path.files()})

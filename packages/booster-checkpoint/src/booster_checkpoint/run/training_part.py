@@ -13,23 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_checkpoint.files.index import read_json
 from booster_checkpoint.files.layout import FileNames
 from booster_checkpoint.files.opening import open_tensor_file
-from booster_checkpoint.run.random_state import capture_random_state, restore_random_state
 from booster_checkpoint.run.registered import (
-    LOADER,
     RegisteredStates,
-    check_plain,
     chosen_states,
-    registered_of,
     restore_registered,
 )
-from booster_checkpoint.run.scheduler import scheduler_from_json, scheduler_to_json
 from booster_checkpoint.save.parts import Part, whole_shards
-from booster_core.checkpoint_io import GlobalPosition
+from booster_core.checkpoint_io import LOADER, GlobalPosition
 from booster_core.errors import CheckpointError
-from booster_core.state import decode_json, encode_json, full_box, tensor_references
+from booster_core.state import (
+    capture_random_state,
+    check_plain_tensors,
+    decode_json,
+    encode_json,
+    full_box,
+    read_json,
+    restore_random_state,
+    scheduler_from_json,
+    scheduler_to_json,
+    tensor_references,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,13 +69,12 @@ class TrainingPart(Part):
         self._random = capture_random_state(objects.device, f"random/{rank}", self._tensors)
         extra_tensors: dict[str, torch.Tensor] = {}
         self._extra = encode_json(extra, "extra", extra_tensors)
-        check_plain(extra_tensors)
+        check_plain_tensors(extra_tensors)
         if rank == 0:
             self._tensors |= extra_tensors
         scaler, loader = objects.loss_scaler, objects.dataloader
-        if loader is not None:
-            _state_method(loader, "state_dict")
-        self._registered = RegisteredStates(registered_of(objects), rank, self._tensors)
+        objects.check_dataloader("state_dict")
+        self._registered = RegisteredStates(objects.stateful(), rank, self._tensors)
         position = loader.state_dict() if isinstance(loader, GlobalPosition) else None
         self._shared = {
             "lr_schedulers": [scheduler_to_json(scheduler) for scheduler in objects.schedulers],
@@ -168,7 +172,7 @@ class SavedTraining:
             )
             raise CheckpointError(msg)
         if objects.dataloader is not None:
-            _state_method(objects.dataloader, "load_state_dict")
+            objects.check_dataloader("load_state_dict")
             is_ours = isinstance(objects.dataloader, GlobalPosition)
             saved_here = self._content["dataloader"] is not None
             saved_apart = LOADER in (self._content.get("registered") or {})
@@ -235,17 +239,6 @@ class SavedTraining:
             return tensors
         finally:
             file.close()
-
-
-def _state_method(loader: Any, name: str) -> Any:
-    method = getattr(loader, name, None)
-    if not callable(method):
-        msg = (
-            f"`dataloader` is a `{type(loader).__name__}`, which cannot tell its position. Pass the loader that "
-            "`Booster.boost` or `Booster.prepare_dataloader` returned, or keep the position yourself in `extra`."
-        )
-        raise CheckpointError(msg)
-    return method
 
 
 def _cut(value: Any) -> str:

@@ -13,15 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from typing_extensions import override
 
-from booster_checkpoint.files.optimizer_info import OptimizerInfo
-from booster_core.errors import CheckpointError, shorten
 from booster_core.state import (
     NamedTensors,
+    OptimizerInfo,
     TensorShard,
+    check_model_is_saved_whole,
+    check_optimizer_is_saved_whole,
     encode_json,
     full_box,
     has_adapters,
@@ -32,11 +31,13 @@ from booster_core.state import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+    from torch import nn
+
     from booster_checkpoint.files.layout import FileNames
     from booster_checkpoint.save.transformers_files import PretrainedNames
     from booster_core.state import StateAdapter
 
-_EXTRA_STATE = "_extra_state"
 OwnedSpec = tuple[str, tuple[int, ...], "torch.dtype", int]
 """A tensor's name, shape, dtype in the file, and number of elements that a rank writes."""
 
@@ -196,7 +197,7 @@ class ModelPart(Part):
     @override
     def local_facts(self) -> list[Any]:
         if self._module is not None:
-            _check_model_is_saved_whole(self._module)
+            check_model_is_saved_whole(self._module)
             if self.has_folder:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
                 if _is_of_transformers(self._module):
@@ -296,13 +297,7 @@ class OptimizerPart(Part):
 
     @override
     def local_facts(self) -> list[Any]:
-        unsaved = self._adapter.unsaved_state()
-        if unsaved:
-            msg = (
-                f"{len(unsaved)} entries of the optimizer's state would be lost, since they belong to no parameter: "
-                f"{shorten(unsaved)}. Keep them in a parameter group, or in the state of a parameter."
-            )
-            raise CheckpointError(msg)
+        check_optimizer_is_saved_whole(self._adapter)
         return OptimizerInfo.of(self._adapter).entries()
 
     @override
@@ -319,39 +314,8 @@ class OptimizerPart(Part):
         return {self.names.groups: json.dumps(self._info, indent=1) + "\n"} if self.is_divided else {}
 
 
-def _check_model_is_saved_whole(model: nn.Module) -> None:
-    """Raise if modules add entries to ``state_dict`` that are neither tensors of theirs nor extra state.
-
-    Quantised layers do so (``weight.absmax``), by an own ``_save_to_state_dict`` or by hooks.
-
-    Raises:
-        CheckpointError: If so; the message names the entries.
-
-    Collective: none.
-    """
-    if not any(_adds_entries(module) for module in model.modules()):
-        return
-    named = NamedTensors.of(model)
-    known = {*named.paths, *named.paths.values()}
-    # Not by the model's own method, which may take other arguments.
-    saved = nn.Module.state_dict(model, keep_vars=True)
-    added = [key for key in saved if key not in known and key.rpartition(".")[2] != _EXTRA_STATE]
-    if added:
-        msg = (
-            f"{len(added)} entries of the model's `state_dict` would be lost: {shorten(added)}. They come from an own "
-            "`_save_to_state_dict` or from hooks; checkpoints hold parameters, persistent buffers and what "
-            "`get_extra_state` returns. Keep them in one of these."
-        )
-        raise CheckpointError(msg)
-
-
 def _is_of_transformers(model: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-
-
-def _adds_entries(module: nn.Module) -> bool:
-    own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
-    return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
 
 
 def _has_config(model: nn.Module) -> bool:

@@ -32,10 +32,11 @@ from booster_checkpoint.save.writer import (
     write_directly,
     write_text,
 )
-from booster_checkpoint.session import Progress, distinct
+from booster_checkpoint.session import Progress
 from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError
 from booster_core.ranks import current_world
+from booster_core.state import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_checkpoint.files.layout import TensorSpec, natural_order
+from booster_checkpoint.files.layout import TensorSpec
 from booster_core.errors import CheckpointError, shorten
+from booster_core.state import natural_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.dcp_table import METADATA
-from booster_checkpoint.files.index import read_json
 from booster_checkpoint.files.layout import (
     MODEL,
     OPTIMIZER,
@@ -33,6 +32,7 @@ from booster_checkpoint.tools.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
+from booster_core.state import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,19 +6,18 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.index import read_index, read_json
+from booster_checkpoint.files.index import read_index
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_checkpoint.load.optimizer_check import read_optimizer_info
 from booster_checkpoint.load.source import Source
 from booster_checkpoint.run.manifest import MANIFEST, Manifest
-from booster_checkpoint.run.steps import parse_name
 from booster_checkpoint.run.steps_remote import open_steps
 from booster_checkpoint.run.training_part import TENSORS, VALUES
 from booster_checkpoint.storage import RemotePath
 from booster_checkpoint.tools.convert import kinds_at
-from booster_core.checkpoint_io import LATEST
+from booster_core.checkpoint_io import LATEST, parse_step_name
 from booster_core.errors import CheckpointError
-from booster_core.state import tensor_references
+from booster_core.state import read_json, tensor_references
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,7 +182,7 @@ def _verify_root(path: Path) -> tuple[list[str], str]:
     except CheckpointError as error:
         problems.append(str(error))
     for entry in sorted(path.iterdir()):
-        if parse_name(entry.name) and entry.is_dir():
+        if parse_step_name(entry.name) and entry.is_dir():
             problems += [f"{entry.name}: {problem}" for problem in verify(entry)[0]]
     return problems, f"sizes and checksums of all files of {len(steps.names())} steps, headers, and indices"
 

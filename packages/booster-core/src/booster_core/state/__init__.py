@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
-from booster_core.state.json_values import decode_json, encode_json, tensor_references
+from booster_core.state.json_values import check_plain_tensors, decode_json, encode_json, read_json, tensor_references
 from booster_core.state.names import (
     NamedTensors,
+    check_model_is_saved_whole,
     compiled_module,
     extra_state_modules,
     frozen_base,
     has_adapters,
     is_adapted,
     named_modules,
+    natural_order,
     own_class,
     without_adapters,
 )
+from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole, distinct
 from booster_core.state.optimizer_state import flatten_state, restore_state, unsaved_state
+from booster_core.state.random_state import capture_random_state, restore_random_state
 from booster_core.state.regions import (
     Region,
     as_bytes,
@@ -29,6 +33,7 @@ from booster_core.state.regions import (
     unpack,
 )
 from booster_core.state.replicated import MASTER, Replica, ReplicatedStateAdapter, balanced_shards
+from booster_core.state.scheduler import scheduler_from_json, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
 from booster_core.state.view import ModelView
 
@@ -38,6 +43,7 @@ __all__ = [
     "JSONValue",
     "ModelView",
     "NamedTensors",
+    "OptimizerInfo",
     "ParamGroup",
     "Region",
     "Replica",
@@ -49,8 +55,13 @@ __all__ = [
     "balanced_shards",
     "box_numel",
     "box_shape",
+    "capture_random_state",
+    "check_model_is_saved_whole",
+    "check_optimizer_is_saved_whole",
+    "check_plain_tensors",
     "compiled_module",
     "decode_json",
+    "distinct",
     "encode_json",
     "extra_state_modules",
     "flatten_state",
@@ -61,11 +72,16 @@ __all__ = [
     "is_adapted",
     "is_contiguous",
     "named_modules",
+    "natural_order",
     "own_class",
     "pack",
+    "read_json",
     "regions_of",
+    "restore_random_state",
     "restore_state",
     "runs_of",
+    "scheduler_from_json",
+    "scheduler_to_json",
     "slices_of",
     "span_of",
     "tensor_references",

@@ -8,6 +8,7 @@ stored as tensors, and leave a reference behind. Anything else is refused by nam
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 _DTYPE_PREFIX = "torch."
 
@@ -89,6 +91,15 @@ def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tens
     return {"$values": _encode(value.detach().cpu().tolist(), name, None), "$dtype": dtype}
 
 
+def check_plain_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CheckpointError` unless all of a user's tensors can be saved as they are."""
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor" or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
+            msg = f"'{name}' is no plain tensor ({kind}) and cannot be saved. Keep whole, dense tensors there."
+            raise CheckpointError(msg)
+
+
 def decode_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
     """Return the value that `encode_json` made ``value`` of.
 
@@ -157,3 +168,19 @@ def tensor_references(value: Any) -> list[str]:
             return [value["$tensor"]]
         return [key for item in value.values() for key in tensor_references(item)]
     return []
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        CheckpointError: If it cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        msg = f"'{path}' cannot be read: {error.strerror or error}."
+        raise CheckpointError(msg) from error
+    except (ValueError, RecursionError) as error:
+        msg = f"'{path}' is not valid JSON ({error}); it is damaged or truncated."
+        raise CheckpointError(msg) from error

@@ -5,13 +5,14 @@ Wrappers of peft are found without importing peft where it is not used.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 
-from booster_core.errors import ConfigError
+from booster_core.errors import CheckpointError, ConfigError, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,11 @@ _EXTRA_STATE = "_extra_state"
 _COMPILED = "_orig_mod"
 _BASE_LAYER = "base_layer"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+def natural_order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
+    """Return a sort key under which ``layers.2`` comes before ``layers.10``, and no two names are equal."""
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)), name
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
@@ -244,3 +250,34 @@ def frozen_base(model: nn.Module) -> set[int]:
     if not has_adapters(model):
         return set()
     return {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def check_model_is_saved_whole(model: nn.Module) -> None:
+    """Raise if modules add entries to ``state_dict`` that are neither tensors of theirs nor extra state.
+
+    Quantised layers do so (``weight.absmax``), by an own ``_save_to_state_dict`` or by hooks.
+
+    Raises:
+        CheckpointError: If so; the message names the entries.
+
+    Collective: none.
+    """
+    if not any(_adds_entries(module) for module in model.modules()):
+        return
+    named = NamedTensors.of(model)
+    known = {*named.paths, *named.paths.values()}
+    # Not by the model's own method, which may take other arguments.
+    saved = nn.Module.state_dict(model, keep_vars=True)
+    added = [key for key in saved if key not in known and key.rpartition(".")[2] != _EXTRA_STATE]
+    if added:
+        msg = (
+            f"{len(added)} entries of the model's `state_dict` would be lost: {shorten(added)}. They come from an own "
+            "`_save_to_state_dict` or from hooks; checkpoints hold parameters, persistent buffers and what "
+            "`get_extra_state` returns. Keep them in one of these."
+        )
+        raise CheckpointError(msg)
+
+
+def _adds_entries(module: nn.Module) -> bool:
+    own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
+    return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state import decode_json, encode_json
+from booster_core.state.json_values import decode_json, encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

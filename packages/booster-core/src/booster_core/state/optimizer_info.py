@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from booster_checkpoint.files.layout import natural_order
-from booster_checkpoint.session import distinct
-from booster_core.errors import CheckpointError
-from booster_core.state import ParamGroup, decode_json, encode_json
+from booster_core.errors import CheckpointError, shorten
+from booster_core.state.adapter import ParamGroup
+from booster_core.state.json_values import decode_json, encode_json
+from booster_core.state.names import natural_order
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from booster_core.state import StateAdapter
+    from booster_core.state.adapter import StateAdapter
 
 FORMAT_VERSION = 1
 """Version of ``param_groups.json``."""
+_T = TypeVar("_T")
+
+
+def distinct(values: Iterable[_T]) -> list[_T]:
+    """Return values without repetitions of the same object, in their order."""
+    return list({id(value): value for value in values}.values())
+
+
+def check_optimizer_is_saved_whole(adapter: StateAdapter) -> None:
+    """Raise `CheckpointError` if an optimizer has state that neither shards nor scalars show; it is named."""
+    unsaved = adapter.unsaved_state()
+    if unsaved:
+        msg = (
+            f"{len(unsaved)} entries of the optimizer's state would be lost, since they belong to no parameter: "
+            f"{shorten(unsaved)}. Keep them in a parameter group, or in the state of a parameter."
+        )
+        raise CheckpointError(msg)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
-from booster_core.state import decode_json, encode_json
+from booster_core.state.json_values import decode_json, encode_json
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

@@ -1,0 +1,173 @@
+"""What core's engine for one process writes, booster-checkpoint's reads, and the other way round, bit for bit."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from booster_checkpoint import CheckpointEngine
+from booster_checkpoint.run.manifest import verify_folder
+from booster_core import Booster
+from booster_core.cli import main
+from booster_core.errors import CheckpointError
+from booster_core.plain_checkpoint_io import PlainCheckpointIO
+from booster_core.state import NamedTensors
+
+ENGINES = {"plain": PlainCheckpointIO, "files": CheckpointEngine}
+PAIRS = [("plain", "files"), ("files", "plain")]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+class Many(nn.Module):
+    """Buffers of every kind, tied weights, extra state, a large and an empty tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
+        self.layers[11].weight = self.layers[2].weight
+        for index, dtype in enumerate(DTYPES):
+            self.register_buffer(f"kind{index}", (torch.randn(3, 5) * 10).to(dtype))
+        self.large = nn.Parameter(torch.randn(700, 500))
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("scalar", torch.tensor(2.5))
+        self.state = {"names": ["a"], 3: torch.randn(2), "nan": float("nan")}
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.large.sum()
+
+
+class Run:
+    """A run that saves by one of the engines."""
+
+    def __init__(self, engine, seed, steps=0):
+        torch.manual_seed(seed)
+        self.booster = Booster("cpu")
+        self.booster.checkpoint_io = ENGINES[engine](self.booster.plugin, self.booster.context)
+        self.own = Many()
+        groups = [
+            {"params": [*self.own.layers.parameters()], "lr": 0.1},
+            {"params": [self.own.large], "weight_decay": 0.5, "betas": (0.8, 0.9)},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        self.model, self.optimizer, *_, self.scheduler = self.booster.boost(self.own, optimizer, lr_scheduler=scheduler)
+        for _ in range(steps):
+            self.booster.backward(self.model(torch.randn(2, 6)).square().mean(), self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def objects(self):
+        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
+
+    def bits(self):
+        """Return all tensors as bytes, and everything else."""
+        tensors = {name: as_bits(tensor) for name, tensor in NamedTensors.of(self.own).tensors.items()}
+        optimizer = self.optimizer.state_dict()
+        state = {
+            position: {name: as_bits(value) for name, value in states.items()}
+            for position, states in optimizer["state"].items()
+        }
+        extra = as_bits(self.own.state[3]), self.own.state["names"], str(self.own.state["nan"])
+        return tensors, state, optimizer["param_groups"], self.scheduler.state_dict(), extra
+
+
+def as_bits(tensor):
+    return tensor.dtype, tuple(tensor.shape), bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+@pytest.mark.parametrize("shard", [False, True])
+def test_files_and_folders(writer, reader, shard, tmp_path):
+    options = {"shard": True, "size_per_shard": 1} if shard and writer == "files" else {}
+    suffix = "" if options else ".safetensors"
+    saved, loaded = Run(writer, 0, 2), Run(reader, 1, 1)
+    saved.booster.save_model(saved.model, tmp_path / f"m{suffix}", **options)
+    saved.booster.save_optimizer(saved.optimizer, tmp_path / f"o{suffix}", **options)
+    saved.booster.save_lr_scheduler(saved.scheduler, tmp_path / "s.json")
+    if options:
+        assert len([*(tmp_path / "m").glob("*.safetensors")]) > 1
+    assert loaded.bits() != saved.bits()
+    assert loaded.booster.load_model(loaded.model, tmp_path / f"m{suffix}").is_complete
+    loaded.booster.load_optimizer(loaded.optimizer, tmp_path / f"o{suffix}")
+    loaded.booster.load_lr_scheduler(loaded.scheduler, tmp_path / "s.json")
+    assert loaded.bits() == saved.bits()
+
+
+class Averages:
+    """Shows a model's own values as averages."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def state_adapter(self):
+        return self.run.booster.state_adapter(self.run.model)
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_steps(writer, reader, tmp_path):
+    saved, loaded = Run(writer, 0, 3), Run(reader, 1, 1)
+    extra = {"best": 0.25, "history": torch.arange(4)}
+    saved.booster.save_checkpoint(tmp_path, step=3, **saved.objects(), ema=Averages(saved), extra=extra, metric=1.5)
+    expected = torch.rand(3)
+    verify_folder(tmp_path / "step-00000003")
+    torch.manual_seed(5)
+    found = loaded.booster.load_checkpoint(tmp_path, **loaded.objects(), ema=Averages(loaded))
+    assert torch.equal(torch.rand(3), expected)
+    assert (found.step, found.extra["best"], found.report.is_complete) == (3, 0.25, True)
+    assert torch.equal(found.extra["history"], extra["history"])
+    assert loaded.bits() == saved.bits()
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_a_run_goes_on_with_the_other_engine(writer, reader, tmp_path):
+    first, second = Run(writer, 0, 1), Run(reader, 1)
+    for step, metric in ((1, 2.0), (2, 1.0), (3, 3.0)):
+        first.booster.save_checkpoint(tmp_path, step=step, **first.objects(), metric=metric)
+    assert second.booster.load_checkpoint(tmp_path, **second.objects(), resume=True).step == 3
+    second.booster.save_checkpoint(tmp_path, step=4, **second.objects(), metric=4.0, keep_last=1, keep_best=1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    with pytest.raises(CheckpointError, match="Another job saves into"):
+        first.booster.save_checkpoint(tmp_path, step=5, **first.objects())
+    assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_damage_is_found_by_the_other_engine(writer, reader, tmp_path):
+    saved, loaded = Run(writer, 0, 1), Run(reader, 1, 1)
+    saved.booster.save_checkpoint(tmp_path, step=1, **saved.objects())
+    (path,) = (tmp_path / "step-00000001" / "optimizer").glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        loaded.booster.load_checkpoint(tmp_path, **loaded.objects())
+
+
+def test_commands_read_plain_steps(tmp_path):
+    saved = Run("plain", 0, 1)
+    saved.booster.save_checkpoint(tmp_path, step=1, **saved.objects(), extra={"best": 1})
+    step = str(tmp_path / "step-00000001")
+    shown = CliRunner().invoke(main, ["inspect", step])
+    assert shown.exit_code == 0, shown.output
+    assert "layers.0.weight" in shown.output
+    checked = CliRunner().invoke(main, ["verify", step])
+    assert checked.exit_code == 0, checked.output
