@@ -43,11 +43,15 @@ nox.options.reuse_venv = "yes"
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run what must pass before a change is merged: lint, types, and all tests except the slow ones."""
+    """Run what must pass before a change is merged: lint, types, and all tests except the slow ones.
+
+    ``-- tests/distributed/zero`` runs those of a folder. How long each took is in build/tests.xml.
+    """
     python = _checkout(session)
     _lint(session, python)
     _types(session, python)
-    _pytest(session, python, "tests", "-m", "not slow", *_workers(), *session.posargs)
+    durations = ("--junitxml", str(ROOT / "build" / "tests.xml"))
+    _pytest(session, python, *_selected(session), "-m", "not slow", *durations, *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -83,8 +87,8 @@ def packaging(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """Run the tests that are too slow for the default run; ``-- --shard 1/8`` runs the first eighth of them."""
-    _pytest(session, _checkout(session), "tests", "-m", "slow", *_workers(), *session.posargs)
+    """Run the tests that are too slow for the default run; ``-- tests/distributed/zero`` runs those of a folder."""
+    _pytest(session, _checkout(session), *_selected(session), "-m", "slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -353,6 +357,12 @@ def _workers() -> tuple[str, ...]:
     tests of a file run in one process, because they share fixtures; tests/conftest.py orders the files.
     """
     return ("-n", str(max(3, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
+
+
+def _selected(session: nox.Session) -> list[str]:
+    """Return the folder with all tests, or nothing where pytest's arguments name files or folders."""
+    named = any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs)
+    return [] if named else ["tests"]
 
 
 def _own_tests(name: str) -> list[str]:

@@ -6,20 +6,14 @@ import contextlib
 import os
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
 import pytest
-from covering import covering
 from forked_scripts import forked_scripts
-from long_files import LONGEST_FIRST
-from long_run import LONG_RUN
-from shards import Shard
 
 from booster_testing import close_ranks, rank_pool
-
-TESTS = Path(__file__).parent
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
@@ -28,47 +22,20 @@ hypothesis.settings.load_profile("tests")
 
 _SLOW_SECONDS = 3600
 """Time limit of a slow test; pytest.ini has that of the others."""
+_UNIT = Path(__file__).parent / "unit"
 
 
-def pytest_addoption(parser):
-    parser.addoption("--shard", help="run a part of the selected tests: 1/8 is the first of eight")
-
-
-def pytest_configure(config):
-    shard = config.getoption("--shard")
-    if shard is not None:
-        config.pluginmanager.register(Shard(shard), "shard")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
+@pytest.hookimpl(trylast=True)  # after markers and names have selected the tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what the default run leaves out, and move the longest files to the front.
+    """Give slow tests their time limit; move files with many cases to the front, and those without ranks to the end.
 
-    It leaves out what the markers ``covering`` and ``by_default`` don't choose, and what long_run.txt lists.
-    A file that takes long and starts last would leave the other test processes idle.
+    A parallel run starts files in this order: one that takes long and started last would run alone in the end.
     """
-    matrices = defaultdict(list)
+    cases = Counter(item.path for item in items)
+    items.sort(key=lambda item: (_UNIT in item.path.parents, -cases[item.path]))
     for item in items:
-        marker = item.get_closest_marker("by_default")
-        if marker is not None and not {item.name, item.name.partition("[")[0]}.intersection(marker.args):
-            item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("covering") is not None and item.get_closest_marker("slow") is None:
-            matrices[item.nodeid.partition("[")[0]].append(item)
-    for cases in matrices.values():
-        marker = cases[0].get_closest_marker("covering")
-        # A value is the same object in all its cases, and need not be hashable.
-        values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-        chosen = covering(values, *marker.args)
-        for position, case in enumerate(cases):
-            if position not in chosen:
-                case.add_marker(pytest.mark.slow)
-    for item in items:
-        if item.nodeid.removeprefix(f"{TESTS.name}/") in LONG_RUN:
-            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(str(item.path).removeprefix(f"{TESTS}/"), len(places)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from forked_scripts import torchrun_variables
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resume_training.py"
@@ -27,6 +28,7 @@ def losses_of(root):
     return json.loads((root / "losses.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_by_itself_and_ends_alike(scripts, tmp_path):
     calm = scripts.run(EXAMPLE, [[*ARGUMENTS, tmp_path / "calm"]] * 2, torchrun_variables(2))
     assert calm.codes == [0, 0], calm.output

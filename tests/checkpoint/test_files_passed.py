@@ -13,7 +13,7 @@ from booster_testing import run_on_ranks
 
 MOST_FILES = 22
 MOST_FRAMES = 8
-_OURS = re.compile(r"[/\\]((?:booster_(?:core|checkpoint|runtime|zero))[/\\].+\.py)$")
+_OURS = re.compile(r"[/\\]((?:booster_(?:core|runtime|checkpoint|zero))[/\\].+\.py)$")
 
 
 def ours(frame):

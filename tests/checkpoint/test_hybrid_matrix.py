@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from matrix import matrix
 from model_zoo import get_model
 from safetensors.torch import load_file
 
@@ -126,7 +127,7 @@ def assert_goes_on(expected, loaded, folder):
     assert groups[0] == groups[1]
 
 
-@pytest.mark.parametrize("run", MESHES)
+@matrix(["tp2dp2zero3", "zbv"], run=MESHES)
 def test_checkpoint_of_a_mesh_resumes_on_one_device(run, tmp_path):
     assert_resumes(run, ONE, tmp_path)
 
@@ -138,7 +139,7 @@ def of_one_device(tmp_path_factory):
     return folder, on_ranks(save, ONE, folder)
 
 
-@pytest.mark.parametrize("run", MESHES)
+@matrix(["tp2dp2zero3", "zbv"], run=MESHES)
 def test_checkpoint_of_one_device_resumes_on_a_mesh(run, of_one_device, tmp_path):
     folder, expected = of_one_device
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -152,7 +153,7 @@ def test_any_checkpoint_resumes_under_any_mesh_or_plugin(saved, loaded, tmp_path
     assert_resumes(saved, loaded, tmp_path)
 
 
-@pytest.mark.parametrize("run", ["tp2pp2", "pp2dp2zero1"])
+@pytest.mark.parametrize("run", [pytest.param("tp2pp2", marks=pytest.mark.slow), "pp2dp2zero1"])
 def test_saved_model_loads_in_transformers(run, tmp_path):
     from transformers import LlamaForCausalLM
 
@@ -174,7 +175,7 @@ def load_transformers(run, folder):
         assert torch.equal(whole[name], parameter), name
 
 
-@pytest.mark.parametrize("run", ["tp2pp2", "zbv"])
+@pytest.mark.parametrize("run", ["tp2pp2", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_model_of_transformers_loads(run, tmp_path):
     llama().save_pretrained(tmp_path)
     run_on_ranks(load_transformers, RUNS[run][2], run, tmp_path)
@@ -189,7 +190,8 @@ def plain_parameters():
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("pp2dp2zero2", ONE), ("zero2 x3", "tp2pp2"), ("tp2dp2zero3", "pp2dp2zero1")]
+    ("saved", "loaded"),
+    [("pp2dp2zero2", ONE), pytest.param("zero2 x3", "tp2pp2", marks=pytest.mark.slow), ("tp2dp2zero3", "pp2dp2zero1")],
 )
 def test_masters_win_over_the_rounded_model(saved, loaded, tmp_path):
     expected = on_ranks(save, saved, tmp_path, "bf16")

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from matrix import matrix, named
 
 from booster_core import Booster
 from booster_core.plugin import discovery
@@ -123,7 +124,7 @@ def cases():
             yield pytest.param(adapters, saved, loaded, marks=marks, id=name)
 
 
-@pytest.mark.parametrize(("adapters", "saved", "loaded"), list(cases()))
+@matrix(["plain-alone-tp4"], **{"adapters, saved, loaded": list(cases())})
 def test_a_run_resumes_with_another_split_of_the_heads(adapters, saved, loaded, tmp_path):
     expected = on_ranks(save, saved, tmp_path, adapters)
     assert on_ranks(load, loaded, tmp_path, adapters) == pytest.approx(expected, rel=1e-4)
@@ -183,8 +184,11 @@ def load_adapters(run, folder):
         return model(input_ids=tokens_of(9)).logits, whole_model(booster, model)
 
 
-@pytest.mark.parametrize("use_dora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "dora"])
-@pytest.mark.parametrize("run", ["tp4", "tp3", pytest.param("tp2dp2zero1", marks=pytest.mark.slow), "tp2pp2"])
+@matrix(
+    ["tp3-plain"],
+    run=["tp4", "tp3", pytest.param("tp2dp2zero1", marks=pytest.mark.slow), "tp2pp2"],
+    use_dora=named([False, pytest.param(True, marks=pytest.mark.slow)], ["plain", "dora"]),
+)
 def test_adapters_of_split_layers_load_in_stock_peft_with_equal_logits(run, use_dora, tmp_path):
     ours = run_on_ranks(save_adapters, RUNS[run][2], run, tmp_path, {"use_dora": use_dora})[0]
     loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path))

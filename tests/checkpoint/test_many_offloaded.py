@@ -3,8 +3,8 @@
 import cProfile
 import pstats
 
-import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -43,7 +43,7 @@ def calls_while_offloading(plugin, folder):
     return counted[800] / counted[100]
 
 
-@pytest.mark.parametrize("plugin", OFFLOADING)
+@matrix(["zero"], plugin=OFFLOADING)
 def test_calls_grow_with_the_number_of_parameters_that_are_offloaded(plugin, tmp_path):
     (ratio,) = run_on_ranks(calls_while_offloading, 1, plugin, str(tmp_path))
     assert 4 < ratio < 9

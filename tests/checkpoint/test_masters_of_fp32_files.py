@@ -4,6 +4,7 @@ import tempfile
 
 import pytest
 import torch
+from matrix import matrix
 from safetensors.torch import load_file, save_file
 
 from booster_core import Booster
@@ -74,8 +75,7 @@ def load_model_file(run, precision, path):
     check_digits(booster, model, optimizer, load_file(path))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("run", RUNS)
+@matrix(["zero1-fp16", "hybrid-zero2-bf16", "hybrid-zero2-fp16"], run=RUNS, precision=["bf16", "fp16"])
 def test_masters_take_the_values_of_an_fp32_file(run, precision, tmp_path):
     path = tmp_path / "model.safetensors"
     values = llama(seed=11).state_dict()

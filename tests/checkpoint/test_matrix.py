@@ -8,6 +8,7 @@ the checkpoint of each strategy under each other one.
 from __future__ import annotations
 
 import pytest
+from matrix import matrix
 
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
@@ -67,24 +68,22 @@ def assert_loads_from_one_device(name, folder, folders, optimizer="adamw"):
     assert_loads(name, expected, root, folder, optimizer)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@matrix(["fsdp x1", "zero1 x1, cpu_offload"], name=RUNS)
 def test_checkpoint_loads_on_one_device(name, tmp_path):
     assert_loads_on_one_device(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@matrix(["fsdp x1", "zero1 x1, cpu_offload"], name=RUNS)
 def test_checkpoint_of_one_device_loads(name, tmp_path, tmp_path_factory):
     assert_loads_from_one_device(name, tmp_path, tmp_path_factory)
 
 
-@pytest.mark.parametrize("optimizer", MATRIX_OPTIMIZERS)
-@pytest.mark.parametrize("name", SHARDED)
+@matrix(["fsdp x3-muon", "zero2 x3, disk-muon"], name=SHARDED, optimizer=MATRIX_OPTIMIZERS)
 def test_state_of_matrix_optimizers_loads_on_one_device(name, optimizer, tmp_path):
     assert_loads_on_one_device(name, tmp_path, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", MATRIX_OPTIMIZERS)
-@pytest.mark.parametrize("name", SHARDED)
+@matrix(["fsdp x3-muon", "zero2 x3, disk-muon"], name=SHARDED, optimizer=MATRIX_OPTIMIZERS)
 def test_state_of_matrix_optimizers_of_one_device_loads(name, optimizer, tmp_path, tmp_path_factory):
     assert_loads_from_one_device(name, tmp_path, tmp_path_factory, optimizer)
 

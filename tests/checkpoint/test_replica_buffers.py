@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from matrix import matrix
 from safetensors.torch import load_file
 from torch import nn
 
@@ -76,7 +76,7 @@ def assert_saved_with_those_of_rank_0(name, folder, *, average=False):
     assert not wrong
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["ddp"], name=PLUGINS)
 def test_a_model_is_saved_with_the_buffers_of_the_first_rank(name, tmp_path):
     assert_saved_with_those_of_rank_0(name, tmp_path)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_smoke import PLUGINS, Case, batch_of, make_deep_model, part_of
+from matrix import matrix
 from simulated_device import NAME, run_on_devices
 
 from booster_core import Booster
@@ -59,13 +60,15 @@ def boost(case, precision):
     return peak, kept
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        pytest.param(name, precision, marks=[] if (name, precision) in DEFAULT else pytest.mark.slow)
-        for name in CASES
-        for precision in ("fp32", "bf16")
-    ],
+@matrix(
+    ["zero 2, offload-bf16"],
+    **{
+        "name, precision": [
+            pytest.param(name, precision, marks=[] if (name, precision) in DEFAULT else pytest.mark.slow)
+            for name in CASES
+            for precision in ("fp32", "bf16")
+        ]
+    },
 )
 def test_boost_holds_what_this_rank_keeps_and_little_more(name, precision, simulated_device):
     case = CASES[name]

@@ -66,6 +66,7 @@ def test_training_reduces_the_loss(alone):
     assert alone.result["losses"][-1] < alone.result["losses"][0] - 1
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_have_the_same_losses(alone, together):
     # fp32 sums in another order, over 20 steps of Adam, which divides by small second moments.
     assert together.result["losses"] == pytest.approx(alone.result["losses"], rel=2e-4)
@@ -78,7 +79,7 @@ def test_two_runs_are_bitwise_equal(together, together_again):
     assert together.result == together_again.result
 
 
-@pytest.mark.parametrize("name", ["together", "in_bf16"])
+@pytest.mark.parametrize("name", ["together", pytest.param("in_bf16", marks=pytest.mark.slow)])
 def test_transformers_loads_the_saved_model(name, request):
     from transformers import AutoModelForCausalLM
 

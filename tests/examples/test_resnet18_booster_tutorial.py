@@ -32,7 +32,8 @@ def _needs_torchvision():
         pytest.skip(f"torchvision is not installed, neither in the environment nor in {FOLDER}")
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(None, marks=pytest.mark.slow), 2])  # two ranks do all that one does
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [None, 2])
 def test_tutorial_runs(nproc, run_example, tmp_path):
     from safetensors.torch import load_file
 

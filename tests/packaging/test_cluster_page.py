@@ -17,6 +17,7 @@ def job():
     return yaml.safe_load(block.text)
 
 
+@pytest.mark.slow
 def test_the_pods_of_the_kubernetes_job_train_together(job, tmp_path):
     write_files(PAGE, tmp_path)
     replicas = job["spec"]["pytorchReplicaSpecs"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nox
 import pytest
+from matrix import matrix, named
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -41,7 +42,7 @@ def _imported(folder):
     return names - sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+@matrix(["booster-ddp", "booster-zero"], package=named(PACKAGES, lambda package: package.name))
 def test_what_is_imported_is_declared(package):
     project = nox.project.load_toml(package / "pyproject.toml")["project"]
     declared = set(map(_normalized, project["dependencies"]))

@@ -152,9 +152,9 @@ def test_listing_plugins_does_not_import_torch(core_and_ddp, environment_of):
     ("name", "class_name"),
     [
         ("zero", "LowLevelZeroPlugin"),
-        ("fsdp", "TorchFSDPPlugin"),
-        ("gemini", "GeminiPlugin"),
-        ("hybrid", "HybridParallelPlugin"),
+        pytest.param("fsdp", "TorchFSDPPlugin", marks=pytest.mark.slow),
+        pytest.param("gemini", "GeminiPlugin", marks=pytest.mark.slow),
+        pytest.param("hybrid", "HybridParallelPlugin", marks=pytest.mark.slow),
     ],
 )
 def test_each_plugin_trains_from_its_wheel(build_wheel, core_and_ddp, environment_of, name, class_name):

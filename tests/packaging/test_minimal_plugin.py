@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "minimal_plugin"
 
 
+@pytest.mark.slow
 def test_third_party_plugin_passes_the_conformance_kit_from_its_wheel(build_wheel, environment_of):
     ours = [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-testing")]
     environment = environment_of(*ours, build_wheel(EXAMPLE))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked_scripts import torchrun_variables
+from matrix import matrix
 from page_blocks import PAGES, ROOT, all_blocks, blocks_of, write_files
 
 LAUNCHERS = ROOT / "tests" / "shared" / "launchers"
@@ -28,7 +29,39 @@ def _cases(blocks):
 EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.marks]
 
 
-@pytest.mark.parametrize("block", list(_cases(EXAMPLES)))
+@matrix(
+    [
+        "docs/checkpoints.md-python-3",
+        "docs/data.md-python-0",
+        "docs/experts.md-python-1",
+        "docs/lazy.md-python-2",
+        "docs/moving-from-accelerate.md-python-0",
+        "docs/pictures.md-python-0",
+        "docs/planner.md-python-0",
+        "docs/planner.md-python-1",
+        "docs/planner.md-python-2",
+        "docs/plugins/ddp.md-python-0",
+        "docs/plugins/fsdp.md-python-1",
+        "docs/plugins/hybrid.md-python-1",
+        "docs/plugins/hybrid.md-python-4",
+        "docs/plugins/index.md-python-0",
+        "docs/sharding-policies.md-python-1",
+        "docs/sharding-policies.md-python-2",
+        "docs/start.md-python-0",
+        "docs/trainer.md-python-0",
+        "docs/training-loops.md-python-7",
+        "docs/training-loops.md-python-8",
+        "docs/training-loops.md-python-9",
+        "docs/training-loops.md-python-10",
+        "docs/training-loops.md-python-11",
+        "docs/training-loops.md-python-12",
+        "docs/writing-a-plugin.md-python-0",
+        "docs/writing-a-plugin.md-python-4",
+        "packages/booster-core/README.md-python-0",
+        "packages/booster-testing/README.md-python-1",
+    ],
+    block=list(_cases(EXAMPLES)),
+)
 def test_example_runs(block, scripts, tmp_path):
     write_files(block.page, tmp_path)
     text = block.text
@@ -132,6 +165,7 @@ TYPED_PAGES = {"docs/data.md", "docs/lazy.md", "docs/precision.md"}
 """Pages whose scripts pass strict checks; others give optimizers a second type, or pass states by `**`."""
 
 
+@pytest.mark.slow
 def test_user_scripts_type_check(tmp_path):
     pytest.importorskip("mypy", reason="needs mypy, which the lint session installs")
     # transformers and peft have type errors of their own.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import matrix
 from named_plugins import make_model, samples
 from run_script import run_script
 
@@ -58,9 +59,7 @@ def _leave_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.covering(1)  # every plugin and every script once; the other pairs are slow
-@pytest.mark.parametrize("plugin", TWO_RANKS)
-@pytest.mark.parametrize("script", [*OWN_SAMPLES, *SAME_SAMPLES])
+@matrix(["same_batch-zero"], script=[*OWN_SAMPLES, *SAME_SAMPLES], plugin=TWO_RANKS)
 def test_two_ranks_equal_plain_torch(script, plugin, tmp_path):
     out = tmp_path / "out"
     assert run_on_ranks(run, 2, script, plugin, str(out)) == [None, None]
@@ -81,9 +80,7 @@ def test_pipeline_equals_plain_torch(tmp_path):
     assert_trained(out, 2)
 
 
-@pytest.mark.covering(1)  # every plugin with one of the scripts; the other pairs are slow
-@pytest.mark.parametrize("plugin", ["single", *TWO_RANKS])
-@pytest.mark.parametrize("script", RAISING)
+@matrix(1, script=RAISING, plugin=["single", *TWO_RANKS])
 def test_objects_from_before_boost_raise(script, plugin, tmp_path):
     kind, text = RAISING[script]
     world_size = 1 if plugin == "single" else 2
@@ -109,7 +106,7 @@ def test_late_optimizer_without_support_of_the_plugin_raises(plugin, tmp_path):
         assert "optimizer" in error[1]
 
 
-@pytest.mark.parametrize("plugin", TWO_RANKS)
+@matrix(["ddp"], plugin=TWO_RANKS)
 def test_saving_on_rank_0_only_names_the_other_ranks(plugin, tmp_path):
     errors = run_on_ranks(run, 2, "saved_on_rank_0", plugin, str(tmp_path / "out"))
     assert errors[1] is None

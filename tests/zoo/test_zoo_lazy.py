@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from isolated_libraries import FOLDER, missing_libraries
+from matrix import matrix
 from model_zoo import ZOO, get_model
 
 from booster_runtime import LazyInitContext
@@ -69,8 +70,15 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if zoo.slow else []) for name, zoo in ZOO.items()]
+@matrix(
+    [
+        "transformers/llama_tied",
+        "transformers/gpt2_double_heads",
+        "transformers/albert",
+        "transformers/vit_classification",
+        "torchrec/deepfm",
+    ],
+    name=list(ZOO),
 )
 def test_lazy_weights_equal_eager_ones(name):
     if missing := missing_libraries(ZOO[name].needs):

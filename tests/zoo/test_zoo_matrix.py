@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from isolated_libraries import FOLDER, missing_libraries
+from matrix import matrix
 from model_zoo import MATRIX
 from zoo_cells import COLUMNS, Cell, measure, measure_plain
 from zoo_results import read_cell, write_cell
@@ -49,25 +49,32 @@ def plain_runs(tmp_path_factory, new_interpreters):
     return train
 
 
-def _cases() -> list[Any]:
-    """Return all pairs of models and plugins."""
-    return [
-        pytest.param(name, plugin, id=f"{name}-{plugin}", marks=_marks(name, plugin))
-        for name in MATRIX
-        for plugin in (*COLUMNS, *(["zero-1"] if name in HARD else []))
-    ]
+CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"] if name in HARD else []))]
 
 
-def _marks(name: str, plugin: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a pair: by default, hard models train under both ZeRO stages, others under some plugin."""
-    if MATRIX[name].slow:
-        return [pytest.mark.slow]
-    if name in HARD:
-        return [] if plugin in {"zero", "zero-1"} else [pytest.mark.slow]
-    return [pytest.mark.covering(1)]
-
-
-@pytest.mark.parametrize(("name", "plugin"), _cases())
+@matrix(
+    [
+        "transformers/mixtral-zero",
+        "transformers/gpt2_lm-zero",
+        "transformers/gpt2_double_heads-zero-1",
+        "transformers/albert-zero-1",
+        "transformers/vit_classification-ddp",
+        "timm/convit_base-zero-1",
+        "torchrec/dlrm-zero-1",
+        "own/complex_parameter-gemini",
+        "own/integer_parameter-zero",
+        "own/transposed_parameter-zero",
+        "own/gradient_penalty-zero",
+        "own/weight_norm_hook-ddp",
+        "own/gru-ddp",
+        "own/renormalized_embedding-fsdp",
+        "own/einsum_attention-zero",
+        "own/used_twice-hybrid",
+        "own/hooked_accumulation-fsdp",
+        "own/batch_norm-ddp",
+    ],
+    **{"name, plugin": CASES},
+)
 def test_training_and_checkpoints_equal_one_process(name, plugin, plain_runs):
     model = MATRIX[name]
     if missing := missing_libraries(model.needs):

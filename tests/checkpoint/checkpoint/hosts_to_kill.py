@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from booster_core.ranks.host import this_host
+from booster_core.ranks.store import this_host
 from booster_core.ranks.world import close_world, open_world
 from booster_testing.mutants import ReferencePlugin
 

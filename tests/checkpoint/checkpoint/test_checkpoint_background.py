@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix
 from safetensors.torch import load_file
 from torch import nn
 
@@ -138,9 +139,7 @@ def fail_on(rank, folder, then):
     io.wait()  # an error is raised once
 
 
-@pytest.mark.covering(1)  # every next call once; the other pairs are slow
-@pytest.mark.parametrize("then", ["wait", "save", "load"])
-@pytest.mark.parametrize("rank", [0, 1])
+@matrix(1, rank=[0, 1], then=["wait", "save", "load"])
 def test_an_error_surfaces_on_every_rank_at_the_next_call(rank, then, tmp_path):
     run_on_ranks(fail_on, 2, rank, tmp_path, then)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"], "nothing is left, not even the new folder"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_calls import EngineCalls
+from matrix import matrix
 from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
@@ -50,7 +51,7 @@ def load_all(folder, layouts):
         assert all(adapter.scalars[name] == {"step": 7} for name in adapter.scalars)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@matrix(["chunks"], layout=LAYOUTS)
 def test_torch_and_we_read_what_we_write(layout, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), layout)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "optimizer"]

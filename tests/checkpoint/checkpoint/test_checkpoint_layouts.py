@@ -4,9 +4,9 @@ import hashlib
 import itertools
 from pathlib import Path
 
-import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
@@ -62,8 +62,9 @@ def load_all(folder, layouts, *args):
     return [load(folder, layout, *args) for layout in layouts]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"), [*itertools.product(LAYOUTS, [1, 2]), ("flat", 3), ("columns_flat", 4)]
+@matrix(
+    ["flat-1", "fused_rows-1", "stages-1"],
+    **{"layout, world_size": [*itertools.product(LAYOUTS, [1, 2]), ("flat", 3), ("columns_flat", 4)]},
 )
 def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tmp_path):
     run_on_ranks(save, world_size, str(tmp_path), layout, None, False, "st")
@@ -72,10 +73,7 @@ def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tm
             assert all(wrong == [] for wrong, _ in results)
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("suffix", ["st", "bin"])
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("shared", [None, True, False])
+@matrix(["True-False-st"], shared=[None, True, False], use_async=[False, True], suffix=["st", "bin"])
 def test_every_route_and_container_holds_the_same(shared, use_async, suffix, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), "columns_flat", shared, use_async, suffix)
     for single in (False, True):
@@ -83,9 +81,7 @@ def test_every_route_and_container_holds_the_same(shared, use_async, suffix, tmp
             assert all(wrong == [] for wrong, _ in results)
 
 
-@pytest.mark.covering(1)  # every way in one of the containers; the other pairs are slow
-@pytest.mark.parametrize("suffix", ["st", "bin"])
-@pytest.mark.parametrize(("num_threads", "low_cpu_mem_mode"), [(3, True), (1, False), (3, False)])
+@matrix(1, **{"num_threads, low_cpu_mem_mode": [(3, True), (1, False), (3, False)]}, suffix=["st", "bin"])
 def test_threads_and_whole_files_give_the_same(num_threads, low_cpu_mem_mode, suffix, tmp_path):
     run_on_ranks(save, 2, str(tmp_path), "flat", None, False, suffix)
     for results in run_on_ranks(

@@ -1,8 +1,8 @@
 """Saving and loading take at most one bucket of memory above the state, and a copy of it in the background."""
 
-import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix, named
 from torch import nn
 
 from booster_core.ranks.coordinator import DistCoordinator
@@ -41,10 +41,12 @@ def peaks(folder, suffix, shared, file_dtype):
     return saving.peak_bytes, loading.peak_bytes
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("file_dtype", [None, torch.bfloat16], ids=["same-dtype", "converted"])
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("shared", [True, False])
+@matrix(
+    ["True-safetensors-converted"],
+    shared=[True, False],
+    suffix=["safetensors", "bin"],
+    file_dtype=named([None, torch.bfloat16], ["same-dtype", "converted"]),
+)
 def test_one_bucket_is_enough(shared, suffix, file_dtype, tmp_path):
     for saving, loading in run_on_ranks(peaks, 2, tmp_path, suffix, shared, file_dtype):
         assert saving <= BUCKET + SLACK

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix, named
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
@@ -107,9 +108,7 @@ def assert_from_pretrained_equals(model, folder, dtype=None):
     return loaded
 
 
-@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
-@pytest.mark.parametrize("use_safetensors", [True, False], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("factory", FACTORIES)
+@matrix(1, factory=FACTORIES, use_safetensors=named([True, False], ["safetensors", "bin"]))
 def test_from_pretrained_reads_a_sharded_folder(factory, use_safetensors, tmp_path):
     run_on_ranks(save_on_ranks, 2, factory.__name__, str(tmp_path), True, use_safetensors, None)
     assert_from_pretrained_equals(build(factory), tmp_path)
@@ -129,9 +128,7 @@ def test_from_pretrained_reads_a_variant(tmp_path):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
-@pytest.mark.parametrize("use_safetensors", [True, False], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("factory", FACTORIES)
+@matrix(1, factory=FACTORIES, use_safetensors=named([True, False], ["safetensors", "bin"]))
 def test_one_file_named_as_transformers_names_it(factory, use_safetensors, tmp_path):
     model = build(factory)
     model.config.save_pretrained(tmp_path)
@@ -140,9 +137,7 @@ def test_one_file_named_as_transformers_names_it(factory, use_safetensors, tmp_p
     assert_from_pretrained_equals(model, tmp_path)
 
 
-@pytest.mark.covering(1)  # every model in one of the forms; the other pairs are slow
-@pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"], ids=["one-file", "sharded"])
-@pytest.mark.parametrize("factory", FACTORIES)
+@matrix(1, factory=FACTORIES, max_shard_size=named(["5GB", "30KB"], ["one-file", "sharded"]))
 def test_we_read_what_save_pretrained_writes(factory, max_shard_size, tmp_path):
     model = build(factory)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)

@@ -12,6 +12,7 @@ import struct
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from matrix import matrix
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -184,9 +185,10 @@ def test_handwritten_pickles(content, folder):
     refused(folder, PROTO + content, "damaged|is not the table")
 
 
-@pytest.mark.parametrize("depth", [1_000, 200_000])
-@pytest.mark.parametrize(
-    ("opening", "closing"), [(b"]", b"a"), (b"(", b"t"), (b"N", b"\x85"), (b"}" + text("a"), b"s")]
+@matrix(
+    ["(-t-1000", "N-\x85-1000"],
+    **{"opening, closing": [(b"]", b"a"), (b"(", b"t"), (b"N", b"\x85"), (b"}" + text("a"), b"s")]},
+    depth=[1_000, 200_000],
 )
 def test_deep_nesting(opening, closing, depth, folder):
     value = opening + closing * depth if opening == b"N" else opening * depth + b"N" + closing * depth

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint.run.manifest import verify_folder
@@ -56,14 +57,17 @@ def mounted(kind, base):
 
 
 # ramfs and this FUSE refuse ``fallocate`` with EOPNOTSUPP, as NFS before 4.2 does.
-@pytest.fixture(params=["ramfs", "tmpfs", "overlay", "fuse"])
-def file_system(request, tmp_path):
+FILE_SYSTEMS = ("ramfs", "tmpfs", "overlay", "fuse")
+
+
+@pytest.fixture
+def file_system(kind, tmp_path):
     (tmp_path / "layers").mkdir()
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(mounted(request.param, tmp_path))
+            folder = stack.enter_context(mounted(kind, tmp_path))
         except OSError as error:
-            pytest.skip(f"{request.param} can't be mounted here: {error}")
+            pytest.skip(f"{kind} can't be mounted here: {error}")
         yield folder
 
 
@@ -113,14 +117,14 @@ def save_and_resume(root, use_async=False):
 # ---- file systems
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@matrix(["ramfs-False", "overlay-False"], kind=FILE_SYSTEMS, use_async=[False, True])
 def test_saves_on_a_file_system(use_async, file_system):
     run_on_ranks(save_every_form, 2, str(file_system), use_async)
     assert run_on_ranks(wrong_values, 2, str(file_system)) == [[], []]
     assert not list(file_system.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@matrix(["tmpfs-False", "overlay-False"], kind=FILE_SYSTEMS, use_async=[False, True])
 def test_training_state_on_a_file_system(use_async, file_system):
     root = file_system / "root"
     assert run_on_ranks(save_and_resume, 2, str(root), use_async) == [3, 3]

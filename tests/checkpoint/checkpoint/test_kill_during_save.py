@@ -31,6 +31,7 @@ def kills(tmp_path_factory):
     return run_script(tmp_path_factory.mktemp("kills"), "11", str(LIVES))
 
 
+@pytest.mark.slow
 def test_the_latest_step_is_always_whole(kills):
     assert len(kills["lives"]) == LIVES
     assert [life["wrong"] for life in kills["lives"]] == [[]] * LIVES
@@ -61,7 +62,7 @@ def test_two_hundred_kills(tmp_path):
     assert report["in_the_end"] == ["latest", "lease.json", "step-01000000"]
 
 
-@pytest.mark.parametrize("prefix", ["", "local://"], ids=["path", "url"])
+@pytest.mark.parametrize("prefix", ["", pytest.param("local://", marks=pytest.mark.slow)], ids=["path", "url"])
 def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_step(prefix, tmp_path):
     """Random instants rarely hit the short stretch between two renames; this hits every such stretch once."""
     if prefix:
@@ -75,6 +76,7 @@ def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_step(prefix, 
     assert {steps[0], steps[-1]} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_folder_of_torchs_is_replaced_leaves_the_old_or_the_new_one(tmp_path):
     report = run_script(tmp_path, "dcp")
     assert report["exit"] == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
 from booster_checkpoint.run.steps_remote import open_steps
@@ -101,8 +102,9 @@ def some(cases, chosen):
     return [pytest.param(*case, marks=[] if case[0] in chosen else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize(
-    ("layout", "use_async"), some([(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)], {"flat", "chunks"})
+@matrix(
+    ["flat-False"],
+    **{"layout, use_async": some([(layout, n % 2 == 0) for n, layout in enumerate(LAYOUTS)], {"flat", "chunks"})},
 )
 def test_state_in_any_layout(layout, use_async, s3):
     args = (f"{BUCKET}/{layout}", layout, use_async)
@@ -234,9 +236,13 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "use_async"),
-    some([(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}),
+@matrix(
+    ["no manifest-False"],
+    **{
+        "kind, use_async": some(
+            [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}
+        )
+    },
 )
 def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"

@@ -19,6 +19,7 @@ import pytest
 import torch
 import xxhash
 from engine_calls import EngineCalls
+from matrix import matrix
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint import ModelPart, OptimizerPart, session
@@ -28,7 +29,7 @@ from booster_checkpoint.save import writer
 from booster_checkpoint.save.owners import OwnerWrite
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.host import Host
+from booster_core.ranks.store import Host
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
 from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
@@ -96,8 +97,7 @@ def digests(folder):
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@matrix(["replicated-True", "chunks-False", "stages-False"], layout=LAYOUTS, use_async=[False, True])
 def test_several_hosts_write_the_bytes_that_one_host_writes(layout, use_async, tmp_path):
     one, several = tmp_path / "one", tmp_path / "several"
     run_on_ranks(save_every_form, 3, str(one), layout, [0, 0, 0])
@@ -231,9 +231,10 @@ class Unreadable:
         return self._shard.data.to("meta")
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("kind", "match"), [("write", "The disk is full"), ("list", "cannot be read"), ("send", "meta")]
+@matrix(
+    ["write-The disk is full-1", "list-cannot be read-1"],
+    **{"kind, match": [("write", "The disk is full"), ("list", "cannot be read"), ("send", "meta")]},
+    failing_rank=[0, 1, 2],
 )
 def test_a_failure_on_one_rank_keeps_the_old_checkpoint(kind, match, failing_rank, tmp_path):
     error = NotImplementedError if kind == "send" else CheckpointError

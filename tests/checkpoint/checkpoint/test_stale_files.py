@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine_calls import EngineCalls
+from matrix import matrix
 from torch import nn
 
 from booster_core.errors import CheckpointError
@@ -39,9 +40,7 @@ def save(folder, form, seed):
     return model
 
 
-@pytest.mark.covering(1)  # every first form once; the other pairs are slow
-@pytest.mark.parametrize("first", FORMS)
-@pytest.mark.parametrize("second", ["divided", "divided, bin"])
+@matrix(1, second=["divided", "divided, bin"], first=FORMS)
 def test_a_folder_loads_the_weights_that_were_saved_last(first, second, tmp_path):
     save(tmp_path, first, seed=1)
     expected = save(tmp_path, second, seed=2).state_dict()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from folder_storage import FolderStorage, StorageHooks
+from matrix import matrix
 
 import booster_runtime
 from booster_checkpoint.cli import convert, inspect, verify
@@ -60,8 +61,7 @@ def train_save_resume(root, use_async, base=None):
     return loaded.step, losses == expected[5:], names, loaded.path
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+@matrix(["1-memory-True"], **{"world_size, scheme": [(1, "memory"), (2, "ours")]}, use_async=[False, True])
 def test_a_training_state_at_a_url(world_size, scheme, use_async, tmp_path):
     root = f"{scheme}://run-{world_size}-{use_async}"
     base = str(tmp_path) if scheme == "ours" else None
@@ -112,8 +112,7 @@ def save_and_load_model(base, folder=None, use_async=False):
     assert same(run.model.state_dict(), fresh.model.state_dict())
 
 
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize(("world_size", "scheme"), [(1, "memory"), (2, "ours")])
+@matrix(["1-memory-True"], **{"world_size, scheme": [(1, "memory"), (2, "ours")]}, use_async=[False, True])
 def test_models_and_optimizers_at_a_url(world_size, scheme, use_async, tmp_path, monkeypatch):
     folder = str(tmp_path) if scheme == "ours" else None
     run_on_ranks(save_and_load_model, world_size, f"{scheme}://parts-{use_async}", folder, use_async)

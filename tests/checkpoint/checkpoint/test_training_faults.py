@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from matrix import matrix
 
 import booster_runtime
 from booster_checkpoint.run import manifest, steps
@@ -229,10 +230,10 @@ def save_failing(root, place, rank, use_async):
         run.booster.wait()
 
 
-@pytest.mark.covering(1)  # every place in one of the ways; the other pairs are slow
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize(
-    ("place", "rank"), [("write", 0), ("write", 1), ("sync", 1), ("manifest", 0), ("rename", 0), ("latest", 0)]
+@matrix(
+    ["write-0-False"],
+    **{"place, rank": [("write", 0), ("write", 1), ("sync", 1), ("manifest", 0), ("rename", 0), ("latest", 0)]},
+    use_async=[False, True],
 )
 def test_a_disk_that_fills_up_at_any_point_leaves_the_step_before(place, rank, use_async, root):
     expect_on_ranks(CheckpointError, "The disk is full", save_failing, 2, str(root), place, rank, use_async)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 
 from booster_checkpoint import CheckpointEngine
 from booster_checkpoint.run.manifest import verify_folder
@@ -48,11 +49,11 @@ def resume(root, options, steps):
     ("world_size", "options", "save_options", "step"),
     [
         (1, {}, {}, 5),
-        (2, {}, {}, 5),
-        (2, {}, {"use_async": True}, 5),
-        (2, {"precision": "fp16"}, {}, 5),
-        (2, {"precision": "bf16", "workers": 2}, {"size_per_shard": 1}, 7),
-        (2, {}, {}, 12),
+        pytest.param(2, {}, {}, 5, marks=pytest.mark.slow),
+        pytest.param(2, {}, {"use_async": True}, 5, marks=pytest.mark.slow),
+        pytest.param(2, {"precision": "fp16"}, {}, 5, marks=pytest.mark.slow),
+        pytest.param(2, {"precision": "bf16", "workers": 2}, {"size_per_shard": 1}, 7, marks=pytest.mark.slow),
+        pytest.param(2, {}, {}, 12, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "async", "fp16", "workers", "end_of_epoch"],
 )
@@ -66,10 +67,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(world_size, options, save_opt
         assert all(torch.equal(tensors[name], restored[name]) for name in tensors)
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("before", "after", "batch"), [(4, 2, 2), (2, 3, 2), (2, 1, 4)])
+@matrix(
+    ["2-1-4-0-False"],
+    **{"before, after, batch": [(4, 2, 2), (2, 3, 2), (2, 1, 4)]},
+    workers=[0, 2],
+    drop_last=[False, True],
+)
 def test_another_number_of_ranks_sees_each_sample_once(before, after, batch, workers, drop_last, tmp_path):
     samples, step = 48, 2
     options = {"samples": samples, "batch": batch, "workers": workers, "drop_last": drop_last}

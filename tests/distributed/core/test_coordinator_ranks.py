@@ -93,7 +93,11 @@ def _bring_error_and_miss():
     if c.rank == 0:
         return _outcome(lambda: _meet_with(c, None, 1))
     if c.rank == 1:
-        return _outcome(lambda: _meet_with(c, ValueError("mine"), 2))
+        error = ValueError("mine")
+        outcome = _outcome(lambda: _meet_with(c, error, 2))
+        assert isinstance(error.__context__, MissingRanksError), "who is missing stays visible"
+        assert error.__context__.__context__ is None
+        return outcome
     return None
 
 

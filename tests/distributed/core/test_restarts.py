@@ -50,13 +50,14 @@ def run_agents(commands, folder, **environment):
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "monitor"),
     [
         (1, "0"),  # the other node's rank does not fail, so that only one agent counts a restart
-        pytest.param(0, "0", marks=pytest.mark.slow),
-        pytest.param(0, "1", marks=pytest.mark.slow),  # one agent's restarts, below, have the monitor
-        pytest.param(1, "1", marks=pytest.mark.slow),
+        (0, "0"),
+        (0, "1"),
+        (1, "1"),
     ],
 )
 def test_two_agents_meet_again_after_a_rank_failed(script, tmp_path, victim, monitor):
@@ -71,6 +72,7 @@ def test_two_agents_meet_again_after_a_rank_failed(script, tmp_path, victim, mon
         assert f"rank {rank} met [0, 1] after" in output
 
 
+@pytest.mark.slow
 def test_one_agent_with_a_static_rendezvous(script, tmp_path):
     options = ["--nnodes=1", "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1"]
     (output,) = run_agents([[*options, script, 0, tmp_path / "failed"]], tmp_path)

@@ -26,13 +26,14 @@ def hosts(tmp_path):
         yield connected
 
 
+@pytest.mark.slow
 def test_ranks_know_that_they_share_no_host(hosts, tmp_path):
     script = tmp_path / "facts.py"
     script.write_text(
         textwrap.dedent("""
         import json, socket
         from booster_core import launch_from_torch
-        from booster_core.ranks.host import this_host
+        from booster_core.ranks.store import this_host
         c = launch_from_torch(verbose=False)
         seen = c.all_gather_object(this_host())
         print(json.dumps({
@@ -113,7 +114,8 @@ def test_when_the_processes_of_a_host_die_the_other_ends(hosts, tmp_path, victim
     assert "died without a traceback" in hosts.output(other)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_vanishes_is_given_up_at_the_time_limit(hosts, tmp_path, victim):
     # No collectives any more, which would time out, too.
     _start_training(hosts, tmp_path, timeout_seconds=15, collectives_until=5)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
+from matrix import matrix
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,7 +75,7 @@ def compiled_graph_sizes(how, *, by_hand):
     return sizes
 
 
-@pytest.mark.parametrize("how", ["before", "method", "blocks", "after", "after-method"])
+@matrix(["blocks"], how=["before", "method", "blocks", "after", "after-method"])
 def test_compiled_graphs_are_split_as_by_ddp_by_hand(how):
     expected = run_on_ranks(compiled_graph_sizes, 2, how, by_hand=True)
     assert all(len(sizes[0]) > 1 for sizes in expected), "one graph per bucket"

@@ -1,24 +1,21 @@
 from typing import ClassVar
 
-from kit_parts import arithmetic_by_default
+from kit_cases import VariantConformance, slow_cases
 
 from booster_ddp import TorchDDPPlugin
 from booster_testing.conformance import PluginConformance
 
 
+@slow_cases("test_resumed_run_continues_exactly[fp32]", "test_resumed_run_continues_exactly[bf16]")
 class TestDDP(PluginConformance):
     plugin_class = TorchDDPPlugin
 
 
-@arithmetic_by_default
-class TestDDPOverOneRank(PluginConformance):
+class TestDDPOverOneRank(VariantConformance):
     plugin_class = TorchDDPPlugin
     world_size = 1
-    shares_calls = False
 
 
-@arithmetic_by_default
-class TestDDPWithBucketViews(PluginConformance):
+class TestDDPWithBucketViews(VariantConformance):
     plugin_class = TorchDDPPlugin
     options: ClassVar = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
-    shares_calls = False

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
+from matrix import matrix, named
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -99,9 +100,7 @@ def test_broadcast_buffers_false_keeps_buffers_rank_local(options):
     assert_equal(run_on_ranks(train, 2, ignored=[], broadcast_buffers=False, **options), expected)
 
 
-@pytest.mark.covering(1)  # every option and every way once; the other pairs are slow
-@pytest.mark.parametrize("how", [{}, {"compiled": True}, {"accumulated": True}], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@matrix(1, options=named(OPTIONS, str), how=named([{}, {"compiled": True}, {"accumulated": True}], str))
 def test_ignored_parameters_and_buffers_stay_rank_local(options, how):
     expected = run_on_ranks(train_by_hand, 2, ignored=IGNORED)
     for name in IGNORED:

@@ -91,6 +91,123 @@ def test_two_losses_that_share_some_parameters_are_averaged_under_no_sync():
         torch.testing.assert_close(first[name], parameter.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
 
+USES = {
+    "stepped": [("lr", "lr")],
+    "stepped twice": [("lr", "lr"), ("r", "lr")],
+    "on one rank": [("lr", "l")],
+    "dropped": [("lr", "lr")],
+    "dropped by hand": [("lr", "lr")],
+    "averaged and dropped": [("lr", "lr")],
+}
+"""What each rank uses in steps wholly under `no_sync`, by what becomes of their gradients."""
+
+
+def sides_after(after, rank):
+    return {"left": "l", "apart": "lr"[rank], "both": "lr"}[after]
+
+
+def run_steps(backward, parameters, optimizer, how, first, after):
+    """Take steps; return the gradients by name of the step that follows those under `no_sync`, and of the one after.
+
+    Args:
+        backward: Called with the step, the sides that ranks use and whether the step is under `no_sync`.
+        parameters: Of the model, by name.
+        optimizer: Steps and drops gradients.
+        how: What becomes of the gradients under `no_sync`.
+        first: What both ranks use in the first step.
+        after: What the ranks use after `no_sync`.
+    """
+    found, uses = [], USES[how]
+    steps = [(first, first), *uses, (sides_after(after, 0), sides_after(after, 1)), ("lr", "lr")]
+    for step, sides in enumerate(steps):
+        backward(step, sides, 1 <= step <= len(uses))
+        if step > len(uses):
+            found.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
+        if step == 0 or "dropped" not in how or step > len(uses):
+            optimizer.step()
+        if how == "dropped by hand":
+            for parameter in parameters.values():
+                parameter.grad = None
+        else:
+            optimizer.zero_grad()
+    return found
+
+
+def batch_of(step, rank):
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))[rank::2]
+
+
+def steps_on_ranks(options, how, first, after):
+    booster, model, optimizer = boost(Heads(), **options)
+    rank = dist.get_rank()
+
+    def backward(step, sides, is_under_no_sync):
+        with booster.no_sync(model) if is_under_no_sync else contextlib.nullcontext():
+            loss = sum(out.square().mean() for out in model(batch_of(step, rank), sides[rank]))
+            booster.backward(loss, optimizer)
+        if is_under_no_sync and how == "averaged and dropped":
+            optimizer.clip_grad_by_norm(1.0)
+
+    return run_steps(backward, dict(model.unwrap().named_parameters()), optimizer, how, first, after)
+
+
+def steps_in_one_process(how, first, after):
+    torch.manual_seed(0)
+    model = Heads()
+
+    def backward(step, sides, is_under_no_sync):
+        del is_under_no_sync
+        for rank in range(2):
+            (sum(out.square().mean() for out in model(batch_of(step, rank), sides[rank])) / 2).backward()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return run_steps(backward, dict(model.named_parameters()), optimizer, how, first, after)
+
+
+def check_steps(options, how, after, first="lr"):
+    expected = steps_in_one_process(how, first, after)
+    for found in run_on_ranks(steps_on_ranks, 2, options, how, first, after):
+        for step, gradients in enumerate(expected):
+            for name, gradient in gradients.items():
+                if gradient is None:
+                    assert found[step][name] is None, (step, name)
+                else:
+                    torch.testing.assert_close(
+                        found[step][name], gradient, msg=lambda text, name=name: f"{name}: {text}"
+                    )
+
+
+@pytest.mark.parametrize("after", ["left", "apart"])
+@pytest.mark.parametrize("how", USES)
+def test_a_step_under_no_sync_and_one_that_leaves_parameters_out(how, after):
+    check_steps({"find_unused_parameters": True}, how, after)
+
+
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True, "gradient_as_bucket_view": True}, {"find_unused_parameters": None}]
+)
+@pytest.mark.parametrize("how", ["stepped", "dropped"])
+def test_a_step_under_no_sync_with_other_options(options, how):
+    check_steps(options, how, "left", first="l")  # so that the first step decides on a search
+
+
+@pytest.mark.parametrize("how", USES)
+def test_a_step_under_no_sync_where_no_parameter_is_searched_for(how):
+    check_steps({"find_unused_parameters": False}, how, "both")
+
+
+def drop_one_by_hand():
+    booster, model, optimizer = boost(Heads(), find_unused_parameters=True)
+    with booster.no_sync(model):
+        booster.backward(sum(out.square().mean() for out in model(own())), optimizer)
+    model.unwrap().right.weight.grad = None
+    booster.backward(model(own(), "l")[0].square().mean(), optimizer)
+
+
+def test_some_gradients_of_no_sync_that_are_dropped_by_hand_raise():
+    expect_on_ranks(GradientError, "under `no_sync`.*dropped.*`optimizer.zero_grad\\(\\)`", drop_one_by_hand, 2)
+
+
 def other_method_than_forward():
     """Run backward through a submodule; DDP's forward is not called."""
     _, model, optimizer = boost(TinyMLP())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kit_parts import arithmetic_by_default
+from kit_cases import VariantConformance, slow_cases
 
 from booster_fsdp import TorchFSDPPlugin
 from booster_testing.conformance import PluginConformance
@@ -11,21 +11,31 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@arithmetic_by_default
-class TestOneUnit(PluginConformance):
+class TestOneUnit(VariantConformance):
     plugin_class = TorchFSDPPlugin
-    shares_calls = False
 
 
+@slow_cases(
+    "test_resumed_run_continues_exactly[fp32]",
+    "test_resumed_run_continues_exactly[bf16]",
+    "test_checkpoint_of_one_device_loads[fp32]",
+    "test_checkpoint_of_one_device_loads[fp16]",
+)
 class TestSmallUnits(PluginConformance):
     plugin_class = TorchFSDPPlugin
     options: ClassVar[Mapping[str, Any]] = {"unit_min_numel": 1}
 
 
-@arithmetic_by_default
-class TestTwoReplicas(PluginConformance):
+@slow_cases(
+    "test_equals_one_process[sgd]",
+    "test_equals_one_process[adafactor]",
+    "test_equals_one_process[muon]",
+    "test_loop_equals_one_process[evaluation between]",
+    "test_low_precision_equals_one_process[fp16]",
+    "test_resumed_run_continues_exactly",
+)
+class TestTwoReplicas(VariantConformance):
     plugin_class = TorchFSDPPlugin
     options: ClassVar[Mapping[str, Any]] = {"replica_size": 2, "unit_classes": ["Linear", "LayerNorm"]}
     world_size = 4
     other_world_size = 2
-    shares_calls = False

@@ -2,9 +2,9 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -52,7 +52,7 @@ def boosted(name):
     return whole_model(booster, model)
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@matrix(["adafactor"], name=list(OPTIMIZERS))
 def test_matrices_with_fewer_rows_than_ranks_equal_one_process(name):
     expected = plainly(name, 4)
     for parameters in run_on_ranks(boosted, 4, name):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -47,9 +47,7 @@ def values_and_first_step(name, lazily, precision):
     return before, buffers, whole_model(booster, model)
 
 
-@pytest.mark.covering(1)  # every model in one precision; the other pairs are slow
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@matrix(["batch norm-None"], name=MODELS, precision=[None, "bf16"])
 def test_lazy_model_equals_eager_model_after_boost_and_a_step(name, precision):
     lazy = run_on_ranks(values_and_first_step, 2, name, True, precision)
     eager = run_on_ranks(values_and_first_step, 2, name, False, precision)

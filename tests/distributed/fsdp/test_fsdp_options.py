@@ -125,8 +125,8 @@ def whole_parameters(options):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, []),
-        ({"ignored_modules": ["second"]}, ["second.bias", "second.weight"]),
+        pytest.param({}, [], marks=pytest.mark.slow),
+        pytest.param({"ignored_modules": ["second"]}, ["second.bias", "second.weight"], marks=pytest.mark.slow),
         ({"ignored_parameters": ["first.weight"]}, ["first.weight"]),
     ],
 )
@@ -183,6 +183,8 @@ def freezes_and_unfreezes(unit_classes):
         assert_same_tensors(whole_model(booster, model), reference.state_dict(), tolerance_for(torch.float32))
 
 
-@pytest.mark.parametrize("unit_classes", [[], ["Linear"]], ids=["one unit", "layers"])
+@pytest.mark.parametrize(
+    "unit_classes", [[], pytest.param(["Linear"], marks=pytest.mark.slow)], ids=["one unit", "layers"]
+)
 def test_parameters_can_be_frozen_and_unfrozen(unit_classes):
     run_on_ranks(freezes_and_unfreezes, 2, unit_classes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix, named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,9 +59,7 @@ def backward_after_step(name, direct, recomputed):
     loss.backward() if direct else optimizer.backward(loss)
 
 
-@pytest.mark.covering(1)  # every unit in one of the ways; the other pairs are slow
-@pytest.mark.parametrize("direct", [False, True], ids=["backward of the optimizer", "backward of the loss"])
-@pytest.mark.parametrize("name", UNITS)
+@matrix(1, name=UNITS, direct=named([False, True], ["backward of the optimizer", "backward of the loss"]))
 def test_backward_of_a_graph_older_than_the_step_raises(name, direct):
     expect_on_ranks(
         GradientError, "modified by an inplace operation.*before the step", backward_after_step, 2, name, direct, False

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError
@@ -135,14 +134,12 @@ def assert_parity(name, options, world_size):
         assert_same_tensors({key: parameters[key] for key in named}, named, tolerance_for(torch.float32))
 
 
-@pytest.mark.covering(1)  # every model in one of the units; the other pairs are slow
-@pytest.mark.parametrize("options", ["layers", "small units"])
-@pytest.mark.parametrize("name", MODELS)
+@matrix(["conv-small units"], name=MODELS, options=["layers", "small units"])
 def test_gradients_norm_and_step_equal_one_process(name, options):
     assert_parity(name, OPTIONS[options], 2)
 
 
-@pytest.mark.parametrize("options", sorted(OPTIONS.keys() - {"layers", "small units"}))
+@matrix(["ignored"], options=sorted(OPTIONS.keys() - {"layers", "small units"}))
 def test_gradients_with_each_option_equal_one_process(options):
     assert_parity("tied llama", OPTIONS[options], 4)
 
@@ -283,7 +280,9 @@ def generated(name, precision):
     return before.tolist(), after.tolist()
 
 
-@pytest.mark.parametrize("name", ["tied llama", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    "name", ["tied llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_generate_equals_one_process(name):
     plain = make(name).eval()
     expected = plain.generate(torch.arange(1, 6).view(1, 5), max_new_tokens=4, do_sample=False).tolist()
@@ -428,9 +427,21 @@ def boost(options, model_name="mixed bag", optimizer_class=None):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replica_size": 3}, "`replica_size=3` does not divide the world size 2. Use one of 1, 2"),
-        ({"reshard_after_forward": 3}, "`reshard_after_forward=3` does not divide the 2 ranks of a sharded model"),
-        ({"unit_classes": ["Missing"]}, "`unit_classes` names 'Missing', but the model has no module of that class"),
+        pytest.param(
+            {"replica_size": 3},
+            "`replica_size=3` does not divide the world size 2. Use one of 1, 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"reshard_after_forward": 3},
+            "`reshard_after_forward=3` does not divide the 2 ranks of a sharded model",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"unit_classes": ["Missing"]},
+            "`unit_classes` names 'Missing', but the model has no module of that class",
+            marks=pytest.mark.slow,
+        ),
         ({"forward_methods": ["encode"]}, "`forward_methods` names 'encode', which TinyMixedBag does not have"),
     ],
 )
@@ -452,14 +463,3 @@ def test_two_parameters_that_share_memory_raise():
     expect_on_ranks(
         ConfigError, "'first.bias' and 'second.weight' are two objects over the same memory", boost_aliases, 2
     )
-
-
-def boost_dtensors():
-    mesh = init_device_mesh("cpu", (2,))
-    model = TinyMLP()
-    model.first.weight = nn.Parameter(distribute_tensor(model.first.weight, mesh, [Shard(0)]))
-    Booster("cpu", plugin=TorchFSDPPlugin()).boost(model)
-
-
-def test_model_with_dtensors_raises():
-    expect_on_ranks(ConfigError, "Parameter 'first.weight' is a DTensor already", boost_dtensors, 2)

@@ -1,27 +1,30 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kit_parts import arithmetic_by_default
+from kit_cases import VariantConformance, slow_cases
 
 from booster_gemini import GeminiPlugin
 from booster_testing.conformance import PluginConformance
 
 
-@arithmetic_by_default
-class TestInOneChunk(PluginConformance):
+class TestInOneChunk(VariantConformance):
     plugin_class = GeminiPlugin
     reduces_under_no_sync = True  # gradients are kept in shards only
-    shares_calls = False
 
 
+@slow_cases(
+    "test_resumed_run_continues_exactly[fp32]",
+    "test_resumed_run_continues_exactly[bf16]",
+    "test_checkpoint_of_one_device_loads[fp32]",
+    "test_checkpoint_of_one_device_loads[fp16]",
+)
 class TestInTinyChunks(PluginConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 256, "max_prefetch": 2}
     reduces_under_no_sync = True  # gradients are kept in shards only
 
 
-@arithmetic_by_default
-class TestWholeParametersWithoutOverlap(PluginConformance):
+class TestWholeParametersWithoutOverlap(VariantConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {
         "partition": "parameter",
@@ -30,13 +33,16 @@ class TestWholeParametersWithoutOverlap(PluginConformance):
         "max_prefetch": 0,
     }
     reduces_under_no_sync = True  # gradients are kept in shards only
-    shares_calls = False
 
 
-@arithmetic_by_default
-class TestTwoReplicas(PluginConformance):
+@slow_cases(
+    "test_equals_one_process[sgd]",
+    "test_equals_one_process[adamw]",
+    "test_equals_one_process[adafactor]",
+    "test_resumed_run_continues_exactly",
+)
+class TestTwoReplicas(VariantConformance):
     plugin_class = GeminiPlugin
     options: ClassVar[Mapping[str, Any]] = {"replica_size": 2, "min_chunk_bytes": 1024}
     world_size = 4
     other_world_size = 2
-    shares_calls = False

@@ -1,8 +1,8 @@
 """Averages of weights that are in chunks equal torch's own, wherever the chunks are, and leave no trace."""
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -69,10 +69,7 @@ def averages(options, precision):
     return (output.float() - wanted).abs().max().item()
 
 
-@pytest.mark.covering(1)  # every variant, precision and number of ranks once; the others are slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("size", [1, 2])
+@matrix(1, size=[1, 2], name=VARIANTS, precision=["fp32", "bf16"])
 def test_averages_equal_torchs(name, precision, size, tmp_path):
     options = dict(VARIANTS[name])
     if name == "disk":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,7 +139,7 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("leaves", "world_size"), [*((name, 2) for name in LEAVES), ("by class", 3)])
+@matrix(["lists by path-2"], **{"leaves, world_size": [*((name, 2) for name in LEAVES), ("by class", 3)]})
 def test_gradients_of_chosen_experts_equal_one_process(leaves, world_size):
     expected = plainly(world_size)
     for gradients, kept, num_chunks in run_on_ranks(
@@ -150,8 +151,11 @@ def test_gradients_of_chosen_experts_equal_one_process(leaves, world_size):
         assert kept == [0] * STEPS
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["booster.backward", "loss.backward"])
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant"])
+@matrix(
+    ["plain-booster.backward"],
+    how=["plain", "checkpointed", "reentrant"],
+    direct=named([False, True], ["booster.backward", "loss.backward"]),
+)
 def test_experts_may_be_recomputed_and_prefetched(how, direct):
     expected = plainly(2)
     for gradients, _, _ in run_on_ranks(boosted, 2, how, direct, {"leaf_modules": [Mixture], "max_prefetch": 3}):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 
 import booster_runtime
 from booster_core import Booster
@@ -264,9 +265,7 @@ def change_lawfully(folder, options, saved):
     return losses
 
 
-@pytest.mark.covering(1)  # every place on one rank or two; the other pairs are slow
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"shard_param_frac": 0.0}, DISK], ids=["here", "whole", "disk"])
+@matrix(["disk-1"], options=named([{}, {"shard_param_frac": 0.0}, DISK], ["here", "whole", "disk"]), size=[1, 2])
 def test_what_may_change_parameters_is_no_false_alarm(options, size, tmp_path):
     folder = str(tmp_path) if options is DISK else None
     watched = run_on_ranks(change_lawfully, size, folder, {**options, "debug": True}, str(tmp_path / "saved"))

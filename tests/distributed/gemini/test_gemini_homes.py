@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
@@ -130,19 +131,17 @@ def compare(precision, name, folder):
     return {role.value for _, role in moved[2].rebinds}
 
 
-@pytest.mark.covering(1)  # every precision on one rank or two; the other pairs are slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@matrix(["None-1"], precision=[None, "bf16", "fp16"], world_size=[1, 2])
 def test_blocks_that_come_and_go_change_no_bit(world_size, precision):
     for roles in run_on_ranks(compare, world_size, precision, "adamw", None):
         assert roles == {"param", "grad", "optim"}
 
 
-@pytest.mark.parametrize("name", ["sgd", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "muon"])
 def test_other_optimizers_find_their_state_too(name):
     run_on_ranks(compare, 2, None, name, None)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param(None, marks=pytest.mark.slow), "bf16"])
 def test_state_is_saved_and_loaded_from_where_it_is(precision, tmp_path):
     run_on_ranks(compare, 2, precision, "adamw", str(tmp_path))

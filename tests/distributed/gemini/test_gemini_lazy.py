@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -60,10 +61,7 @@ def values_and_first_step(name, lazily, precision, options):
     return before, buffers, after
 
 
-@pytest.mark.covering(1)  # every model, place and precision once; the others are slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@matrix(["mixed bag-None-here"], name=MODELS, precision=[None, "bf16"], place=PLACES)
 def test_a_lazy_model_has_the_values_of_an_eager_one_and_trains_alike(name, precision, place, tmp_path):
     options = dict(PLACES[place])
     if place in ("disk", "auto"):
@@ -133,7 +131,7 @@ def boost_from_folder(folder, options):
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize(("place", "most"), [("here", 1.3), ("disk", 0.6)])
+@pytest.mark.parametrize(("place", "most"), [("here", 1.3), pytest.param("disk", 0.6, marks=pytest.mark.slow)])
 def test_a_folder_goes_into_chunks_without_being_held_whole(place, most, tmp_path):
     (total,) = run_on_ranks(write_folder, 1, str(tmp_path / "model"))
     (tmp_path / "chunks").mkdir()

@@ -8,6 +8,7 @@ import gc
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_gemini import GeminiPlugin
 from booster_testing import run_on_ranks
@@ -50,9 +51,7 @@ def train(training):
     return trained
 
 
-@pytest.mark.covering(1)  # every optimizer in one precision; the other pairs are slow
-@pytest.mark.parametrize("precision", [None, "fp16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@matrix(["muon-None"], optimizer=OPTIMIZERS, precision=[None, "fp16"])
 def test_bits_do_not_depend_on_the_placement(optimizer, precision, tmp_path):
     still = run_on_ranks(train, 2, make(optimizer, precision))
     for name, place in PLACES.items():

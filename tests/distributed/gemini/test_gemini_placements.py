@@ -1,8 +1,8 @@
 """Wherever chunks are, training gives the same bits."""
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
@@ -40,10 +40,7 @@ def train(precision, options, steps=4, min_chunk_bytes=40_000):
     return seen, state, peak
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("name", list(OPTIONS))
+@matrix(["static halves-bf16-1"], name=list(OPTIONS), precision=[None, "bf16"], world_size=[1, 2])
 def test_bits_do_not_depend_on_the_placement(name, precision, world_size, tmp_path):
     still = run_on_ranks(train, world_size, precision, {})
     moved = run_on_ranks(train, world_size, precision, {**OPTIONS[name], "offload_dir": str(tmp_path)})
@@ -52,9 +49,7 @@ def test_bits_do_not_depend_on_the_placement(name, precision, world_size, tmp_pa
         assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.covering(1)  # either number of ranks, either precision; the other pairs are slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@matrix(["None-1"], precision=[None, "bf16"], world_size=[1, 2])
 def test_a_third_of_the_state_is_enough(precision, world_size, tmp_path):
     state_bytes = 16 if precision is None else 18
     numel = sum(parameter.numel() for parameter in tiny_llama(**MODEL).parameters())

@@ -43,8 +43,9 @@ def run(precision, options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process' peak since a moment")
-@pytest.mark.parametrize("precision", [pytest.param(None, marks=pytest.mark.slow), "bf16"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
 def test_resident_memory_falls_by_what_is_offloaded(precision, tmp_path):
     resident, peak, _ = run(precision, {})
     options = {"offload_dir": str(tmp_path), "offload_param_frac": 1.0, "offload_optim_frac": 1.0}

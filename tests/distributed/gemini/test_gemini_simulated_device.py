@@ -4,6 +4,7 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from simulated_device import run_on_devices
 from torch import nn
 
@@ -64,10 +65,7 @@ def trained(options, precision):
     return norms, state
 
 
-@pytest.mark.covering(1)  # every place, precision and number of ranks once; the others are slow
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
+@matrix(1, place=PLACES, precision=["fp32", "bf16"], size=[1, 2])
 def test_bits_do_not_depend_on_the_placement(place, precision, size, simulated_device, tmp_path):
     expected = run_on_devices(trained, size, simulated_device, {}, precision)
     actual = run_on_devices(trained, size, simulated_device, with_folder(PLACES[place], tmp_path), precision)

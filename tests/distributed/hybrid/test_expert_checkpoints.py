@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_models import batch_of, make, make_optimizer
+from matrix import matrix
 
 from booster_core import Booster
 from booster_testing import run_on_ranks
@@ -96,15 +97,20 @@ MESHES = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("reads", list(MESHES))
-@pytest.mark.parametrize("writes", ["ep2", "ep4", "ep2dp2", "ep2dp2zero2", "ep2dp2zero3", "ep2tp2", "ep2pp2", "dp2"])
+@matrix(
+    ["ep2dp2-alone", "ep2dp2zero3-ep2dp2zero2"],
+    writes=["ep2", "ep4", "ep2dp2", "ep2dp2zero2", "ep2dp2zero3", "ep2tp2", "ep2pp2", "dp2"],
+    reads=list(MESHES),
+)
 def test_any_mesh_goes_on_with_what_another_one_has_saved(writes, reads, tmp_path):
     run_on_ranks(write, MESHES[writes][0], "qwen3_moe", MESHES[writes][1], tmp_path)
     run_on_ranks(read, MESHES[reads][0], "qwen3_moe", MESHES[reads][1], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow), pytest.param("gpt_oss", marks=pytest.mark.slow)],
+)
 def test_transformers_reads_what_spread_experts_have_saved(name, tmp_path):
     run_on_ranks(write, 2, name, {"ep_size": 2}, tmp_path)
     expected = plain(name, 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_models import batch_of, make
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -139,7 +140,7 @@ def boost_with(kind, options, rule):
     boost(kind, options, rule)
 
 
-@pytest.mark.parametrize("case", list(REFUSED))
+@matrix(["parameters", "stage"], case=list(REFUSED))
 def test_what_cannot_be_spread_is_refused_at_boost(case):
     kind, options, rule, num_ranks, message = REFUSED[case]
     expect_on_ranks(ConfigError, message, boost_with, num_ranks, kind, options, rule)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_models import MAX_NORM, MODELS, assert_same_gradients, batch_of, make, make_optimizer, train_plainly
+from matrix import matrix
 
 from booster_core import Booster
 from booster_runtime import full_gradient
@@ -59,13 +60,16 @@ def parts_of_experts(model):
     return [tuple(each.shape) for key, each in inside.named_parameters() if "experts.gate_up_proj" in key]
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@matrix(["mixtral", "glm4_moe"], name=list(MODELS))
 def test_gradients_norms_and_steps_are_those_of_one_process(name):
     for shapes in run_on_ranks(compare, 2, name, {"ep_size": 2}):
         assert {shape[0] for shape in shapes} == {4}
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3_moe", marks=pytest.mark.slow), "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)],
+)
 def test_one_or_two_experts_are_on_each_of_four_ranks(name):
     for shapes in run_on_ranks(compare, 4, name, {"ep_size": 4}):
         assert {shape[0] for shape in shapes} == {2}
@@ -99,9 +103,25 @@ MESHES = {
 }
 
 
-@pytest.mark.covering(1)  # every mesh with one of the models; the other pairs are slow
-@pytest.mark.parametrize("mesh", list(MESHES))
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@matrix(
+    [
+        "qwen3_moe-zero2",
+        "qwen3_moe-dp2options",
+        "qwen3_moe-dp2outside",
+        "qwen3_moe-tp2zero1",
+        "qwen3_moe-zbv",
+        "qwen3_moe-interleaved",
+        "qwen3_moe-ring",
+        "deepseek_v3-zero1",
+        "deepseek_v3-dp2zero3",
+        "deepseek_v3-dp2whole",
+        "deepseek_v3-tp2",
+        "deepseek_v3-gpipe",
+        "deepseek_v3-ulysses",
+    ],
+    name=["qwen3_moe", "deepseek_v3"],
+    mesh=list(MESHES),
+)
 def test_every_mesh_gives_the_gradients_of_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
     settings = {"num_hidden_layers": 4} if mesh in ("zbv", "interleaved") else {}
@@ -114,16 +134,16 @@ def test_eight_ranks_combine_three_axes(options):
     run_on_ranks(compare, 8, "qwen3_moe", {"ep_size": 2, **options}, timeout_seconds=180.0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@matrix(
+    ["deepseek_v3-options0"],
+    name=["deepseek_v3", "gpt_oss"],
+    options=[
         {"ep_size": 2},
         {"ep_size": 4},
         {"ep_size": 2, "zero_stage": 2},
         pytest.param({"ep_size": 2, "zero_stage": 3}, marks=pytest.mark.slow, id="zero3"),
     ],
 )
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_ranks_whose_experts_no_token_chooses_take_part(name, options):
     """All tokens choose the first two experts: the other ranks' experts get none, and a gradient of zero."""
     run_on_ranks(compare, 4, name, options, {"one_sided": True})
@@ -142,7 +162,15 @@ def accumulate(options):
     assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(expected.norms[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow, id="zero3")])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow, id="zero3"),
+    ],
+)
 def test_gradients_accumulate(stage):
     run_on_ranks(accumulate, 4, {"ep_size": 2, "zero_stage": stage})
 
@@ -156,10 +184,7 @@ def recompute(name, one_sided, reentrant):
     assert_same_gradients({key: full_gradient(booster, model, key) for key in gradients}, gradients)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("one_sided", [True, False])
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@matrix(1, name=["deepseek_v3", "gpt_oss"], one_sided=[True, False], reentrant=[False, True])
 def test_recomputed_layers_send_tokens_again(name, one_sided, reentrant):
     run_on_ranks(recompute, 2, name, one_sided, reentrant)
 
@@ -216,7 +241,9 @@ def narrow(options):
     assert norms == pytest.approx(expected.norms, rel=5e-2)
 
 
-@pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow, id="zero3")])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow, id="zero3")]
+)
 def test_bf16_stays_near_fp32(stage):
     run_on_ranks(narrow, 2, {"ep_size": 2, "zero_stage": stage})
 

@@ -1,11 +1,11 @@
-"""Spread experts with the rest of the product: bytes that are sent, verification, lazy models, uneven batches."""
+"""Spread experts with the rest of the product: bytes that are sent, lazy models, uneven batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from expert_models import LENGTH, SAMPLES, assert_same_gradients, batch_of, make, make_optimizer, train_plainly
+from expert_models import LENGTH, assert_same_gradients, batch_of, make, make_optimizer, train_plainly
 from torch import nn
 
 from booster_core import Booster
@@ -84,18 +84,12 @@ def test_the_bytes_that_are_sent_follow_the_formula(size):
         assert both["counts"] == forward["counts"] == NUM_EXPERTS * (size - 1) / size * 8
 
 
-def verified(options):
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options), verify=True)
-    model = make("qwen3_moe", dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = [{key: value[0] for key, value in batch_of(0, number, 1).items()} for number in range(8)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=SAMPLES)
-    booster.boost(model, optimizer, dataloader=loader)
-    return booster.describe()
+def described_by(options):
+    return Booster("cpu", plugin=HybridParallelPlugin(**options)).describe()
 
 
-def test_verification_agrees_and_the_options_are_described():
-    for described in run_on_ranks(verified, 2, {"ep_size": 2}):
+def test_the_options_are_described():
+    for described in run_on_ranks(described_by, 2, {"ep_size": 2}):
         assert "expert={'size': 2}" in described
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from model_zoo import ZOO
 from model_zoo.registry import weighted_outputs
 from model_zoo.transformers_build import from_config
@@ -202,7 +203,7 @@ def cases():
             yield pytest.param(name, mesh, marks=marks, id=f"{name.rpartition('/')[2]}-{mesh}")
 
 
-@pytest.mark.parametrize(("name", "mesh"), list(cases()))
+@matrix(["llama-split_gather", "gpt2_lm-tp2"], **{"name, mesh": list(cases())})
 def test_adapters_train_as_on_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
     run_on_ranks(compare, num_ranks, name, {}, options)
@@ -259,14 +260,18 @@ MODELS[CUSTOM] = replace(ZOO["transformers/llama"], build=CustomModel, loss=weig
 
 @pytest.mark.parametrize(
     "config",
-    [{"target_modules": ["tokens", "qkv", "out", "head"]}, {"target_modules": ["out"], "modules_to_save": ["qkv"]}],
+    [
+        pytest.param({"target_modules": ["tokens", "qkv", "out", "head"]}, marks=pytest.mark.slow),
+        {"target_modules": ["out"], "modules_to_save": ["qkv"]},
+    ],
     ids=["adapted", "copied"],
 )
 def test_adapters_follow_a_custom_policy(config):
     run_on_ranks(compare, 3, CUSTOM, config, {"tp_size": 3, "custom_policy": POLICY})
 
 
-@pytest.mark.parametrize("style", [pytest.param("interleaved", marks=pytest.mark.slow), "zbv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["interleaved", "zbv"])
 def test_adapters_train_in_several_stages_on_a_rank(style):
     config = {"target_modules": LLAMA}
     run_on_ranks(compare, 4, DEEP, config, {**TP2, "pp_size": 2, "pp_style": style, "num_microbatches": 4})
@@ -338,7 +343,7 @@ def kinds():
             yield pytest.param(kind, how, marks=marks, id=f"{kind}-{how}")
 
 
-@pytest.mark.parametrize(("kind", "how"), list(kinds()))
+@matrix(["head-tp2", "whole-embedding-tp2", "whole-embedding-tp2pp2"], **{"kind, how": list(kinds())})
 def test_each_kind_of_adapter_trains_as_on_one_process(kind, how):
     num_ranks, options = HOW[how]
     run_on_ranks(compare, num_ranks, *KINDS[kind], options)
@@ -414,14 +419,16 @@ def test_dropout_matches_on_replicated_and_differs_on_sharded_activations():
     assert not torch.equal(masks["q_proj"][0], masks["k_proj"][0])
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["plain", "dora"])
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("transformers/llama", "tp2"),
-        pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
-        ("transformers/t5_generation", "split_gather"),
-    ],
+@matrix(
+    ["transformers/llama-tp2-plain"],
+    **{
+        "name, mesh": [
+            ("transformers/llama", "tp2"),
+            pytest.param("transformers/llama", "split_gather", marks=pytest.mark.slow),
+            ("transformers/t5_generation", "split_gather"),
+        ]
+    },
+    use_dora=named([False, True], ["plain", "dora"]),
 )
 def test_replicated_parameters_get_equal_gradients_under_dropout(name, mesh, use_dora):
     num_ranks, options = MESHES[mesh]
@@ -486,9 +493,7 @@ def copied(options, inside):
     copy.deepcopy(model.unwrap() if inside else model)
 
 
-@pytest.mark.covering(1)  # every mesh once; the other pairs are slow
-@pytest.mark.parametrize("inside", [False, True], ids=["boosted", "inside"])
-@pytest.mark.parametrize("mesh", ["tp2", "split_gather", "ring_attn"])
+@matrix(1, mesh=["tp2", "split_gather", "ring_attn"], inside=named([False, True], ["boosted", "inside"]))
 def test_a_copy_is_refused(mesh, inside):
     num_ranks, options = MESHES[mesh]
     expect_on_ranks(ConfigError, r"can't be copied: .*Copy it before `boost`", copied, num_ranks, options, inside)

@@ -26,23 +26,51 @@ def boost(options, model=None):
 @pytest.mark.parametrize(
     ("num_ranks", "options", "message"),
     [
-        (3, {"tp_size": 2}, r"tp_size=2` is 2, which does not divide the world size 3. Use sizes whose .* one of 1, 3"),
+        pytest.param(
+            3,
+            {"tp_size": 2},
+            r"tp_size=2` is 2, which does not divide the world size 3. Use sizes whose .* one of 1, 3",
+            marks=pytest.mark.slow,
+        ),
         (2, {"tp_size": 4}, r"tp_size=4` is 4, which does not divide the world size 2.*one of 1, 2"),
-        (4, {"pp_size": 3}, r"`pp_size=3 \* sp_size=1 \* tp_size=1` is 3, which does not divide the world size 4"),
-        (4, {**RING, "tp_size": 2, "pp_size": 2}, r"`pp_size=2 \* sp_size=2 \* tp_size=2` is 8.*one of 1, 2, 4"),
-        (
+        pytest.param(
+            4,
+            {"pp_size": 3},
+            r"`pp_size=3 \* sp_size=1 \* tp_size=1` is 3, which does not divide the world size 4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            {**RING, "tp_size": 2, "pp_size": 2},
+            r"`pp_size=2 \* sp_size=2 \* tp_size=2` is 8.*one of 1, 2, 4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             4,
             {"tp_size": 3, "mesh_order": ("tp", "sp", "pp", "dp")},
             r"`tp_size=3 \* sp_size=1 \* pp_size=1` is 3, which does not divide the world size 4",
+            marks=pytest.mark.slow,
         ),
-        (5, {"tp_size": 5}, r"num_attention_heads=4\): 4 units can't be split over 5 ranks. Use a .* of at most 4"),
+        pytest.param(
+            5,
+            {"tp_size": 5},
+            r"num_attention_heads=4\): 4 units can't be split over 5 ranks. Use a .* of at most 4",
+            marks=pytest.mark.slow,
+        ),
         (
             3,
             {"pp_size": 3},
             r"2 layers can't fill 3 stages \(.* has 2 in 'model.layers'\). Use fewer stages, or fewer chunks",
         ),
-        (2, {"pp_size": 2, "num_layers_per_stage": [1, 2]}, r"`num_layers_per_stage=\[1, 2\]` .* the model's 2 layers"),
-        (2, {"pp_size": 2, "pp_style": "interleaved"}, "2 layers can't fill 4 stages"),
+        pytest.param(
+            2,
+            {"pp_size": 2, "num_layers_per_stage": [1, 2]},
+            r"`num_layers_per_stage=\[1, 2\]` .* the model's 2 layers",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, {"pp_size": 2, "pp_style": "interleaved"}, "2 layers can't fill 4 stages", marks=pytest.mark.slow
+        ),
         (3, {"sp_size": 3, "sequence_parallelism_mode": "all_to_all"}, "4 heads are no multiple of 3 ranks"),
     ],
 )
@@ -120,13 +148,19 @@ def tokens(samples):
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
-        (
+        pytest.param(
             {"input_ids": tokens(4), "labels": tokens(3)},
             {},
             r"must have one entry per sample .*\['input_ids'\] \(4, 4\)",
+            marks=pytest.mark.slow,
         ),
-        ({"input_ids": None}, {}, "must have one entry per sample .* got `dict`"),
-        ({"input_ids": tokens(1), "labels": tokens(1)}, {}, r"batch of 1 sample\(s\) can't be split into `num_micro"),
+        pytest.param({"input_ids": None}, {}, "must have one entry per sample .* got `dict`", marks=pytest.mark.slow),
+        pytest.param(
+            {"input_ids": tokens(1), "labels": tokens(1)},
+            {},
+            r"batch of 1 sample\(s\) can't be split into `num_micro",
+            marks=pytest.mark.slow,
+        ),
         ({"input_ids": tokens(2)}, {"num_microbatches": 3}, r"batch of 2 sample\(s\) can't be .*num_microbatches=3`"),
     ],
 )
@@ -144,7 +178,7 @@ def of_sizes(samples, microbatch_size):
 
 
 @pytest.mark.filterwarnings("ignore:.*leave each of the 2 ranks")
-@pytest.mark.parametrize(("samples", "microbatch_size"), [(5, 2), (3, 4)])
+@pytest.mark.parametrize(("samples", "microbatch_size"), [pytest.param(5, 2, marks=pytest.mark.slow), (3, 4)])
 def test_microbatch_size_need_not_divide_the_batch(samples, microbatch_size):
     first, last = run_on_ranks(of_sizes, 2, samples, microbatch_size)
     assert first is None
@@ -162,7 +196,9 @@ def with_others(what):
     booster.execute_pipeline(iter([get_model(NAME).share(0, 0, 4)]), model, own_loss, optimizer)
 
 
-@pytest.mark.parametrize(("what", "got"), [("model", "Custom"), ("optimizer", "SGD")])
+@pytest.mark.parametrize(
+    ("what", "got"), [("model", "Custom"), pytest.param("optimizer", "SGD", marks=pytest.mark.slow)]
+)
 def test_execute_pipeline_refuses_objects_that_were_not_boosted(what, got):
     message = f"needs the {what} returned by `Booster.boost`; got `.*{got}`"
     expect_on_ranks(TypeError, message, with_others, 2, what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix, named
 from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core import Booster
@@ -39,17 +40,21 @@ def by_booster(plugin):
     return Booster(plugin=plugin).prepare_dataloader
 
 
-@pytest.mark.covering(1)  # every mesh once; the other pairs are slow
-@pytest.mark.parametrize("make", [by_plugin, by_booster])
-@pytest.mark.parametrize(
-    ("options", "replicas"),
-    [
-        ({"tp_size": 2}, [(0, 1), (2, 3)]),
-        ({"pp_size": 2}, [(0, 1), (2, 3)]),
-        ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}, [(0, 1), (2, 3)]),
-        ({"tp_size": 2, "pp_size": 2}, [(0, 1, 2, 3)]),
-    ],
-    ids=["tp", "pp", "sp", "tp-pp"],
+@matrix(
+    1,
+    **{
+        "options, replicas": named(
+            [
+                ({"tp_size": 2}, [(0, 1), (2, 3)]),
+                ({"pp_size": 2}, [(0, 1), (2, 3)]),
+                ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}, [(0, 1), (2, 3)]),
+                ({"tp_size": 2, "pp_size": 2}, [(0, 1, 2, 3)]),
+            ],
+            ["tp", "pp", "sp", "tp-pp"],
+            joint=True,
+        )
+    },
+    make=[by_plugin, by_booster],
 )
 def test_a_loader_made_before_boost_knows_which_ranks_share_batches(make, options, replicas):
     seen = run_on_ranks(first_samples, 4, make, options)
@@ -236,7 +241,11 @@ def norm_with_an_error_before(options, fails):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"zero_stage": 2}, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"zero_stage": 2},
+        pytest.param({"zero_stage": 3}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "zero2", "zero3"],
 )
 def test_a_failed_batch_leaves_no_gradients(options):

@@ -54,17 +54,18 @@ def test_a_pipeline_of_compiled_parts_trains_as_eager_does(how):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (None, whole),
-        pytest.param(None, in_place, marks=pytest.mark.slow),
-        pytest.param(whole, None, marks=pytest.mark.slow),
-        pytest.param(in_place, None, marks=pytest.mark.slow),
-        pytest.param(layers, None, marks=pytest.mark.slow),
+        (None, in_place),
+        (whole, None),
+        (in_place, None),
+        (layers, None),
     ],
 )
-@pytest.mark.parametrize("options", [TENSOR, pytest.param(RING, marks=pytest.mark.slow)], ids=["tp", "sp"])
+@pytest.mark.parametrize("options", [TENSOR, RING], ids=["tp", "sp"])
 def test_a_criterion_that_needs_whole_logits_gets_them_of_compiled_models(options, before, after):
     expected = run_on_ranks(train, 2, options)
     found = run_on_ranks(train, 2, options, before, after, timeout_seconds=180)

@@ -2,7 +2,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-from kit_parts import arithmetic_by_default
+from kit_cases import VariantConformance, slow_cases
 
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
@@ -10,16 +10,15 @@ from booster_testing.conformance import PluginConformance
 from booster_testing.pipeline_conformance import EXAMPLE_BATCH, PipelineConformance
 
 
+@slow_cases("test_resumed_run_continues_exactly[fp32]", "test_resumed_run_continues_exactly[fp16]")
 class TestDataParallelAlone(PluginConformance):
     plugin_class = HybridParallelPlugin
 
 
-@arithmetic_by_default
-class TestZero2(PluginConformance):
+class TestZero2(VariantConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 2}
     reduces_under_no_sync = True  # gradients are kept in shards only
-    shares_calls = False
 
 
 @pytest.mark.slow  # test_hybrid_zero3 compares with one process by default
@@ -37,6 +36,7 @@ _PIPELINE: dict[str, Any] = {
 }
 
 
+@slow_cases("test_equals_one_process[sgd]")
 class TestPipeline(PipelineConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = _PIPELINE

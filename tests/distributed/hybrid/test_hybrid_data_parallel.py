@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from model_zoo import get_model
 from torch import nn
 
@@ -72,9 +73,11 @@ RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        (4, {**TP_PP, "mesh_order": ("tp", "sp", "pp", "dp")}),
+        pytest.param(4, {**TP_PP, "mesh_order": ("tp", "sp", "pp", "dp")}, marks=pytest.mark.slow),
         (4, {"tp_size": 2, "zero_stage": 1, "mesh_order": ("tp", "sp", "dp", "pp")}),
-        (4, {"pp_size": 2, "zero_stage": 2, "mesh_order": ("pp", "dp", "sp", "tp")}),
+        pytest.param(
+            4, {"pp_size": 2, "zero_stage": 2, "mesh_order": ("pp", "dp", "sp", "tp")}, marks=pytest.mark.slow
+        ),
         pytest.param(8, {**TP_PP, "mesh_order": ("pp", "tp", "dp", "sp"), "zero_stage": 1}, marks=pytest.mark.slow),
         pytest.param(8, {**TP_PP, "mesh_order": ("dp", "tp", "pp", "sp")}, marks=pytest.mark.slow),
         pytest.param(
@@ -104,17 +107,18 @@ def test_the_order_says_which_ranks_share_a_layer():
     assert other == [([0, 2], 0), ([1, 3], 1), ([0, 2], 0), ([1, 3], 1)]
 
 
-@pytest.mark.covering(1)  # every option along one of the axes; the other pairs are slow
-@pytest.mark.parametrize(
-    "ddp",
-    [
-        DataParallelConfig(bucket_bytes=2048),
-        DataParallelConfig(bucket_bytes=2048, overlap_communication=False),
-        DataParallelConfig(unused="raise", broadcast_buffers=False),
-    ],
-    ids=["small-buckets", "no-overlap", "strict"],
+@matrix(
+    ["tp_size-strict"],
+    axis=["tp_size", "pp_size"],
+    ddp=named(
+        [
+            DataParallelConfig(bucket_bytes=2048),
+            DataParallelConfig(bucket_bytes=2048, overlap_communication=False),
+            DataParallelConfig(unused="raise", broadcast_buffers=False),
+        ],
+        ["small-buckets", "no-overlap", "strict"],
+    ),
 )
-@pytest.mark.parametrize("axis", ["tp_size", "pp_size"])
 def test_options_do_not_change_the_results(ddp, axis, tmp_path):
     run_on_ranks(compare, 4, {axis: 2, "ddp": ddp}, tmp_path / "model")
 
@@ -227,17 +231,32 @@ def differing(name, value, other, **options):
 @pytest.mark.parametrize(
     ("name", "value", "other", "shown"),
     [
-        (
+        pytest.param(
             "mesh_order",
             ("tp", "dp", "pp", "sp"),
             ("dp", "pp", "sp", "tp"),
             r"`mesh_order` is \('dp', 'pp', 'sp', 'tp'\)",
+            marks=pytest.mark.slow,
         ),
-        ("max_norm", 1.0, 0.5, r"`max_norm` is 0.5 on rank\(s\) 0, 1.0 on rank\(s\) 1"),
-        ("tp_size", 2, 1, r"`tensor.size` is 1 on rank\(s\) 0, 2 on rank\(s\) 1"),
+        pytest.param(
+            "max_norm", 1.0, 0.5, r"`max_norm` is 0.5 on rank\(s\) 0, 1.0 on rank\(s\) 1", marks=pytest.mark.slow
+        ),
+        pytest.param("tp_size", 2, 1, r"`tensor.size` is 1 on rank\(s\) 0, 2 on rank\(s\) 1", marks=pytest.mark.slow),
         ("zero_stage", 1, 0, r"`zero"),
-        ("precision", "bf16", "fp32", r"`precision.compute_dtype` is torch.float32 on rank\(s\) 0, torch.bfloat16"),
-        ("ddp", DataParallelConfig(unused="raise"), None, r"`ddp.unused` is 'zero' on rank\(s\) 0, 'raise' on"),
+        pytest.param(
+            "precision",
+            "bf16",
+            "fp32",
+            r"`precision.compute_dtype` is torch.float32 on rank\(s\) 0, torch.bfloat16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ddp",
+            DataParallelConfig(unused="raise"),
+            None,
+            r"`ddp.unused` is 'zero' on rank\(s\) 0, 'raise' on",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_with_different_settings_are_named(name, value, other, shown):

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from isolated_libraries import import_quietly
+from matrix import matrix, named
 from model_zoo import ZOO
 from model_zoo.transformers_heads import HEADS
 
@@ -101,9 +102,7 @@ def cases(names):
     return [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in names]
 
 
-@pytest.mark.covering(1)  # every model of the default run on one of the meshes; the other pairs are slow
-@pytest.mark.parametrize("options", CUT, ids=CUT_IDS)
-@pytest.mark.parametrize("name", cases(NAMES))
+@matrix(["heads/falcon_groups_lm-tp2dp2zero3"], name=cases(NAMES), options=named(CUT, CUT_IDS))
 def test_values_are_those_of_an_eager_model(name, options):
     if "pp_size" in options and name in WITHOUT_STAGES:
         pytest.skip("the model can't be cut into stages")
@@ -154,11 +153,11 @@ def train(name, options, precision):
 @pytest.mark.parametrize(
     ("options", "precision"),
     [
-        ({"tp_size": 2, "pp_size": 2}, None),
+        pytest.param({"tp_size": 2, "pp_size": 2}, None, marks=pytest.mark.slow),
         pytest.param({"tp_size": 2, "zero_stage": 1}, "bf16", marks=SLOW),  # the next has masters, too
         ({"tp_size": 2, "zero_stage": 3}, "bf16"),
         pytest.param({"pp_size": 2, "zero_stage": 3}, None, marks=SLOW),
-        ({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16"),
+        pytest.param({"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, "bf16", marks=pytest.mark.slow),
         pytest.param({"pp_size": 2, "pp_style": "interleaved"}, "fp16", marks=SLOW),
         ({"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 1}, None),
         pytest.param(
@@ -243,17 +242,18 @@ def pretrained(folder, name, options, dtype, precision):
         assert_same(lazy, eager)
 
 
-@pytest.mark.covering(1)  # every model on one of the meshes; the other pairs are slow
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [
-        pytest.param("float32", None, marks=SLOW),  # no masters: the values of the parts alone
-        ("float32", "bf16"),
-        pytest.param("bfloat16", "bf16", marks=SLOW),  # as above, from rounded values
-    ],
+@matrix(
+    ["gpt2_lm-pp2dp2zero1-float32-bf16", "mixtral-tp2dp2zero3-float32-bf16"],
+    name=PRETRAINED,
+    options=named(CUT, CUT_IDS),
+    **{
+        "dtype, precision": [
+            pytest.param("float32", None, marks=SLOW),  # no masters: the values of the parts alone
+            ("float32", "bf16"),
+            pytest.param("bfloat16", "bf16", marks=SLOW),  # as above, from rounded values
+        ]
+    },
 )
-@pytest.mark.parametrize("options", CUT, ids=CUT_IDS)
-@pytest.mark.parametrize("name", PRETRAINED)
 def test_folders_go_straight_into_parts_and_masters(name, options, dtype, precision, tmp_path):
     run_on_ranks(write_folder, 1, tmp_path, name)
     run_on_ranks(pretrained, 4, tmp_path, name, options, dtype, precision, timeout_seconds=120)

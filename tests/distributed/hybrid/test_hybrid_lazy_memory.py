@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from matrix import matrix, named
 
 from booster_checkpoint.files import safetensors_file
 from booster_core import Booster, DistCoordinator
@@ -180,8 +181,7 @@ def write_models(folder: Path) -> None:
         get_model(f"transformers/{name}").seeded().save_pretrained(folder / name)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("options", [{"tp_size": 2, "pp_size": 2}], ids=["tp2pp2"])
+@matrix(["tp2pp2-bf16"], options=named([{"tp_size": 2, "pp_size": 2}], ["tp2pp2"]), precision=[None, "bf16"])
 def test_a_folder_is_loaded_by_ranges(options: dict[str, Any], precision: str | None, tmp_path: Path) -> None:
     run_on_ranks(write_models, 1, tmp_path)
     # In bf16, the fp32 masters read the file's values themselves, instead of taking the rounded ones.

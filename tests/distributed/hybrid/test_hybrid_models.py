@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from matrix import matrix, named
 from model_parity import (
     MAX_NORM,
     NAMES,
@@ -79,13 +80,20 @@ def compare(name, options):
     assert_equal({key: whole[key] for key in plain.parameters}, plain.parameters, zoo, largest(plain.gradients[-1]))
 
 
-@pytest.mark.covering(1)  # every family on one of the meshes; the other pairs are slow
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(2, {"tp_size": 2}), (4, {"tp_size": 2, "zero_stage": 1})],
-    ids=["tp2", "tp2dp2zero1"],
+@matrix(
+    [
+        "transformers/mixtral-tp2",
+        "transformers/gpt2_double_heads-tp2",
+        "heads/llama_token_classification-tp2",
+        "heads/qwen3_lm-tp2",
+    ],
+    name=cases(NAMES, DEFAULT),
+    **{
+        "num_ranks, options": named(
+            [(2, {"tp_size": 2}), (4, {"tp_size": 2, "zero_stage": 1})], ["tp2", "tp2dp2zero1"], joint=True
+        )
+    },
 )
-@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
 def test_training_equals_one_process(name, num_ranks, options):
     run_on_ranks(compare, num_ranks, name, options)
 
@@ -100,6 +108,6 @@ def narrow(name):
     assert_narrow(zoo, batch, lambda names: {key: full_gradient(booster, model, key) for key in names})
 
 
-@pytest.mark.parametrize("name", cases(NAMES, NARROW_DEFAULT))
+@matrix(["heads/llama_classification"], name=cases(NAMES, NARROW_DEFAULT))
 def test_bf16_is_as_near_to_fp32_as_one_process(name):
     run_on_ranks(narrow, 2, name)

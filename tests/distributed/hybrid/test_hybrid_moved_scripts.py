@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 
 from booster_core import Booster, DistCoordinator
 from booster_core.errors import ConfigError
@@ -114,12 +115,16 @@ def compare(options, *, is_lazy):
     return printed and (printed == pytest.approx(losses, rel=1e-5))
 
 
-@pytest.mark.covering(1)  # either script, eager or lazy; the other pairs are slow
-@pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize(
-    ("options", "printing"),
-    [({"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}, 1), ({"tp_size": 2}, 0)],
-    ids=["pp2", "tp2"],
+@matrix(
+    ["tp2-lazy"],
+    **{
+        "options, printing": named(
+            [({"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}, 1), ({"tp_size": 2}, 0)],
+            ["pp2", "tp2"],
+            joint=True,
+        )
+    },
+    is_lazy=named([False, True], ["eager", "lazy"]),
 )
 def test_a_moved_script_trains_as_one_process(options, printing, is_lazy):
     results = run_on_ranks(compare, 2, options, is_lazy=is_lazy)
@@ -174,6 +179,6 @@ def ask_early(name):
     getattr(HybridParallelPlugin(), name)
 
 
-@pytest.mark.parametrize("name", ["dp_group", "tp_group", "pp_group", "sp_group"])
+@matrix(["pp_group"], name=["dp_group", "tp_group", "pp_group", "sp_group"])
 def test_groups_are_refused_before_a_model_is_boosted(name):
     expect_on_ranks(ConfigError, rf"`plugin\.{name}` is made when a model is boosted", ask_early, 2, name)

@@ -81,10 +81,10 @@ def train(name, options, overlaps):
     ("name", "options"),
     [
         ("llama_tied", {"tp_size": 2}),
-        ("gpt2_lm", {"tp_size": 2}),
-        ("t5_generation", {"tp_size": 2}),
-        ("llama", {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
-        ("llama", {"pp_size": 2}),
+        pytest.param("gpt2_lm", {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("t5_generation", {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"pp_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["llama", "gpt2", "t5", "split_gather", "pipeline"],
 )

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -61,18 +62,17 @@ def broken(outputs, _):
     raise KeyError(outputs.loss.dim())
 
 
-@pytest.mark.covering(1)  # every error under one of the schedules; the other pairs are slow
-@pytest.mark.parametrize(
-    "options", [{}, {"zero_stage": 2}, {"zero_stage": 3}, {"pp_style": "zbv"}], ids=["1f1b", "zero2", "zero3", "zbv"]
-)
-@pytest.mark.parametrize(
-    ("criterion", "kind", "message"),
-    [
-        (vector, ConfigError, r"must return a scalar tensor; it returned shape \(2,\)"),
-        (nothing, ConfigError, "must return a scalar tensor; it returned `NoneType`"),
-        (detached, GradientError, "The loss has no gradient"),
-        (broken, KeyError, "0"),
-    ],
+@matrix(
+    ["nothing-ConfigError-must return a scalar tensor; it returned `NoneType`-zbv"],
+    **{
+        "criterion, kind, message": [
+            (vector, ConfigError, r"must return a scalar tensor; it returned shape \(2,\)"),
+            (nothing, ConfigError, "must return a scalar tensor; it returned `NoneType`"),
+            (detached, GradientError, "The loss has no gradient"),
+            (broken, KeyError, "0"),
+        ]
+    },
+    options=named([{}, {"zero_stage": 2}, {"zero_stage": 3}, {"pp_style": "zbv"}], ["1f1b", "zero2", "zero3", "zbv"]),
 )
 def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message, options):
     expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
@@ -119,7 +119,10 @@ def backward():
     booster.backward(next(model.parameters()).sum(), optimizer)
 
 
-@pytest.mark.parametrize("function", [call_the_model, generate, backward])
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(call_the_model, marks=pytest.mark.slow), generate, pytest.param(backward, marks=pytest.mark.slow)],
+)
 def test_calling_the_model_or_backward_is_refused_in_a_pipeline(function):
     expect_on_ranks(ConfigError, "execute_pipeline", function, 2)
 
@@ -251,9 +254,7 @@ def unfreeze(part, style):
     booster.execute_pipeline(iter([batch()]), model, own_loss, optimizer)
 
 
-@pytest.mark.covering(1)  # either schedule, either part; the other pairs are slow
-@pytest.mark.parametrize("style", ["1f1b", "zbv"])
-@pytest.mark.parametrize("part", ["model.layers.0.mlp", "model.layers.3.self_attn"])
+@matrix(["model.layers.0.mlp-1f1b"], part=["model.layers.0.mlp", "model.layers.3.self_attn"], style=["1f1b", "zbv"])
 def test_unfreezing_after_boost_raises_on_every_rank(part, style):
     match = f"'{part}.*' got a gradient, but it was frozen at `boost`"
     expect_on_ranks(GradientError, match, unfreeze, 2, part, style)

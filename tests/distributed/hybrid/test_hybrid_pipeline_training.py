@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -107,22 +108,28 @@ MESHES = {
 }
 
 
-@pytest.mark.covering(1)  # every mesh with one of the models; the other pairs are slow
-@pytest.mark.parametrize("name", ["transformers/llama", "transformers/llama_tied", "transformers/gpt2_lm"])
-@pytest.mark.parametrize("mesh", MESHES)
+@matrix(
+    [
+        "pp2-transformers/llama",
+        "tp2pp2-transformers/gpt2_lm",
+        "sp2pp2-transformers/llama",
+        "ring2pp2-transformers/llama_tied",
+        "split2pp2-transformers/gpt2_lm",
+    ],
+    mesh=MESHES,
+    name=["transformers/llama", "transformers/llama_tied", "transformers/gpt2_lm"],
+)
 def test_gradients_norms_and_parameters_are_those_of_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
     run_on_ranks(compare, num_ranks, name, options)
 
 
-@pytest.mark.covering(1)  # every schedule with one of the models; the other pairs are slow
-@pytest.mark.parametrize("style", ["gpipe", "interleaved", "zbv"])
-@pytest.mark.parametrize("name", ["t5_generation", "whisper_generation"])
+@matrix(["t5_generation-zbv"], name=["t5_generation", "whisper_generation"], style=["gpipe", "interleaved", "zbv"])
 def test_every_schedule_trains(name, style):
     run_on_ranks(compare, 2, f"transformers/{name}", {"pp_size": 2, "pp_style": style})
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, SHARDED])
+@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 2, SHARDED])
 def test_state_may_be_offloaded_to_the_host(zero_stage):
     options = {"pp_size": 2, "zero_stage": zero_stage, "cpu_offload": True}
     run_on_ranks(compare, 4, "transformers/gpt2_lm", options)
@@ -132,7 +139,7 @@ def test_four_stages_train():
     run_on_ranks(compare, 4, "transformers/t5_generation", {"pp_size": 4})
 
 
-@pytest.mark.parametrize("style", ["interleaved", "zbv"])
+@pytest.mark.parametrize("style", ["interleaved", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_several_stages_on_a_rank_train_with_gradients_in_shards(style):
     run_on_ranks(compare, 4, "transformers/t5_generation", {"pp_size": 2, "pp_style": style, "zero_stage": 2})
 
@@ -154,7 +161,9 @@ def gradients_of(name, options, precision, calls):
     return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, SHARDED])
+@pytest.mark.parametrize(
+    "zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), SHARDED]
+)
 def test_calls_accumulate(zero_stage):
     """Data parallel ranks get the same samples, so that one rank's gradients are the expected ones."""
     name = "transformers/gpt2_lm"
@@ -176,7 +185,7 @@ def gradients_of_later_calls(name, options, calls):
     return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, SHARDED])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.slow), SHARDED])
 def test_gradients_are_added_to_by_later_calls(zero_stage):
     name = "transformers/gpt2_lm"  # has a copied parameter
     expected = run_on_ranks(gradients_of, 1, name, {}, None, 2)[0]
@@ -185,17 +194,18 @@ def test_gradients_are_added_to_by_later_calls(zero_stage):
         torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
 
 
-@pytest.mark.covering(1)  # every mesh in one of the formats; the other pairs are slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pp_size": 2},
-        {"pp_size": 2, "zero_stage": 2},
-        pytest.param({"pp_size": 2, "zero_stage": 3}, marks=pytest.mark.slow),
-        {"pp_size": 2, "tp_size": 2},
-    ],
-    ids=["pp2dp2", "pp2dp2zero2", "pp2dp2zero3", "tp2pp2"],
+@matrix(
+    ["pp2dp2-bf16"],
+    options=named(
+        [
+            {"pp_size": 2},
+            {"pp_size": 2, "zero_stage": 2},
+            pytest.param({"pp_size": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+            {"pp_size": 2, "tp_size": 2},
+        ],
+        ["pp2dp2", "pp2dp2zero2", "pp2dp2zero3", "tp2pp2"],
+    ),
+    precision=["bf16", "fp16"],
 )
 def test_narrow_formats_round_as_in_one_process(precision, options):
     name = "transformers/gpt2_lm"
@@ -227,7 +237,9 @@ def overflow(options):
         assert torch.equal(tensor, before[key])
 
 
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}, SHARDED_STAGES])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"pp_size": 2}, marks=pytest.mark.slow), {"pp_size": 2, "zero_stage": 1}, SHARDED_STAGES]
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(options):
     run_on_ranks(overflow, 4, options)
 
@@ -257,7 +269,14 @@ def evaluate(options):
     return has_outputs
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatch_size": 3}, {"num_microbatches": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"microbatch_size": 3}, marks=pytest.mark.slow),
+        pytest.param({"num_microbatches": 4}, marks=pytest.mark.slow),
+    ],
+)
 def test_evaluation_gives_losses_and_outputs_of_the_whole_batch(options):
     assert run_on_ranks(evaluate, 2, {"pp_size": 2, **options}) == [False, True]
 
@@ -296,7 +315,9 @@ def lora(options):
         torch.testing.assert_close(ours[key], gradient, **TOLERANCE, msg=key)
 
 
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 2}, SHARDED_STAGES])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"pp_size": 2}, marks=pytest.mark.slow), {"pp_size": 2, "zero_stage": 2}, SHARDED_STAGES]
+)
 def test_adapters_train(options):
     run_on_ranks(lora, 4, options)
 
@@ -324,9 +345,11 @@ def checkpointed(options, how):
         torch.testing.assert_close(found[1][key], gradient, msg=key)
 
 
-@pytest.mark.covering(1)  # every way on one of the meshes; the other pairs are slow
-@pytest.mark.parametrize("how", ["before boost", "after boost", "by the model"])
-@pytest.mark.parametrize("options", [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ids=["pp2", "tp2pp2"])
+@matrix(
+    ["pp2-by the model"],
+    options=named([{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}], ["pp2", "tp2pp2"]),
+    how=["before boost", "after boost", "by the model"],
+)
 def test_layers_may_be_recomputed(options, how):
     run_on_ranks(checkpointed, 4, options, how)
 

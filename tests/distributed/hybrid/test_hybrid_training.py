@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -78,24 +79,32 @@ def compare(name, options, folder):
             torch.testing.assert_close(loaded.get_parameter(key), parameter, **TOLERANCE, msg=key)
 
 
-@pytest.mark.covering(1)  # every mesh with one of the models; the other pairs are slow
-@pytest.mark.parametrize("name", ["transformers/llama", "transformers/llama_tied", "transformers/gpt2_lm"])
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [
-        (2, {"tp_size": 2}),
-        (4, {"tp_size": 2, "zero_stage": 0}),
-        (4, {"tp_size": 2, "zero_stage": 1}),
-        (4, {"tp_size": 2, "zero_stage": 2}),
-        (4, {"tp_size": 2, "zero": ZeroConfig(stage=2, bucket_bytes=4096, overlap_communication=False)}),
-    ],
-    ids=["tp2", "tp2dp2", "tp2dp2zero1", "tp2dp2zero2", "tp2dp2options"],
+@matrix(
+    ["tp2-transformers/llama"],
+    **{
+        "num_ranks, options": named(
+            [
+                (2, {"tp_size": 2}),
+                (4, {"tp_size": 2, "zero_stage": 0}),
+                (4, {"tp_size": 2, "zero_stage": 1}),
+                (4, {"tp_size": 2, "zero_stage": 2}),
+                (4, {"tp_size": 2, "zero": ZeroConfig(stage=2, bucket_bytes=4096, overlap_communication=False)}),
+            ],
+            ["tp2", "tp2dp2", "tp2dp2zero1", "tp2dp2zero2", "tp2dp2options"],
+            joint=True,
+        )
+    },
+    name=["transformers/llama", "transformers/llama_tied", "transformers/gpt2_lm"],
 )
 def test_gradients_norms_and_parameters_are_those_of_one_process(name, num_ranks, options, tmp_path):
     run_on_ranks(compare, num_ranks, name, options, tmp_path / "out")
 
 
-@pytest.mark.parametrize("options", [{"tp_size": 4}, {"tp_size": 4, "zero_stage": 1}], ids=["tp4", "tp4zero1"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"tp_size": 4}, marks=pytest.mark.slow), {"tp_size": 4, "zero_stage": 1}],
+    ids=["tp4", "tp4zero1"],
+)
 def test_key_and_value_heads_that_ranks_share_count_once_in_the_norm(options, tmp_path):
     """Two key/value heads on four ranks: each is held twice."""
     run_on_ranks(compare, 4, "transformers/llama", options, tmp_path / "out")

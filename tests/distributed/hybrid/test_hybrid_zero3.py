@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -106,7 +107,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)])
+@matrix(["dp2 tp2", "dp2 pp2"], mesh=[*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)])
 def test_gradients_norms_and_parameters_equal_one_process(mesh):
     size, options = {**MESHES, **SLOW}[mesh]
     run_on_ranks(compare, size, options, "split" not in mesh, timeout_seconds=120)

@@ -93,7 +93,9 @@ def train(options):
     return {key: full_gradient(booster, model, key) for key in booster.plugin.parameter_paths(model)}, kept.peak
 
 
-@pytest.mark.parametrize("style", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "style", [pytest.param("1f1b", marks=pytest.mark.slow), pytest.param("interleaved", marks=pytest.mark.slow), "zbv"]
+)
 def test_gradients_are_the_same_bits_with_dropout(style):
     plain, recomputed = (
         [gradients for gradients, _ in run_on_ranks(train, 2, {"pp_style": style, **options})]
@@ -109,13 +111,13 @@ def test_gradients_are_the_same_bits_with_dropout(style):
     ("ratio", "expected"),
     [
         # Two microbatches live on the first rank, one on the second, with four layers each.
-        (None, [8, 4]),
+        pytest.param(None, [8, 4], marks=pytest.mark.slow),
         (0.5, [4, 2]),
         # Of what is recomputed, one layer's is there at a time.
-        (1.0, [1, 1]),
-        ((0.5, 0.0), [4, 4]),
+        pytest.param(1.0, [1, 1], marks=pytest.mark.slow),
+        pytest.param((0.5, 0.0), [4, 4], marks=pytest.mark.slow),
         # Rounded up: two layers of the first stage, one of the second.
-        ((0.3, 0.1), [4, 3]),
+        pytest.param((0.3, 0.1), [4, 3], marks=pytest.mark.slow),
     ],
 )
 def test_kept_activations_match_the_checkpoint_ratio(ratio, expected):

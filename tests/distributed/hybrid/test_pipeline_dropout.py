@@ -67,14 +67,22 @@ def masks_of(options):
     return masks, losses, float(torch.rand(()))
 
 
-@pytest.mark.parametrize("options", [{}, {"pp_style": "interleaved"}, {"pp_style": "zbv"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"pp_style": "interleaved"}, marks=pytest.mark.slow),
+        {"pp_style": "zbv"},
+    ],
+    ids=str,
+)
 def test_dropout_differs_between_layers_and_microbatches(options):
     of_ranks = run_on_ranks(masks_of, 2, options)
     masks = [mask for found, *_ in of_ranks for _, mask in found]
     assert len(masks) == len(set(masks)) == 2 * LAYERS * MICROBATCHES
 
 
-@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+@pytest.mark.parametrize("style", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_recomputed_layers_drop_the_same_elements(style):
     of_ranks = run_on_ranks(masks_of, 2, {"pp_style": style, "checkpoint_ratio": 1.0})
     plain = run_on_ranks(masks_of, 2, {"pp_style": style})

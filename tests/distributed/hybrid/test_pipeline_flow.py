@@ -71,11 +71,11 @@ def train(options):
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        (2, {"pp_size": 2}),
-        (2, {"pp_size": 2, "num_layers_per_stage": (1, 3)}),
+        pytest.param(2, {"pp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"pp_size": 2, "num_layers_per_stage": (1, 3)}, marks=pytest.mark.slow),
         (2, {"pp_size": 2, "pp_style": "zbv"}),
-        (4, {"pp_size": 4}),
-        (4, {"pp_size": 2, "pp_style": "interleaved", "zero_stage": 2}),
+        pytest.param(4, {"pp_size": 4}, marks=pytest.mark.slow),
+        pytest.param(4, {"pp_size": 2, "pp_style": "interleaved", "zero_stage": 2}, marks=pytest.mark.slow),
     ],
     ids=["pp2", "uneven", "zbv", "pp4", "interleaved"],
 )
@@ -99,7 +99,7 @@ def hidden_states(name, options):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["transformers/llama", "transformers/gpt2_lm"])
+@pytest.mark.parametrize("name", ["transformers/llama", pytest.param("transformers/gpt2_lm", marks=pytest.mark.slow)])
 def test_hidden_states_of_all_layers_are_returned(name):
     run_on_ranks(hidden_states, 2, name, {"pp_size": 2})
 

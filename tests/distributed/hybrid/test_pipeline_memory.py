@@ -113,10 +113,10 @@ def train(style, num_chunks, num_microbatches):
 @pytest.mark.parametrize(
     ("style", "num_chunks", "num_microbatches", "promised"),
     [
-        ("gpipe", 1, 6, [6, 6, 6, 6]),
-        ("1f1b", 1, 6, [4, 3, 2, 1]),
+        pytest.param("gpipe", 1, 6, [6, 6, 6, 6], marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, 6, [4, 3, 2, 1], marks=pytest.mark.slow),
         ("1f1b", 1, 3, [3, 3, 2, 1]),
-        ("interleaved", 2, 8, [11, 9, 7, 5]),
+        pytest.param("interleaved", 2, 8, [11, 9, 7, 5], marks=pytest.mark.slow),
     ],
 )
 def test_peak_activations_match_the_schedule(style, num_chunks, num_microbatches, promised):
@@ -134,7 +134,14 @@ def test_the_zero_bubble_v_keeps_as_much_as_1f1b_s_first_rank_on_each_rank():
     assert [left for _, _, left, _ in of_ranks] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("style", "num_chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+@pytest.mark.parametrize(
+    ("style", "num_chunks"),
+    [
+        ("1f1b", 1),
+        pytest.param("interleaved", 2, marks=pytest.mark.slow),
+        pytest.param("zbv", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_sent_tensors_are_kept_until_received(style, num_chunks):
     few, many = ([sent for *_, sent in run_on_ranks(train, 2, style, num_chunks, count)] for count in (8, 24))
     assert few == many

@@ -78,7 +78,11 @@ def compare(name, settings, options, criterion):
 
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(4, {"pp_size": 4}), (2, {"pp_size": 2, "pp_style": "zbv"}), (4, {"pp_size": 2, "tp_size": 2})],
+    [
+        pytest.param(4, {"pp_size": 4}, marks=pytest.mark.slow),
+        (2, {"pp_size": 2, "pp_style": "zbv"}),
+        pytest.param(4, {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
+    ],
     ids=["pp4", "zbv", "tp2pp2"],
 )
 def test_all_routers_are_balanced(num_ranks, options):
@@ -89,7 +93,10 @@ def test_routers_in_recomputed_layers_are_balanced():
     run_on_ranks(compare, 2, "mixtral", ROUTED, {"pp_size": 2, "checkpoint_ratio": 1.0}, of_model)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2_lm", "bert_masked_lm"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("llama", marks=pytest.mark.slow), "gpt2_lm", pytest.param("bert_masked_lm", marks=pytest.mark.slow)],
+)
 def test_hidden_states_of_all_layers_arrive(name):
     run_on_ranks(compare, 4, name, STATES, {"pp_size": 4}, of_hidden_states)
 

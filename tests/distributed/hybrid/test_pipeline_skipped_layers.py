@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from matrix import matrix, named
 from model_zoo import get_model
 from torch import nn
 
@@ -77,9 +78,19 @@ def test_layers_inside_of_a_stage_may_be_skipped(options):
     ("skipped", "options", "message"),
     [
         ((3,), {}, r"Stage 0 .* ended without a call of layer 'layers\.3', with which stage 1 begins"),
-        ((3, 4, 5), {}, r"Stage 0 .* ended without a call of layer 'layers\.3'"),
-        ((2, 3), {"num_layers_per_stage": (2, 2, 2), "pp_size": 3}, r"Stage 0 .* a call of layer 'layers\.2'"),
-        ((5,), {"pp_style": "zbv", "num_layers_per_stage": (2, 1, 2, 1)}, r"Stage 2 .* of layer 'layers\.5'"),
+        pytest.param((3, 4, 5), {}, r"Stage 0 .* ended without a call of layer 'layers\.3'", marks=pytest.mark.slow),
+        pytest.param(
+            (2, 3),
+            {"num_layers_per_stage": (2, 2, 2), "pp_size": 3},
+            r"Stage 0 .* a call of layer 'layers\.2'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (5,),
+            {"pp_style": "zbv", "num_layers_per_stage": (2, 1, 2, 1)},
+            r"Stage 2 .* of layer 'layers\.5'",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["boundary", "rest", "middle", "zbv"],
 )
@@ -175,8 +186,11 @@ def boost_drawing(draw, *, is_training=True, with_optimizer=True):
         assert modes == {name: module.training for name, module in model.named_modules()}
 
 
-@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("draw", [torch_draw, python_draw], ids=["torch", "python"])
+@matrix(
+    ["python-train"],
+    draw=named([torch_draw, python_draw], ["torch", "python"]),
+    is_training=named([True, False], ["train", "eval"]),
+)
 def test_layers_that_training_skips_at_random_are_refused_at_boost(draw, is_training):
     message = r"Skipping skips layers at random in training \('layers\.\d'"
     expect_on_ranks(ConfigError, message, boost_drawing, 2, draw, is_training=is_training)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from model_parity import cases
 from model_zoo import get_model
 
@@ -109,7 +110,7 @@ def compare(name, style, num_chunks, num_microbatches):
     return held / sum(parameter.numel() for parameter in whole.parameters()), bool(run.losses)
 
 
-@pytest.mark.parametrize("name", cases(MODELS, DEFAULT))
+@matrix(["mistral"], name=cases(MODELS, DEFAULT))
 def test_two_stages_train_as_one_process(name):
     shares = run_on_ranks(compare, 2, f"transformers/{name}", "1f1b", 1, 3)
     assert [has_loss for _, has_loss in shares] == [False, True]
@@ -120,9 +121,9 @@ def test_two_stages_train_as_one_process(name):
 @pytest.mark.parametrize(
     ("name", "style", "num_chunks", "num_ranks"),
     [
-        ("t5_generation", "gpipe", 1, 4),
-        ("t5_generation", "interleaved", 2, 2),
-        ("whisper_generation", "1f1b", 1, 4),
+        pytest.param("t5_generation", "gpipe", 1, 4, marks=pytest.mark.slow),
+        pytest.param("t5_generation", "interleaved", 2, 2, marks=pytest.mark.slow),
+        pytest.param("whisper_generation", "1f1b", 1, 4, marks=pytest.mark.slow),
         ("whisper_generation", "interleaved", 2, 2),
     ],
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 
 from booster_hybrid.pipeline.p2p import Link
 from booster_testing import run_on_ranks
@@ -88,7 +88,7 @@ def exchanged(messages):
     return pair.peak
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
+@matrix(["empty"], sequence=SEQUENCES)
 def test_messages_arrive_unchanged(sequence):
     run_on_ranks(exchanged, 2, SEQUENCES[sequence])
 

@@ -8,6 +8,7 @@ import typing
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -453,9 +454,19 @@ RESULTS = (ResultObject, ResultInDict, RegisteredResult)
 SENT = (Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
 
 
-@pytest.mark.covering(1)  # every kind over two stages or four; the other pairs are slow
-@pytest.mark.parametrize("pp_size", [2, 4])
-@pytest.mark.parametrize("kind", [MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, *SENT])
+@matrix(
+    [
+        "MaskFromLayer-2",
+        "DetachedOfLayers-2",
+        "EarlyIndices-4",
+        "Read-2",
+        "InTuple-4",
+        "ResultObject-2",
+        "RegisteredResult-2",
+    ],
+    kind=[MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, *SENT],
+    pp_size=[2, 4],
+)
 def test_values_without_gradients_train_as_one_process(kind, pp_size):
     run_on_ranks(train, pp_size, kind, pp_size)
 
@@ -469,8 +480,8 @@ def test_values_that_pass_over_stages_train_as_one_process(kind):
     ("kind", "message"),
     [
         (Stashed, r"output \(all\) depends on layer 'layers\.0'"),
-        (Written, r"output \(all\) depends on layer 'layers\.[01]'"),
-        (ReadInside, r"a value that forward reads .* depends on layer 'layers\.0'"),
+        pytest.param(Written, r"output \(all\) depends on layer 'layers\.[01]'", marks=pytest.mark.slow),
+        pytest.param(ReadInside, r"a value that forward reads .* depends on layer 'layers\.0'", marks=pytest.mark.slow),
     ],
 )
 def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
@@ -480,11 +491,11 @@ def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
 @pytest.mark.parametrize(
     ("kind", "returned"),
     [
-        (InDict, "dict"),
+        pytest.param(InDict, "dict", marks=pytest.mark.slow),
         (InOrderedDict, "Output"),
         (InModelOutput, "BaseModelOutput"),
-        (InNamedTuple, "Pair"),
-        (InDataclass, "State"),
+        pytest.param(InNamedTuple, "Pair", marks=pytest.mark.slow),
+        pytest.param(InDataclass, "State", marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_return_containers_are_refused(kind, returned):

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -108,7 +109,7 @@ def compare(name, num_microbatches, is_checkpointed):
             torch.testing.assert_close(own, of_one, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2_lm", "bert_masked_lm", "t5_generation"])
+@matrix(["gpt2_lm"], name=["llama", "llama_tied", "mixtral", "gpt2_lm", "bert_masked_lm", "t5_generation"])
 def test_zero_bubble_trains_as_one_process(name):
     run_on_ranks(compare, 2, f"transformers/{name}", 5, False)
 
@@ -151,7 +152,7 @@ def compare_with_one_process(name, options):
             each.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2_lm", "falcon", "t5_generation"])
+@matrix(["falcon"], name=["llama", "gpt2_lm", "falcon", "t5_generation"])
 def test_layers_split_over_ranks_train_as_one_process(name):
     run_on_ranks(
         compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}

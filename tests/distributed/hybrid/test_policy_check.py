@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.nn import functional
 
@@ -77,7 +78,7 @@ def boost_with(sharding, options):
     boost(Model(), sharding, **options)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@matrix(["heads"], name=WRONG)
 def test_a_wrong_policy_raises_on_every_rank(name):
     expect_on_ranks(ConfigError, WRONG[name][1], boost_with, 2, WRONG[name][0], {})
 
@@ -131,7 +132,11 @@ def train(sharding, options):
     return booster.describe()
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"tp_size": 3})], ids=["tp2", "uneven-heads"])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [pytest.param(2, {}, marks=pytest.mark.slow), (3, {"tp_size": 3})],
+    ids=["tp2", "uneven-heads"],
+)
 def test_a_right_policy_trains(num_ranks, options):
     described = run_on_ranks(train, num_ranks, policy(), options)
     assert all("unchecked_layers={}" in each for each in described)

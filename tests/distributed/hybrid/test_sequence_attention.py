@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -84,11 +85,20 @@ def attends_in_all_ways(mode, heads, key_heads, length):
         attends(mode, heads, key_heads, length, kind)
 
 
-@pytest.mark.covering(1)  # every shape in one of the modes; the other pairs are slow
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-@pytest.mark.parametrize(
-    ("num_ranks", "heads", "key_heads", "length"),
-    [(1, 2, 2, 5), (2, 4, 2, 16), (2, 4, 1, 13), (2, 2, 2, 1), (3, 6, 2, 17), (4, 4, 2, 9), (4, 8, 8, 3)],
+@matrix(
+    ["1-2-2-5-all_to_all"],
+    **{
+        "num_ranks, heads, key_heads, length": [
+            (1, 2, 2, 5),
+            (2, 4, 2, 16),
+            (2, 4, 1, 13),
+            (2, 2, 2, 1),
+            (3, 6, 2, 17),
+            (4, 4, 2, 9),
+            (4, 8, 8, 3),
+        ]
+    },
+    mode=["all_to_all", "ring_attn"],
 )
 def test_parts_of_a_sequence_attend_as_the_whole_does(mode, num_ranks, heads, key_heads, length):
     run_on_ranks(attends_in_all_ways, num_ranks, mode, heads, key_heads, length)
@@ -191,8 +201,6 @@ def attends_across_in_all_ways(mode):
             attends_across(mode, lengths, what)
 
 
-@pytest.mark.covering(1)  # every number of ranks in one of the modes; the other pairs are slow
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@matrix(["1-all_to_all"], num_ranks=[1, 2, 4], mode=["all_to_all", "ring_attn"])
 def test_parts_of_a_sequence_attend_to_parts_of_another(mode, num_ranks):
     run_on_ranks(attends_across_in_all_ways, num_ranks, mode)

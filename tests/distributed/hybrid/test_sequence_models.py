@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from matrix import matrix
 from model_parity import (
     MAX_NORM,
     NAMES,
@@ -93,7 +94,16 @@ def table(meshes, default):
     ]
 
 
-@pytest.mark.parametrize(("mesh", "name"), table(MESHES, DEFAULT))
+@matrix(
+    [
+        "all_to_all-transformers/bloom",
+        "ring_attn-transformers/falcon_alibi",
+        "ring_attn-transformers/gptj",
+        "ring_attn-heads/qwen3_question_answering",
+        "split_gather-transformers/falcon_alibi",
+    ],
+    **{"mesh, name": table(MESHES, DEFAULT)},
+)
 def test_training_with_split_sequences_equals_one_process(mesh, name):
     num_ranks, options = MESHES[mesh]
     run_on_ranks(run_or_refused, num_ranks, compare, name, options, timeout_seconds=120)
@@ -119,8 +129,7 @@ def compare_in_stages(name, options):
 IN_STAGES = ["transformers/t5_generation", "transformers/whisper_generation", "transformers/llama"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", cases(IN_STAGES, IN_STAGES[:1]))
+@matrix(["transformers/t5_generation-all_to_all"], name=cases(IN_STAGES, IN_STAGES[:1]), mode=MODES)
 def test_stages_of_a_pipeline_split_sequences_too(mode, name):
     run_on_ranks(run_or_refused, 4, compare_in_stages, name, MODES[mode], timeout_seconds=120)
 
@@ -138,7 +147,7 @@ def narrow(name, options):
 NARROW_DEFAULT = dict.fromkeys(MODES, ("transformers/t5_generation",))
 
 
-@pytest.mark.parametrize(("mode", "name"), table(MODES, NARROW_DEFAULT))
+@matrix(["all_to_all-transformers/t5_generation"], **{"mode, name": table(MODES, NARROW_DEFAULT)})
 def test_bf16_with_split_sequences_is_as_near_to_fp32_as_one_process(mode, name):
     run_on_ranks(run_or_refused, 2, narrow, name, MODES[mode], timeout_seconds=120)
 
@@ -148,7 +157,7 @@ def boost(name, options):
     Booster("cpu", plugin=HybridParallelPlugin(**options)).boost(model, make_optimizer(model))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@matrix(["ring_attn"], mode=MODES)
 def test_positions_in_a_plane_are_refused(mode):
     message = f"mode='{mode}'.*policy of SamModel names none"
     expect_on_ranks(ConfigError, message, boost, 2, "transformers/sam", MODES[mode])

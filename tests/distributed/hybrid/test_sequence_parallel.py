@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -90,31 +91,40 @@ def compare(name, options, length, padding, loss_of=None):
         torch.testing.assert_close(found[key], parameter.detach(), **TOLERANCE, msg=key)
 
 
-@pytest.mark.covering(2)  # every length in every mode; with whole logits or split ones in turn
-@MODES
-@pytest.mark.parametrize("parallel_output", [False, True])
-@pytest.mark.parametrize(
-    ("length", "padding"),
-    [(7, "left"), (9, "right"), (2, None), *(pytest.param(each, None, marks=pytest.mark.slow) for each in (3, 8))],
+# every length in every mode; with whole logits or split ones in turn
+@matrix(
+    ["9-right-False-all_to_all", "2-None-True-all_to_all"],
+    **{
+        "length, padding": [
+            (7, "left"),
+            (9, "right"),
+            (2, None),
+            *(pytest.param(each, None, marks=pytest.mark.slow) for each in (3, 8)),
+        ]
+    },
+    parallel_output=[False, True],
+    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
 )
 def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, parallel_output, length, padding):
     options = {**options, "parallel_output": parallel_output}
     run_on_ranks(compare, 2, "transformers/llama", options, length, padding)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ULYSSES,
-        {**ULYSSES, "zero_stage": 1},
-        {**RING, "zero_stage": 2, "parallel_output": True},
-        {**ULYSSES, "tp_size": 2},
-        {**RING, "tp_size": 2, "parallel_output": True},
-        {**SPLIT, "zero_stage": 1},
-        {**RING, "sp_size": 4},
-        {**RING, "sp_size": 4, "inner_ring_size": 2, "zero_stage": 1},
-    ],
-    ids=["sp2dp2", "sp2dp2zero1", "ring2dp2zero2", "sp2tp2", "ring2tp2", "split2dp2zero1", "ring4", "ring2x2zero1"],
+@matrix(
+    ["ring4", "ring2x2zero1"],
+    options=named(
+        [
+            ULYSSES,
+            {**ULYSSES, "zero_stage": 1},
+            {**RING, "zero_stage": 2, "parallel_output": True},
+            {**ULYSSES, "tp_size": 2},
+            {**RING, "tp_size": 2, "parallel_output": True},
+            {**SPLIT, "zero_stage": 1},
+            {**RING, "sp_size": 4},
+            {**RING, "sp_size": 4, "inner_ring_size": 2, "zero_stage": 1},
+        ],
+        ["sp2dp2", "sp2dp2zero1", "ring2dp2zero2", "sp2tp2", "ring2tp2", "split2dp2zero1", "ring4", "ring2x2zero1"],
+    ),
 )
 def test_sequence_times_other_axes_train_as_on_one_process(options):
     run_on_ranks(compare, 4, "transformers/llama", options, 9, "right")
@@ -139,7 +149,7 @@ def compare_own_criterion(options):
     compare("transformers/llama_tied", options, 7, None, own_criterion)
 
 
-@MODES
+@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_a_custom_criterion_gets_whole_logits(options):
     run_on_ranks(compare_own_criterion, 2, options)
 
@@ -167,7 +177,7 @@ HEADS = ("gpt2_classification", "gpt2_double_heads", "bert", "bert_pretraining",
 MORE_HEADS = ("bert_masked_lm", "bert_multiple_choice", "bert_question_answering", "vit_classification")
 
 
-@MODES
+@matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_models_and_heads_have_the_gradients_of_one_process(options):
     run_on_ranks(compare_zoo, 2, [*COMMON, *HEADS, *MORE_HEADS], options, timeout_seconds=180)
 
@@ -186,7 +196,7 @@ def narrow(options):
     assert norms["bf16"] == pytest.approx(norms["fp32"], rel=2e-2)
 
 
-@MODES
+@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_bf16_stays_near_fp32(options):
     run_on_ranks(narrow, 2, options)
 
@@ -214,7 +224,7 @@ def checkpointed(options):
             torch.testing.assert_close(found[key], gradient, **TOLERANCE, msg=key)
 
 
-@MODES
+@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_layers_that_are_computed_again_give_the_same_gradients(options):
     run_on_ranks(checkpointed, 2, options)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compiler_warnings import ignore_compiler_warnings
 from isolated_libraries import import_quietly
+from matrix import matrix, named
 from model_zoo import get_model
 from t5_sequences import run_or_refused
 
@@ -127,14 +128,12 @@ def compare(variant, options):
         assert_same(booster, model, optimizer, expected, [batch_of(length, padding, across)])
 
 
-@pytest.mark.covering(1)  # every variant in one of the modes; the other pairs are slow
-@SEQUENCES
-@pytest.mark.parametrize("variant", VARIANTS)
+@matrix(["window-all_to_all"], variant=VARIANTS, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
 def test_attention_variants_work_on_split_sequences(variant, options):
     run_on_ranks(run_or_refused, 2, compare, variant, options, timeout_seconds=120)
 
 
-@pytest.mark.parametrize("variant", ["window", "capped"])
+@pytest.mark.parametrize("variant", ["window", pytest.param("capped", marks=pytest.mark.slow)])
 def test_split_gather_leaves_attention_as_it_is(variant):
     run_on_ranks(compare, 2, variant, SPLIT, timeout_seconds=120)
 
@@ -153,9 +152,11 @@ def computed_again(name, options, switch):
     assert_same(booster, model, optimizer, expected, [batch_of(7, "left", 4), batch_of(8, None, -1)])
 
 
-@pytest.mark.covering(1)  # every mode once; the other pairs are slow
-@MODES
-@pytest.mark.parametrize("switch", ["booster", "transformers"])
+@matrix(
+    ["booster-all_to_all"],
+    switch=["booster", "transformers"],
+    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
+)
 def test_layers_between_two_sequences_are_computed_again(options, switch):
     run_on_ranks(run_or_refused, 2, computed_again, "t5", options, switch, timeout_seconds=120)
 

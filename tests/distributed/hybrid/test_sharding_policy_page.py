@@ -85,8 +85,8 @@ def train(options):
     ("num_ranks", "options"),
     [
         (2, {"tp_size": 2, "parallel_output": True}),
-        (4, {"tp_size": 4}),
-        (4, {"tp_size": 2, "zero_stage": 1}),
+        pytest.param(4, {"tp_size": 4}, marks=pytest.mark.slow),
+        pytest.param(4, {"tp_size": 2, "zero_stage": 1}, marks=pytest.mark.slow),
     ],
     ids=["split-logits", "uneven-heads", "zero1"],
 )

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from matrix import matrix, named
 from torch import nn
 from torch.nn import functional
 
@@ -231,17 +232,19 @@ def run(kind, length, is_known):
     model(torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [Convolution, LeafAttention, LeafCore, OwnAttention, OwnConvolution, OwnSum, OwnMean, BlockAround, BlockAfter],
+@matrix(
+    ["OwnAttention", "OwnConvolution", "OwnSum", "OwnMean", "BlockAround", "BlockAfter"],
+    kind=[Convolution, LeafAttention, LeafCore, OwnAttention, OwnConvolution, OwnSum, OwnMean, BlockAround, BlockAfter],
 )
 def test_layers_that_mix_positions_are_refused_at_boost(kind):
     expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", boosted, 2, kind)
 
 
-@pytest.mark.covering(1)  # every kind at one of the lengths; the other pairs are slow
-@pytest.mark.parametrize("length", [3, 6], ids=["one-position-on-a-rank", "even"])
-@pytest.mark.parametrize(("kind", "name"), [(Convolution, "Conv1d"), (LeafAttention, "Attention"), (LeafCore, "Core")])
+@matrix(
+    ["LeafCore-Core-one-position-on-a-rank"],
+    **{"kind, name": [(Convolution, "Conv1d"), (LeafAttention, "Attention"), (LeafCore, "Core")]},
+    length=named([3, 6], ["one-position-on-a-rank", "even"]),
+)
 def test_leaf_modules_that_mix_positions_are_refused_at_the_first_forward(kind, name, length):
     message = rf"'layers\.0\.part' of Model \({name}\) mixes positions"
     expect_on_ranks(ConfigError, message, run, 2, kind, length, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -96,14 +97,16 @@ def returning(value):
     booster.execute_pipeline(iter([batch()]), model, loss_of)
 
 
-@pytest.mark.covering(1)  # every kind of mistake needs no pipeline of its own
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([], "returned no microbatches"),
-        ([({}, 0)], r"it returned \(dict, 0\)"),
-        ([{"patches": 1, "counts": 2, "positions": 3}], "it returned `dict`"),
-    ],
+# every kind of mistake needs no pipeline of its own
+@matrix(
+    1,
+    **{
+        "value, message": [
+            ([], "returned no microbatches"),
+            ([({}, 0)], r"it returned \(dict, 0\)"),
+            ([{"patches": 1, "counts": 2, "positions": 3}], "it returned `dict`"),
+        ]
+    },
 )
 def test_what_is_no_microbatch_is_refused_on_every_rank(value, message):
     expect_on_ranks(ConfigError, message, returning, 2, value)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from isolated_libraries import import_quietly
+from matrix import matrix
 from model_zoo import ZOO, get_model
 from model_zoo.transformers_heads import HEADS
 from torch.nn import functional
@@ -72,7 +73,9 @@ def compare_losses():
         torch.testing.assert_close(found, expected[..., own], msg=str(index))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_cross_entropy_in_all_its_forms_is_that_of_whole_logits(num_ranks):
     run_on_ranks(compare_losses, num_ranks)
 
@@ -333,7 +336,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@matrix(["without vocabulary"], kind=MODELS)
 def test_the_losses_of_models_need_no_whole_logits(kind):
     run_on_ranks(compare_models, 2, MODELS[kind])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -61,14 +62,12 @@ def compare(options, name):
         torch.testing.assert_close(full_gradient(booster, model, key), parameter.grad, rtol=1e-4, atol=2e-6, msg=key)
 
 
-@pytest.mark.covering(1)  # every loss in one of the modes; the other pairs are slow
-@MODES
-@pytest.mark.parametrize("name", LOSSES)
+@matrix(["tuple-all_to_all"], name=LOSSES, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):
     run_on_ranks(compare, 2, options, name)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@matrix(["criterion"], name=LOSSES)
 def test_positions_and_vocabulary_may_be_split_at_once(name):
     run_on_ranks(compare, 4, {**RING, "tp_size": 2}, name)
 
@@ -88,7 +87,7 @@ def facts(options):
     return isinstance(kept.local(), SplitLogits), isinstance(model(input_ids=TOKENS).logits, SplitPositions)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_split_outputs_look_whole(tp_size):
     found = run_on_ranks(facts, 2 * tp_size, {**RING, "tp_size": tp_size})
     assert found == [(tp_size == 2, False)] * 2 * tp_size

@@ -122,7 +122,9 @@ def trained(make, checkpointed):
     return losses, {name: (name in splits, parameter.detach().clone()) for name, parameter in parameters}
 
 
-@pytest.mark.parametrize("make", [gpt2, opt, t5])
+@pytest.mark.parametrize(
+    "make", [gpt2, pytest.param(opt, marks=pytest.mark.slow), pytest.param(t5, marks=pytest.mark.slow)]
+)
 def test_dropout_matches_on_replicas_and_in_recomputation(make):
     plain = run_on_ranks(trained, 2, make, False)
     (losses, parameters), (others, replicas) = plain

@@ -257,6 +257,7 @@ def compiled():
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same():
     run_on_ranks(compiled, 2, timeout_seconds=120)
 

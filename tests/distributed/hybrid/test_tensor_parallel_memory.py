@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_hybrid.policy.registry import policy_for
@@ -75,7 +76,7 @@ def loss_of_split_logits(dtype):
     return forward.peak_bytes, backward.peak_bytes, logits.numel() * logits.element_size()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_the_loss_needs_no_copy_of_the_logits(dtype):
     """Only their gradient is as large, in their own format; in bf16 a copy in fp32 would take twice as much."""
     for forward, backward, nbytes in run_on_ranks(loss_of_split_logits, 2, dtype):
@@ -103,9 +104,7 @@ def same_loss(dtype, size):
     torch.testing.assert_close(part.grad, whole.grad[:, cuts[group.rank] : cuts[group.rank + 1]])
 
 
-@pytest.mark.covering(1)  # every type on two ranks or three; the other pairs are slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3])
+@matrix(["2-dtype2"], size=[2, 3], dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):
     run_on_ranks(same_loss, size, dtype, size)
 
@@ -139,7 +138,15 @@ def gathers_in_blocks(sizes, num_rows):
     return used.peak_bytes, whole.numel() * 4
 
 
-@pytest.mark.parametrize(("sizes", "num_rows"), [([3000, 2000], 2000), ([3, 2], 2), ([5, 4], 0), ([1_000_000, 2], 4)])
+@pytest.mark.parametrize(
+    ("sizes", "num_rows"),
+    [
+        pytest.param([3000, 2000], 2000, marks=pytest.mark.slow),
+        ([3, 2], 2),
+        pytest.param([5, 4], 0, marks=pytest.mark.slow),
+        pytest.param([1_000_000, 2], 4, marks=pytest.mark.slow),
+    ],
+)
 def test_gather_last_makes_no_second_copy(sizes, num_rows):
     for peak, nbytes in run_on_ranks(gathers_in_blocks, 2, sizes, num_rows):
         assert peak < nbytes + 12 * MIB

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from matrix import matrix
 from model_parity import assert_parts_of_gradients, cases
 from model_zoo import get_model
 
@@ -100,14 +101,12 @@ def compare(names):
         assert_parts_of_gradients(model, split.splits, whole, name)
 
 
-@pytest.mark.parametrize("name", cases(SPLIT, DEFAULT))
+@matrix(["mixtral", "gptj"], name=cases(SPLIT, DEFAULT))
 def test_gradients_are_those_of_the_whole_model(name):
     run_on_ranks(compare, 2, [f"transformers/{name}"])
 
 
-@pytest.mark.covering(1)  # every model on three ranks or four; the other pairs are slow
-@pytest.mark.parametrize("num_ranks", [3, 4])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "glm", "falcon", "falcon_alibi"])
+@matrix(["llama-3"], name=["llama", "qwen2", "glm", "falcon", "falcon_alibi"], num_ranks=[3, 4])
 def test_ranks_may_share_key_and_value_heads(name, num_ranks):
     """Two key/value heads, or one, serve four queries: with sizes that do not divide either."""
     run_on_ranks(compare, num_ranks, [f"transformers/{name}"])
@@ -186,7 +185,14 @@ def custom_model():
     return model.blocks[0].heads
 
 
-@pytest.mark.parametrize(("num_ranks", "heads"), [(2, [3, 3]), (3, [2, 2, 2]), (4, [2, 2, 1, 1])])
+@pytest.mark.parametrize(
+    ("num_ranks", "heads"),
+    [
+        (2, [3, 3]),
+        pytest.param(3, [2, 2, 2], marks=pytest.mark.slow),
+        pytest.param(4, [2, 2, 1, 1], marks=pytest.mark.slow),
+    ],
+)
 def test_six_heads_of_a_fused_projection_are_split_whole(num_ranks, heads):
     assert run_on_ranks(custom_model, num_ranks) == heads
 

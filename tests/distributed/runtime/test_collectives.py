@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
@@ -47,27 +48,33 @@ BOUNDS = {1: (0, 12), 2: (0, 6, 12), 3: (0, 4, 8, 12)}
 UNEVEN = {2: (0, 0, 11), 3: (0, 5, 5, 17)}
 
 
-@pytest.mark.covering(1)  # every split and every pair of types once; the others are slow
-@pytest.mark.parametrize("bounds", [*BOUNDS.values(), *UNEVEN.values()], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float64, torch.float64),
-        (torch.float32, torch.bfloat16),
-    ],
-    ids=str,
+@matrix(
+    ["False-torch.float32-torch.float32-(0, 12)"],
+    accumulate=[False, True],
+    **{
+        "dtype, out_dtype": named(
+            [
+                (torch.float32, torch.float32),
+                (torch.bfloat16, torch.float32),
+                (torch.bfloat16, torch.bfloat16),
+                (torch.float64, torch.float64),
+                (torch.float32, torch.bfloat16),
+            ],
+            str,
+            joint=True,
+        )
+    },
+    bounds=named([*BOUNDS.values(), *UNEVEN.values()], str),
 )
-@pytest.mark.parametrize("accumulate", [False, True])
 def test_a_reduction_gives_each_rank_its_slice_of_the_sum(bounds, dtype, out_dtype, accumulate):
     run_on_ranks(reduces, len(bounds) - 1, bounds, dtype, out_dtype, 0.5, accumulate)
 
 
-@pytest.mark.covering(1)  # every split and every type once; the other pairs are slow
-@pytest.mark.parametrize("bounds", [*BOUNDS.values(), *UNEVEN.values()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@matrix(
+    ["torch.float32-(0, 12)"],
+    dtype=named([torch.float32, torch.bfloat16, torch.float16], str),
+    bounds=named([*BOUNDS.values(), *UNEVEN.values()], str),
+)
 def test_a_gather_fills_the_buffer_in_place(bounds, dtype):
     run_on_ranks(gathers, len(bounds) - 1, bounds, dtype)
 
@@ -127,10 +134,12 @@ def in_rank_order(size, numel, dtype, op_name):
     return (total * (1.0 / size) if op_name == "AVG" else total).to(dtype)
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("op_name", ["SUM", "AVG"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@matrix(
+    2,
+    num_ranks=[2, 3, 4],
+    op_name=["SUM", "AVG"],
+    dtype=named([torch.float32, torch.bfloat16, torch.float16], str),
+)
 def test_all_reduce_sums_in_rank_order_and_fp32(num_ranks, op_name, dtype):
     for numel in (1, 1000, 100_003):  # small and large ones travel differently
         expected = in_rank_order(num_ranks, numel, dtype, op_name)
@@ -147,11 +156,11 @@ def combines(numel, dtype, op_name):
     assert torch.equal(tensor, expected)
 
 
-@pytest.mark.covering(1)  # every size, operation and number of ranks once; the other combinations are slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("numel", [0, 1, 1000, 200_001])
-@pytest.mark.parametrize(
-    ("dtype", "op_name"), [(torch.float32, "MAX"), (torch.int64, "SUM"), (torch.int64, "MIN")], ids=str
+@matrix(
+    1,
+    num_ranks=[2, 3],
+    numel=[0, 1, 1000, 200_001],
+    **{"dtype, op_name": named([(torch.float32, "MAX"), (torch.int64, "SUM"), (torch.int64, "MIN")], str, joint=True)},
 )
 def test_all_reduce_is_exact_where_no_order_changes_the_result(num_ranks, numel, dtype, op_name):
     run_on_ranks(combines, num_ranks, numel, dtype, op_name)

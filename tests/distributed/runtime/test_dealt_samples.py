@@ -1,11 +1,20 @@
 """Data loaders on real ranks: one order for all, and each sample counted once in an evaluation."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -99,9 +108,7 @@ def buckets():
     return DataLoader(range(24), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8], list(range(9, 24))])
 
 
-@pytest.mark.covering(1)  # every seed with one of the loaders; the other pairs are slow
-@pytest.mark.parametrize("seeds", ["apart", "default", "large"])
-@pytest.mark.parametrize("make_loader", [shuffled, buckets])
+@matrix(1, make_loader=[shuffled, buckets], seeds=["apart", "default", "large"])
 def test_each_sample_is_dealt_to_one_rank_under_any_seed(make_loader, seeds):
     ranks = run_on_ranks(deal, 2, make_loader, seeds)
     for epoch in range(2):
@@ -159,6 +166,161 @@ def test_orders_that_differ_between_ranks_are_refused_on_every_rank(sampler_clas
 
 def test_a_sampler_that_fails_on_one_rank_fails_on_every_rank():
     expect_on_ranks(OSError, "no such file", boost_with, 2, BreaksOnOneRank)
+
+
+class SizedStream(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def loader_of(kind, length):
+    """Return a loader over a data set of a length."""
+    if kind == "prepared":
+        return Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(range(length), 2)
+    if kind == "prepared stream":
+        return Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(SizedStream(length), 2)
+    if kind == "stream":
+        return DataLoader(SizedStream(length), batch_size=2)
+    if kind == "distributed":
+        return DataLoader(range(length), batch_size=2, sampler=DistributedSampler(range(length)))
+    if kind == "sampler":
+        return DataLoader(range(length), batch_size=2, sampler=WeightedRandomSampler([1.0] * length, 6))
+    return DataLoader(range(length), batch_size=2, shuffle=kind == "shuffled")
+
+
+def boost_over(kind, lengths):
+    length = lengths[DistCoordinator().rank]
+    loader = loader_of(kind, length)
+    return len(Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=loader).dataloader)
+
+
+KINDS = ["plain", "shuffled", "sampler", "stream", "distributed", "prepared", "prepared stream"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_sets_of_other_lengths_on_some_ranks_raise_on_every_rank(kind):
+    match = (
+        r"data set has 13 samples on ranks 0 and 2 and 14 samples on rank 1.*Pass the whole data set.*"
+        r"`torch\.utils\.data\.DistributedSampler`"
+    )
+    expect_on_ranks(ConfigError, match, boost_over, 3, kind, [13, 14, 13])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_sets_of_one_length_are_split(kind):
+    assert run_on_ranks(boost_over, 2, kind, [13, 13]) == [2 if kind == "sampler" else 4] * 2
+
+
+class LongOrder(SequentialSampler):
+    """Draws many entries, and one more on rank 1."""
+
+    def __len__(self):
+        return 3000 + DistCoordinator().rank
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+
+def boost_with_long_orders():
+    loader = DataLoader(range(4000), sampler=LongOrder(range(4000)))
+    Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=loader)
+
+
+def test_samplers_of_other_lengths_on_some_ranks_raise_on_every_rank():
+    match = "sampler has 3000 entries on rank 0 and 3001 entries on rank 1"
+    expect_on_ranks(ConfigError, match, boost_with_long_orders, 2)
+
+
+class StreamOnSomeRanks(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def boost_sized_on_rank_0():
+    data = SizedStream(4) if DistCoordinator().rank == 0 else StreamOnSomeRanks()
+    Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=DataLoader(data))
+
+
+def test_a_length_on_some_ranks_only_raises():
+    match = "data set has 4 samples on rank 0 and no length on rank 1"
+    expect_on_ranks(ConfigError, match, boost_sized_on_rank_0, 2)
+
+
+class SplitStream(IterableDataset):
+    """Tells that it is split, as streams of the library `datasets` do."""
+
+    def __init__(self, attribute, world_size):
+        setattr(self, attribute, SimpleNamespace(rank=DistCoordinator().rank, world_size=world_size))
+
+    def __iter__(self):
+        return iter(range(DistCoordinator().rank, 8, 2))
+
+
+def load_split(attribute, world_size, how):
+    booster = Booster("cpu", plugin=ReferencePlugin())
+    data = SplitStream(attribute, world_size)
+    if how == "boost":
+        loader = booster.boost(nn.Linear(2, 2), dataloader=DataLoader(data, batch_size=2)).dataloader
+    else:
+        loader = booster.prepare_dataloader(data, 2)
+    return sum(len(batch) for batch in loader)
+
+
+@pytest.mark.parametrize("attribute", ["_distributed", "distributed"])
+@pytest.mark.parametrize("how", ["boost", "prepare_dataloader"])
+def test_a_data_set_that_tells_that_it_is_split_raises(attribute, how):
+    match = r"split between 2 ranks already.*Leave `split_dataset_by_node` out"
+    expect_on_ranks(ConfigError, match, load_split, 2, attribute, 2, how)
+
+
+@pytest.mark.parametrize("how", ["boost", "prepare_dataloader"])
+def test_a_data_set_that_is_split_among_one_rank_is_whole(how):
+    assert run_on_ranks(load_split, 2, "_distributed", 1, how) == [2, 2]
+
+
+def test_one_process_may_take_a_share():
+    assert run_on_ranks(load_split, 1, "_distributed", 2, "boost") == [4]
+
+
+def lengths_of_streams(length, batch_size, drop_last, workers):
+    data = SizedStream(length)
+    plain = DataLoader(data, batch_size=batch_size, drop_last=drop_last, num_workers=workers)
+    boosted = Booster("cpu", plugin=ReferencePlugin()).boost(nn.Linear(2, 2), dataloader=plain).dataloader
+    prepared = Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(
+        data, batch_size or 1, drop_last=drop_last, num_workers=workers
+    )
+    return [(len(loader), sum(1 for _ in loader), len(loader)) for loader in (boosted, prepared)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [11, 12, 13])
+def test_the_length_of_a_loader_over_a_sized_stream_is_its_number_of_batches(length, drop_last):
+    share = length // 2 if drop_last else -(-length // 2)
+    expected = share // 3 if drop_last else -(-share // 3)
+    assert run_on_ranks(lengths_of_streams, 2, length, 3, drop_last, 0) == [[(expected,) * 3] * 2] * 2
+
+
+def test_the_length_of_a_loader_of_single_items_and_of_one_with_a_worker():
+    (boosted, _), _ = run_on_ranks(lengths_of_streams, 2, 13, None, False, 0)
+    assert boosted == (7, 7, 7)
+    assert run_on_ranks(lengths_of_streams, 2, 13, 3, False, 1) == [[(3, 3, 3)] * 2] * 2
+
+
+def length_of_a_stream():
+    loader = Booster("cpu", plugin=ReferencePlugin()).prepare_dataloader(FeatureStream(), 2)
+    with pytest.raises(TypeError, match="'FeatureStream' has no len"):
+        len(loader)
+    return len(list(loader))
+
+
+def test_a_loader_over_a_stream_without_a_length_has_none():
+    assert run_on_ranks(length_of_a_stream, 2) == [3, 3]
 
 
 def train_after_a_peek(peeks, resets):

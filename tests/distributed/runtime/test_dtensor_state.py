@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -137,9 +138,7 @@ def load_and_go_on(name, folder):
     return whole_values(model, optimizer)
 
 
-@pytest.mark.covering(1)  # every mesh saved once and loaded once; the other pairs are slow
-@pytest.mark.parametrize("loaded", MESHES)
-@pytest.mark.parametrize("saved", MESHES)
+@matrix(["rows-rows"], saved=MESHES, loaded=MESHES)
 def test_an_optimizer_over_dtensors_goes_on_over_another_mesh(saved, loaded, tmp_path):
     sizes = {name: torch.Size(sizes).numel() for name, (sizes, _) in MESHES.items()}
     expected = run_on_ranks(save_and_go_on, sizes[saved], saved, str(tmp_path))[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 from forked_scripts import Result
 from free_ports import free_port
+from matrix import matrix
 
 LIMIT_SECONDS = 30.0
 """What Booster promises, from the failure to the end of the last process."""
@@ -192,9 +193,7 @@ def _checked(result, *, leaves_children=False):
     return Run(result.codes, result.output, result.end - start - result.queued_seconds)
 
 
-@pytest.mark.covering(1)  # every place of the others, and either victim; the other pairs are slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("where", ["collective", "sleep", "rendezvous", "loop"])
+@matrix(["rendezvous-0"], where=["collective", "sleep", "rendezvous", "loop"], victim=[0, 1])
 def test_an_exception_ends_all_and_is_named_once(run_ranks, script, victim, where):
     run = run_ranks(script, 2, "raise", victim, where)
     assert run.codes == [1, 1], run.output
@@ -223,10 +222,7 @@ def test_torchruns_report_ends_with_the_original_traceback(script, victim, where
     assert report.rstrip().rstrip("=").rstrip().endswith("ZeroDivisionError: the original error"), run.output
 
 
-@pytest.mark.covering(2)  # every pair of values; the other combinations are slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("where", ["collective", "sleep"])
-@pytest.mark.parametrize(("what", "code"), [("kill", -9), ("exit", 3)])
+@matrix(["exit-3-sleep-0"], **{"what, code": [("kill", -9), ("exit", 3)]}, where=["collective", "sleep"], victim=[0, 1])
 def test_a_death_without_words_ends_all_and_is_told(run_ranks, script, victim, where, what, code):
     run = run_ranks(script, 2, what, victim, where)
     assert run.codes[victim] == code, run.output
@@ -244,11 +240,11 @@ def test_children_that_live_on_do_not_hide_a_death(run_ranks, script, victim):
     assert "died without a traceback" in run.output
 
 
-@pytest.mark.covering(1)  # every way to leave, place and victim once; the others are slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("where", ["collective", "rendezvous"])
-@pytest.mark.parametrize(
-    ("what", "code"), [("sys.exit", 3), ("sys.exit with words", 1), ("sys.exit after an error", 1)]
+@matrix(
+    ["sys.exit with words-1-rendezvous-1"],
+    **{"what, code": [("sys.exit", 3), ("sys.exit with words", 1), ("sys.exit after an error", 1)]},
+    where=["collective", "rendezvous"],
+    victim=[0, 1],
 )
 def test_ranks_that_wait_for_one_that_has_left_by_sys_exit_end(run_ranks, script, victim, where, what, code):
     run = run_ranks(script, 2, what, victim, where)

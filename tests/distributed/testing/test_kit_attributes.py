@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import pytest
 import torch  # noqa: TC002 - named tuples need it
+from kit_cases import by_default
 
 from booster_core.errors import ConfigError
 from booster_testing.conformance import PluginConformance
@@ -32,13 +32,17 @@ class TakesConfiguredModels(ReferencePlugin):
         return super().configure(objects, context)
 
 
-@pytest.mark.by_default(
+@by_default(
     *(
         "test_boost_makes_ranks_equal_or_raises",
         "test_frozen_parameters_do_not_change",
         "test_evaluation_changes_nothing",
     ),
-    *("test_equals_one_process", "test_lazy_model_trains_like_an_eager_model", "test_equal_seeds_give_equal_dropout"),
+    *(
+        "test_equals_one_process[adafactor]",
+        "test_lazy_model_trains_like_an_eager_model",
+        "test_equal_seeds_give_equal_dropout",
+    ),
     *("test_resumed_run_continues_exactly[fp32]", "test_checkpoint_loads_on_one_device[fp32]"),
 )  # what makes or knows the model; the other tests only take it
 class TestModelsOfOneKind(PluginConformance):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from kit_cases import by_default, slow_cases
 
 from booster_testing import RankError, mutants
 from booster_testing.conformance import PluginConformance
@@ -80,7 +81,8 @@ WITHOUT_MUTANT = (
 """Further tests that a correct plugin has to pass."""
 
 
-@pytest.mark.by_default(*sorted({case[1] for case in FOUND}), *WITHOUT_MUTANT)
+@slow_cases("test_resumed_run_continues_exactly[bf16]", "test_resumed_run_continues_exactly[fp16]")
+@by_default(*sorted({case[1] for case in FOUND}), *WITHOUT_MUTANT)
 class TestReference(PluginConformance):
     """The plugin that the mutants are made from passes, so what a mutant fails is its own fault."""
 

@@ -426,7 +426,7 @@ def test_script_can_run_its_own_functions(tmp_path):
     assert (done.returncode, (tmp_path / "runs").read_text()) == (0, "once "), done.stderr
 
 
-@pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.parametrize("end", [pytest.param("exit", marks=pytest.mark.slow), "kill"])
 def test_workers_end_with_their_parent(tmp_path, end):
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""

@@ -1,7 +1,7 @@
 """Activation checkpointing under every plugin, ours and a model's own: gradients and names are those without."""
 
-import pytest
 import torch
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
@@ -65,9 +65,11 @@ def test_products_that_are_kept_are_summed_over_ranks_once():
         assert_same_tensors(actual, expected, tolerance_for(torch.float32))
 
 
-@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
-@pytest.mark.parametrize("how", ["before", "after", "own", "keep"])
-@pytest.mark.parametrize("run", RUNS)
+@matrix(
+    ["single-before", "zero1-keep", "zero2-before", "hybrid-after", "gemini-own"],
+    run=RUNS,
+    how=["before", "after", "own", "keep"],
+)
 def test_gradients_and_names_equal_those_without(run, how):
     plugin_class, options, world_size = RUNS[run]
     expected, _ = gradients_of_a_llama(SingleDevicePlugin, {}, None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
+from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
@@ -33,9 +33,7 @@ def boost(name, lazily):
     Booster("cpu", plugin=PLUGINS[name]()).boost(net, torch.optim.AdamW(trained))
 
 
-@pytest.mark.covering(1)  # every plugin, eager or lazy; the other pairs are slow
-@pytest.mark.parametrize("name", PLUGINS)
-@pytest.mark.parametrize("lazily", [False, True], ids=["eager", "lazy"])
+@matrix(["eager-zero"], lazily=named([False, True], ["eager", "lazy"]), name=PLUGINS)
 def test_parameters_over_one_memory_are_refused(name, lazily):
     expect_on_ranks(
         ConfigError, "'0.weight' and '1.weight' are two objects over the same memory", boost, 2, name, lazily

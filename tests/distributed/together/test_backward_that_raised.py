@@ -2,9 +2,9 @@
 
 import contextlib
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
@@ -120,8 +120,11 @@ def run_all(plugin, direct):
     }
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["loss.backward", "booster.backward"])
-@pytest.mark.parametrize("plugin", list(PLUGINS))
+@matrix(
+    ["gemini-booster.backward"],
+    plugin=list(PLUGINS),
+    direct=named([True, False], ["loss.backward", "booster.backward"]),
+)
 def test_gradients_after_a_backward_that_raised_equal_one_process(plugin, direct):
     for cases in run_on_ranks(run_all, 2, plugin, direct):
         for (case, warm), gradients in cases.items():
@@ -130,8 +133,11 @@ def test_gradients_after_a_backward_that_raised_equal_one_process(plugin, direct
             assert_same_tensors(found, told, CLOSE)
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["loss.backward", "booster.backward"])
-@pytest.mark.parametrize("plugin", list(PLUGINS))
+@matrix(
+    ["zero 2-booster.backward"],
+    plugin=list(PLUGINS),
+    direct=named([True, False], ["loss.backward", "booster.backward"]),
+)
 def test_zero_grad_after_a_backward_that_raised_begins_again(plugin, direct):
     """ZeRO's ranks raise after they have begun to reduce different numbers of buckets."""
     rounds = [(0, 0 if plugin == "gemini" else 1), (None, None), (None, None)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from matrix import matrix
 from named_plugins import NAMES, plugin_named
 from torch import nn
 
@@ -32,7 +32,7 @@ def names(plugin, *, compiled=False):
     return plain, (set(parameters), set(buffers)), set(boosted.state_dict())
 
 
-@pytest.mark.parametrize("plugin", NAMES)
+@matrix(["single", "hybrid-tp"], plugin=NAMES)
 def test_parameters_and_buffers_are_named_as_in_the_users_model(plugin):
     ranks = run_on_ranks(names, 1 if plugin == "single" else 2, plugin)
     for (parameters, buffers), boosted, state in ranks:

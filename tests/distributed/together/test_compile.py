@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from compiler_warnings import ignore_compiler_warnings
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
@@ -105,17 +106,14 @@ def check(run, how, backend, timeout_seconds):
             assert listed == names
 
 
-@pytest.mark.covering(1)  # every plugin and every way once; the other pairs are slow
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("run", RUNS)
+@matrix(["hybrid-checkpointed"], run=RUNS, how=HOW)
 def test_traced_training_equals_eager(run, how):
     check(run, how, "aot_eager", 120)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler, g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="torch.compile for CPUs is tried on Linux")
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[] if run in ("ddp", "hybrid") else [pytest.mark.slow]) for run in RUNS]
-)  # the tracing above finds what a plugin breaks; the code generator sees the same graphs
+# the tracing above finds what a plugin breaks; the code generator sees the same graphs
+@matrix(["ddp"], run=RUNS)
 def test_compiled_training_equals_eager(run):
     check(run, "before", "inductor", 240)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -62,8 +63,7 @@ def copied(plugin, precision, inside):
     assert [name for name, _ in twin.named_parameters()] == [name for name, _ in make().named_parameters()]
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("plugin", list(WHOLE))
+@matrix(["ddp-bf16"], plugin=list(WHOLE), precision=[None, "bf16"])
 def test_a_copy_computes_what_the_model_did(plugin, precision):
     run_on_ranks(copied, WHOLE[plugin], plugin, precision, False)
 
@@ -111,8 +111,7 @@ def make_copy(plugin, inside, how):
     evaluated(twin, torch.ones(2, 6))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, AveragedModel], ids=["deepcopy", "AveragedModel"])
-@pytest.mark.parametrize("plugin", SPLIT)
+@matrix(["hybrid-deepcopy"], plugin=SPLIT, how=named([copy.deepcopy, AveragedModel], ["deepcopy", "AveragedModel"]))
 def test_a_copy_of_a_split_model_raises_with_the_remedy(plugin, how):
     expect_on_ranks(ConfigError, r"can't be copied.*booster[._].*ema", make_copy, 2, plugin, False, how)
 

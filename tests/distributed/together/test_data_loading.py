@@ -1,7 +1,7 @@
 """Data loaders under strategies: each sample is counted once in an evaluation, and ranks follow one epoch."""
 
-import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -49,17 +49,18 @@ def evaluate(plugin, is_stream, how):
     return {name: torch.cat([each[name] for each in gathered]) for name in ("indices", "scores")}
 
 
-@pytest.mark.covering(1)  # every way to load, maps and streams; the other pairs are slow
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(
-    ("plugin", "world_size", "how"),
-    [
-        ("ddp", 2, "boost"),
-        ("ddp", 2, "prepare_dataloader"),
-        ("ddp", 4, "boost"),
-        ("fsdp", 2, "boost"),
-        ("gemini", 2, "prepare_dataloader"),
-    ],
+@matrix(
+    ["fsdp-2-boost-True"],
+    **{
+        "plugin, world_size, how": [
+            ("ddp", 2, "boost"),
+            ("ddp", 2, "prepare_dataloader"),
+            ("ddp", 4, "boost"),
+            ("fsdp", 2, "boost"),
+            ("gemini", 2, "prepare_dataloader"),
+        ]
+    },
+    is_stream=[False, True],
 )
 def test_an_evaluation_counts_each_sample_once_in_order(plugin, world_size, is_stream, how):
     """Also where a forward is collective, so that every rank has to make the same number of them."""

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -177,8 +178,7 @@ def test_outputs_that_an_option_of_ddp_can_not_follow_are_refused(plugin, kind):
 TRAINING = [(plugin, kind) for plugin in PLUGINS for kind in KINDS if (plugin, kind) not in REFUSED]
 
 
-@pytest.mark.covering(1)  # every plugin with one kind, every kind with one plugin; the other pairs are slow
-@pytest.mark.parametrize(("plugin", "kind"), TRAINING)
+@matrix(1, **{"plugin, kind": TRAINING})
 def test_losses_of_objects_train_as_one_process(plugin, kind):
     layer = Block if plugin == "fsdp-blocks" else Layer
     expected = plainly(KINDS[kind], layer, 1 if plugin == "tp" else 2)

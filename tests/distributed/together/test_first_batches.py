@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -57,9 +58,7 @@ def train(plugin, feed, steps=4):
     return records.texts
 
 
-@pytest.mark.covering(1)  # every plugin with one of the feeds; the other pairs are slow
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini"])
-@pytest.mark.parametrize("feed", ["equal seeds", "plain loader"])
+@matrix(1, feed=["equal seeds", "plain loader"], plugin=["ddp", "fsdp", "zero", "gemini"])
 def test_equal_batches_are_told_once_on_rank_0(plugin, feed):
     texts = run_on_ranks(train, 2, plugin, feed)
     assert [len(each) for each in texts] == [1, 0]

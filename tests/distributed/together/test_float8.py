@@ -3,6 +3,7 @@
 import pytest
 import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -97,7 +98,7 @@ def boosted(plugin):
     return gradients
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(["gemini", "pipeline"], plugin=PLUGINS)
 def test_gradients_equal_those_of_torchao_on_one_process(plugin):
     (expected,) = run_on_ranks(plainly, 1, of_torchao, 2)
     for gradients in run_on_ranks(boosted, 2, plugin):

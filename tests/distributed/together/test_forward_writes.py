@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -33,8 +34,7 @@ def boost_renormalized(plugin, kind):
     boost(nn.Sequential(getattr(nn, kind)(10, 8, max_norm=1.0), nn.Linear(8, 8)), plugin)
 
 
-@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(["ddp-Embedding", "gemini-EmbeddingBag"], plugin=PLUGINS, kind=["Embedding", "EmbeddingBag"])
 def test_renormalized_embedding_is_refused_at_boost(plugin, kind):
     expect_on_ranks(ConfigError, "Embedding '0' has `max_norm=1`", boost_renormalized, 2, plugin, kind)
 
@@ -107,7 +107,9 @@ def test_change_through_data_of_a_gathered_parameter_raises(plugin, match):
     expect_on_ranks(ConfigError, match, train_average, 2, plugin)
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "zero", "hybrid"])
+@pytest.mark.parametrize(
+    "plugin", ["ddp", pytest.param("zero", marks=pytest.mark.slow), pytest.param("hybrid", marks=pytest.mark.slow)]
+)
 def test_change_through_data_of_a_replicated_parameter_is_kept(plugin):
     torch.manual_seed(0)
     model = MovingAverage()

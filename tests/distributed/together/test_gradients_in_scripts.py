@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -149,7 +150,9 @@ def reads(plugin):
     return found, (*said, f"{gradient}", gradient.numel())
 
 
-@pytest.mark.parametrize("plugin", list(PLUGINS))
+@matrix(
+    ["zero 1", "zero 2", "gemini", "gemini, one rank each", "hybrid, zero 0", "hybrid, zero 1"], plugin=list(PLUGINS)
+)
 def test_reading_a_split_gradient_raises_with_the_remedy(plugin):
     for found, said in run_on_ranks(reads, 2, plugin):
         wrong = [name for name, told in found if "`optimizer.clip_grad_by_norm(max_norm)`" not in told]
@@ -179,7 +182,11 @@ def present(plugin):
     return seen
 
 
-@pytest.mark.parametrize("plugin", [name for name in PLUGINS if name != "gemini"])  # whose ranks use the same ones
+# whose ranks use the same ones
+@matrix(
+    ["zero 1", "zero 2", "gemini, one rank each", "hybrid, zero 0", "hybrid, zero 1"],
+    plugin=[name for name in PLUGINS if name != "gemini"],
+)
 def test_parameters_have_gradients_where_they_have_some_in_one_process(plugin):
     every = sorted(name for name, _ in Net().named_parameters())
     without = [name for name in every if "branch" not in name]
@@ -318,7 +325,7 @@ def run_loop(loop):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("loop", list(LOOPS))
+@matrix(["dropped_after_clipping"], loop=list(LOOPS))
 def test_parameters_equal_those_of_one_process(loop):
     assert_same_under_all(run_on_ranks(run_loop, 2, loop), LOOPS[loop](Plain(2)))
 
@@ -327,7 +334,7 @@ def run_drop(drop):
     return {plugin: in_place_of_zero_grad(Boosted(plugin), drop) for plugin in SOME}
 
 
-@pytest.mark.parametrize("drop", list(DROPS))
+@matrix(["zeroes_by_the_own_model"], drop=list(DROPS))
 def test_gradients_may_be_dropped_in_place_of_zero_grad(drop):
     assert_same_under_all(run_on_ranks(run_drop, 2, drop), in_place_of_zero_grad(Plain(2), drop))
 
@@ -346,7 +353,7 @@ def compiled(plugin):
     return norms
 
 
-@pytest.mark.parametrize("plugin", SOME)
+@matrix(["hybrid, zero 0"], plugin=SOME)
 def test_a_compiled_model_accumulates(plugin):
     for plain, of_compiled in run_on_ranks(compiled, 2, plugin, timeout_seconds=180):
         assert of_compiled == pytest.approx(plain, rel=1e-5)

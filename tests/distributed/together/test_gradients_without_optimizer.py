@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
@@ -23,7 +23,6 @@ PLUGINS = {
     "hybrid zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 CLOSE = tolerance_for(torch.float32)
-every_plugin = pytest.mark.parametrize("name", PLUGINS)
 
 
 def make():
@@ -45,9 +44,11 @@ def train_with_a_late_optimizer(name, *, frozen):
     optimizer.step()
 
 
-@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
-@every_plugin
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "unfrozen after boost"])
+@matrix(
+    ["trained-zero", "trained-hybrid", "unfrozen after boost-gemini", "unfrozen after boost-hybrid zero"],
+    frozen=named([False, True], ["trained", "unfrozen after boost"]),
+    name=PLUGINS,
+)
 def test_a_model_boosted_without_an_optimizer_does_not_train(name, frozen):
     match = "got a gradient, but the model was boosted without an optimizer.*Pass the optimizer to `boost`"
     expect_on_ranks(GradientError, match, train_with_a_late_optimizer, 2, name, frozen=frozen)
@@ -69,7 +70,7 @@ def use_without_gradients(name):
     assert_same_tensors({"x": through}, {"x": plain.grad}, CLOSE)
 
 
-@every_plugin
+@matrix(["zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
 def test_without_gradients_of_parameters_no_optimizer_is_needed(name):
     run_on_ranks(use_without_gradients, 2, name)
 
@@ -85,7 +86,7 @@ def teach(name):
     optimizer.step()
 
 
-@every_plugin
+@matrix(["zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
 def test_a_teacher_needs_no_optimizer(name):
     run_on_ranks(teach, 2, name)
 
@@ -122,18 +123,14 @@ def unfreeze(name, how, precision=None):
     return {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
 
 
-@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
-@every_plugin
-@pytest.mark.parametrize("how", ["held", "added"])
+@matrix(1, how=["held", "added"], name=PLUGINS)
 def test_a_parameter_that_the_optimizer_holds_trains_once_it_is_unfrozen(name, how):
     expected = train_plainly(2, 2)
     for actual in run_on_ranks(unfreeze, 2, name, how):
         assert_same_tensors(actual, expected, CLOSE)
 
 
-@pytest.mark.covering(1)  # every plugin in one precision; the other pairs are slow
-@every_plugin
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix(1, precision=["fp32", "bf16"], name=PLUGINS)
 def test_a_parameter_that_no_group_holds_raises_once_it_is_unfrozen(name, precision):
     match = r"Parameter '0\.(weight|bias)' got a gradient, but it was frozen at `boost`.*add_param_group"
     expect_on_ranks(GradientError, match, unfreeze, 2, name, "left out", precision)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
@@ -23,7 +23,6 @@ PLUGINS = {
     "gemini": lambda **options: GeminiPlugin(min_chunk_bytes=256, **options),
     "hybrid": lambda **options: HybridParallelPlugin(tp_size=1, pp_size=1, zero=ZeroConfig(**options)),
 }
-every_plugin = pytest.mark.parametrize("name", PLUGINS)
 
 
 class Lars(torch.optim.Optimizer):
@@ -82,9 +81,11 @@ def boosted(name, folder, *, adds=False, **options):
     booster.save_model(model, f"{folder}/model.safetensors")
 
 
-@pytest.mark.covering(1)  # every plugin in one of the ways; the other pairs are slow
-@every_plugin
-@pytest.mark.parametrize(("adds", "options"), [(False, {}), (True, {"partition": "parameter"})], ids=["boost", "added"])
+@matrix(
+    ["boost-zero"],
+    **{"adds, options": named([(False, {}), (True, {"partition": "parameter"})], ["boost", "added"], joint=True)},
+    name=PLUGINS,
+)
 def test_groups_of_two_kinds_step_as_in_one_process(name, adds, options, tmp_path):
     from safetensors.torch import load_file
 
@@ -92,7 +93,7 @@ def test_groups_of_two_kinds_step_as_in_one_process(name, adds, options, tmp_pat
     assert_same_tensors(load_file(tmp_path / "model.safetensors"), plainly(), CLOSE)
 
 
-@every_plugin
+@matrix(["fsdp"], name=PLUGINS)
 def test_a_group_of_another_kind_is_refused_where_parameters_are_cut(name, tmp_path):
     match = "Lars takes the parameters of the new group as wholes.*partition='parameter'"
     expect_on_ranks(ConfigError, match, boosted, 2, name, str(tmp_path), adds=True)

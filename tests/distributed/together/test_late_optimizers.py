@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -82,9 +82,7 @@ def train_late(name, kind):
     return whole_model(booster, model)
 
 
-@pytest.mark.covering(1)  # every plugin with one of the optimizers; the other pairs are slow
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["ddp-sgd"], name=PLUGINS, kind=OPTIMIZERS)
 def test_training_equals_that_of_one_process(name, kind):
     reference = net()
     train(reference, OPTIMIZERS[kind](reference.parameters()), contextlib.nullcontext, 0, 1, searches="no" not in name)
@@ -114,7 +112,6 @@ def stale(name, kind):
     old.square().mean().backward()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["fsdp", "fsdp, one unit"])
+@matrix(["fsdp, one unit-sgd"], name=["fsdp", "fsdp, one unit"], kind=OPTIMIZERS)
 def test_a_graph_from_before_the_step_raises(name, kind):
     expect_on_ranks(GradientError, "modified by an inplace operation", stale, 2, name, kind)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from safetensors.torch import save_file
 from torch import nn
 
@@ -78,9 +79,11 @@ SOURCES = {
 }
 
 
-@pytest.mark.covering(1)  # every source and every plugin once; the other pairs are slow
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("plugin", LAZY)
+@matrix(
+    ["fsdp-in-place-scalar", "zero-small-constant", "zero-value-of-a-draw", "gemini-assigned", "hybrid-scalar"],
+    plugin=LAZY,
+    source=SOURCES,
+)
 def test_other_constants_on_other_ranks_raise_and_name_the_parameter(plugin, source) -> None:
     match = rf"1 of 4 tensors would have other values, the first of them {SOURCES[source]}.*Seed `random`, NumPy"
     expect_on_ranks(LazyInitError, match, boost_drawn, 2, plugin, source, is_alike=False)
@@ -96,7 +99,7 @@ def test_models_that_are_made_whole_become_the_first_ranks(plugin) -> None:
         assert_same_tensors(whole, expected, EXACT)
 
 
-@pytest.mark.parametrize("plugin", LAZY)
+@matrix(["zero", "hybrid"], plugin=LAZY)
 def test_ranks_that_seed_alike_build_the_eager_model(plugin) -> None:
     for source in SOURCES:
         random.seed(SHARED_SEED)
@@ -122,7 +125,7 @@ def boost_from_own_files(plugin: str, folder: str, *, is_alike: bool) -> dict[st
     return whole_model(booster, boosted)
 
 
-@pytest.mark.parametrize("plugin", LAZY)
+@matrix(["fsdp", "zero"], plugin=LAZY)
 def test_files_of_other_content_raise_and_copies_do_not(plugin, tmp_path) -> None:
     for name in ("apart", "alike"):
         (tmp_path / name).mkdir()

@@ -115,6 +115,7 @@ def ratio_of_peaks(tmp_path: Path, settings: dict[str, int]) -> float:
     return ratio
 
 
+@pytest.mark.slow
 def test_a_tenth_of_a_billion_parameters_is_never_held_twice(tmp_path) -> None:
     assert ratio_of_peaks(tmp_path, TENTH) <= 1.3
 

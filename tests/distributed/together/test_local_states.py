@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
@@ -50,7 +51,7 @@ def refuse(name):
         assert torch.equal(*(getattr(each, "to_local", lambda each=each: each)() for each in (values, before[key])))
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
+@matrix(["hybrid-tp"], name=IN_PARTS)
 def test_parts_are_not_saved_as_if_they_were_whole(name):
     run_on_ranks(refuse, 2, name)
 
@@ -63,7 +64,7 @@ def save_and_load(name):
     TinyMLP().load_state_dict(torch.load(file))
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@matrix(["hybrid-dp"], name=WHOLE)
 def test_whole_states_are_saved_by_torch(name):
     run_on_ranks(save_and_load, 2, name)
 

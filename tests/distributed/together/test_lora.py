@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from matrix import matrix, named
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError
@@ -148,16 +149,20 @@ def gradients_on_ranks(plugin_class, options, changes, config):
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-@pytest.mark.covering(1)  # every plugin with one of the configurations; the other pairs are slow
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("changes", "config"),
-    [
-        ({}, {}),
-        ({"tie_word_embeddings": True}, {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
-        ({}, {"modules_to_save": ["lm_head"], "bias": "all"}),
-    ],
-    ids=["plain", "tied-dora", "modules-to-save"],
+@matrix(
+    ["plain-single"],
+    **{
+        "changes, config": named(
+            [
+                ({}, {}),
+                ({"tie_word_embeddings": True}, {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+                ({}, {"modules_to_save": ["lm_head"], "bias": "all"}),
+            ],
+            ["plain", "tied-dora", "modules-to-save"],
+            joint=True,
+        )
+    },
+    run=RUNS,
 )
 def test_gradients_of_adapters_equal_one_process(run, changes, config):
     plugin_class, options, world_size = RUNS[run]
@@ -186,7 +191,16 @@ def state_of_the_optimizer(plugin_class, options):
     return numel, {shard.name for shard in shards}
 
 
-@pytest.mark.parametrize(("run", "num_states"), [("single", 2), ("ddp", 2), ("fsdp", 2), ("zero1", 3), ("zero2", 3)])
+@pytest.mark.parametrize(
+    ("run", "num_states"),
+    [
+        ("single", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+        pytest.param("zero1", 3, marks=pytest.mark.slow),
+        pytest.param("zero2", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_only_adapters_have_optimizer_state_and_masters(run, num_states):
     plugin_class, options, world_size = RUNS[run]
     model = peft.get_peft_model(make_model(), make_config())
@@ -208,12 +222,16 @@ def save_adapters(plugin_class, options, folder, config, use_safetensors):
     return logits, whole_model(booster, model)
 
 
-@pytest.mark.covering(1)  # every plugin with one of the configurations; the other pairs are slow
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("config", "use_safetensors"),
-    [({}, True), ({"modules_to_save": ["lm_head"], "use_dora": True}, True), ({}, False)],
-    ids=["plain", "modules-to-save-dora", "bin"],
+@matrix(
+    ["bin-zero1"],
+    **{
+        "config, use_safetensors": named(
+            [({}, True), ({"modules_to_save": ["lm_head"], "use_dora": True}, True), ({}, False)],
+            ["plain", "modules-to-save-dora", "bin"],
+            joint=True,
+        )
+    },
+    run=RUNS,
 )
 def test_a_saved_folder_loads_in_stock_peft_with_equal_logits(run, config, use_safetensors, tmp_path):
     plugin_class, options, world_size = RUNS[run]
@@ -236,7 +254,13 @@ def load_adapters_and_train(plugin_class, options, folder):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("zero2", "single"), ("single", "zero1"), ("ddp", "zero2"), ("fsdp", "ddp"), ("zero1", "fsdp")],
+    [
+        pytest.param("zero2", "single", marks=pytest.mark.slow),
+        ("single", "zero1"),
+        pytest.param("ddp", "zero2", marks=pytest.mark.slow),
+        pytest.param("fsdp", "ddp", marks=pytest.mark.slow),
+        pytest.param("zero1", "fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_training_goes_on_from_a_folder_under_another_plugin(saved, loaded, tmp_path):
     plugin_class, options, world_size = RUNS[saved]
@@ -274,12 +298,12 @@ def load_and_train(plugin_class, options, folder):
     ("saved", "loaded"),
     [
         ("single", "ddp"),
-        ("ddp", "zero2"),
-        ("zero2", "fsdp"),
-        ("zero2", "zero1"),
-        ("fsdp", "single"),
-        ("zero1", "single"),
-        ("zero1", "zero1"),
+        pytest.param("ddp", "zero2", marks=pytest.mark.slow),
+        pytest.param("zero2", "fsdp", marks=pytest.mark.slow),
+        pytest.param("zero2", "zero1", marks=pytest.mark.slow),
+        pytest.param("fsdp", "single", marks=pytest.mark.slow),
+        pytest.param("zero1", "single", marks=pytest.mark.slow),
+        pytest.param("zero1", "zero1", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_under_another_plugin(saved, loaded, tmp_path):

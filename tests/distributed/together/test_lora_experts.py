@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_checkpoint.save.adapters import _file_names
@@ -96,9 +97,7 @@ def train_and_save(kind, plugin_class, options, folder):
     return gradients, logits, whole_model(booster, model)
 
 
-@pytest.mark.covering(1)  # every plugin with one of the models; the other pairs are slow
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+@matrix(["mixtral-single"], kind=["mixtral", "qwen3-moe"], run=RUNS)
 def test_adapters_of_fused_experts_train_and_are_all_saved(run, kind, tmp_path):
     plain = perturbed(peft.get_peft_model(make_model(kind), make_config()))
     loss_of(plain, tokens_of(0)).backward()

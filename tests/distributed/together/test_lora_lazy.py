@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
@@ -91,7 +92,7 @@ def assert_lazy_runs_equal(run, hows, folders=None):
             assert torch.equal(state, expected_state), "random numbers go on as after eager construction"
 
 
-@pytest.mark.parametrize("run", RUNS)
+@matrix(["single"], run=RUNS)
 def test_new_adapters_of_a_lazy_model_train_as_those_of_an_eager_one(run):
     assert_lazy_runs_equal(run, ["inside", "after"])
 
@@ -110,7 +111,9 @@ def write_folders(base, adapters):
     booster.save_lora_as_pretrained(boosted, adapters)
 
 
-@pytest.mark.parametrize("run", ["single", "fsdp", "zero2"])
+@pytest.mark.parametrize(
+    "run", ["single", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow)]
+)
 def test_adapters_and_base_from_folders_train_as_eager_ones(run, tmp_path):
     folders = (str(tmp_path / "base"), str(tmp_path / "adapters"))
     run_on_ranks(write_folders, 1, *folders)

@@ -6,6 +6,7 @@ The product refuses this elsewhere than on CUDA, where those kernels are made fo
 import pytest
 import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.plugin.single import SingleDevicePlugin
@@ -82,9 +83,7 @@ def save(number, plugin_class, options, folder):
     booster.save_lora_as_pretrained(model, folder)
 
 
-@pytest.mark.covering(1)  # every plugin with one of the widths; the other pairs are slow
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("number", [4, 8])
+@matrix(["8-zero2"], number=[4, 8], run=RUNS)
 def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
     (expected,) = run_on_ranks(train, 1, number, SingleDevicePlugin, {})
     assert expected[-1] != expected[0]

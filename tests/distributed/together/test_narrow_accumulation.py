@@ -2,9 +2,9 @@
 
 import contextlib
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -69,7 +69,7 @@ def accumulated(plugin):
     return {name: full_gradient(booster, model, name).float() for name in names}
 
 
-@pytest.mark.parametrize("plugin", list(PLUGINS))
+@matrix(["zero 1, replicas", "hybrid, zero 0"], plugin=list(PLUGINS))
 def test_gradients_of_many_micro_batches_equal_a_sum_in_fp32(plugin):
     expected = expected_gradients(2)
     for gradients in run_on_ranks(accumulated, 2, plugin):

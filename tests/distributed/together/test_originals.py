@@ -128,7 +128,9 @@ def call_the_compiled(run):
     train_step(booster, boosted)
 
 
-@pytest.mark.parametrize("run", ["single", "ddp", "zero1"])
+@pytest.mark.parametrize(
+    "run", [pytest.param("single", marks=pytest.mark.slow), pytest.param("ddp", marks=pytest.mark.slow), "zero1"]
+)
 def test_training_with_the_compiled_model_from_before_boost_raises(run):
     run_on_ranks(call_the_compiled, RUNS[run][2], run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -82,9 +83,7 @@ def train_and_save(kind, plugin_class, options, folder):
     return gradients, logits
 
 
-@pytest.mark.covering(1)  # every kind and every plugin once; the other pairs are slow
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("kind", CONFIGS)
+@matrix(["ia3-single"], kind=CONFIGS, run=RUNS)
 def test_gradients_equal_one_process_and_files_load_in_peft(kind, run, tmp_path):
     plain = make_model(kind)
     loss_of(plain, tokens_of(0)).backward()

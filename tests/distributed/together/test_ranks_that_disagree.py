@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 from forked_scripts import torchrun_variables
+from matrix import matrix
 
 LIMIT_SECONDS = 30.0
 """From the last rank's disagreement to the end of all; what else the machine does is not promised."""
@@ -118,19 +119,28 @@ def run_script(scripts, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("plugin", "case", "num_ranks"),
-    [
-        ("ddp", "save", 2),
-        ("ddp", "a step more", 3),
-        ("zero", "save while others train", 3),
-        ("fsdp", "a step more while others wait", 2),
-        *[
-            pytest.param(plugin, case, num_ranks, marks=_slow)
-            for plugin, num_ranks in (("ddp", 3), ("zero", 2), ("zero", 3), ("gemini", 2), ("fsdp", 3), ("hybrid", 2))
-            for case in NAMED
-        ],
-    ],
+@matrix(
+    ["fsdp-a step more while others wait-2"],
+    **{
+        "plugin, case, num_ranks": [
+            ("ddp", "save", 2),
+            ("ddp", "a step more", 3),
+            ("zero", "save while others train", 3),
+            ("fsdp", "a step more while others wait", 2),
+            *[
+                pytest.param(plugin, case, num_ranks, marks=_slow)
+                for plugin, num_ranks in (
+                    ("ddp", 3),
+                    ("zero", 2),
+                    ("zero", 3),
+                    ("gemini", 2),
+                    ("fsdp", 3),
+                    ("hybrid", 2),
+                )
+                for case in NAMED
+            ],
+        ]
+    },
 )
 def test_the_call_and_the_ranks_are_named_soon(run_script, plugin, case, num_ranks):
     done = run_script(plugin, case, num_ranks)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import GradientError
@@ -54,7 +55,7 @@ def train_checked(name):
     return check.steps
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["ddp"], name=PLUGINS)
 def test_equal_replicas_pass_and_a_closed_check_counts_no_more(name):
     assert run_on_ranks(train_checked, 2, name) == [3, 3]
 
@@ -93,6 +94,7 @@ def drift(name, what):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what", "message"),
     [

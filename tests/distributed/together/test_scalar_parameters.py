@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from safetensors.torch import load_file
 from torch import nn
 
@@ -110,9 +110,7 @@ def train(name, kind, folder):
     return gradients
 
 
-@pytest.mark.covering(1)  # every plugin with one of the models; the other pairs are slow
-@pytest.mark.parametrize("kind", [Contrasting, Expanded])
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["ddp-Contrasting", "hybrid-Contrasting"], name=PLUGINS, kind=[Contrasting, Expanded])
 def test_scalar_parameters_train_as_in_one_process(name, kind, tmp_path):
     expected, last = train_plainly(kind, 2)
     for gradients in run_on_ranks(train, 2, name, kind, str(tmp_path)):

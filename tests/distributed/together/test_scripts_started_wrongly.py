@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 from forked_scripts import torchrun_variables
+from matrix import matrix
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -39,13 +40,18 @@ def run(scripts, tmp_path, body, environments, monkeypatch):
     ("body", "words"),
     [
         ("Booster(plugin='ddp').boost(model)", r"Call `booster_core\.launch\(\)` first"),
-        ("Booster().boost(model)", "a launcher started 2 processes: each would train a model of its own"),
-        (
+        pytest.param(
+            "Booster().boost(model)",
+            "a launcher started 2 processes: each would train a model of its own",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             """
             launch_from_torch()
             Booster().boost(model)
             """,
             r"but 2 ranks were launched: .* Choose a plugin, for example `Booster\(plugin='ddp'\)`",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["ddp without launch", "no plugin, without launch", "no plugin"],
@@ -58,7 +64,7 @@ def test_every_rank_says_what_to_do(scripts, tmp_path, monkeypatch, body, words)
         assert re.search(words, text), text
 
 
-@pytest.mark.parametrize("missing", sorted({*TORCHRUN} - {"LOCAL_RANK"}))
+@matrix(["MASTER_PORT"], missing=sorted({*TORCHRUN} - {"LOCAL_RANK"}))
 def test_variables_of_torchrun_set_in_part(scripts, tmp_path, monkeypatch, missing):
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
     errors, screen = run(scripts, tmp_path, "launch_from_torch()", [environment], monkeypatch)

@@ -60,6 +60,7 @@ print(f"rank {c.rank} loaded step {loaded.step}: {same}", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_hosts_has_one_writer_for_each_file(hosts, tmp_path):
     script = tmp_path / "save.py"
     script.write_text(SAVE)

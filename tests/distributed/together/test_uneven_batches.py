@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from matrix import matrix
 from uneven_runs import NUM_BATCHES, batches_of, make, square, train_plainly
 
 from booster_core import Booster
@@ -57,7 +57,7 @@ def train(name, folder):
     return count
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["zero"], name=PLUGINS)
 def test_steps_follow_the_ranks_that_have_batches(name, tmp_path):
     from safetensors.torch import load_file
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -172,9 +173,7 @@ def unfreeze_on(mesh, how):
     return whole_model(booster, model)
 
 
-@pytest.mark.covering(1)  # every mesh in one of the ways; the other pairs are slow
-@pytest.mark.parametrize("how", ["listed", "added"])
-@pytest.mark.parametrize("mesh", MESHES)
+@matrix(1, mesh=MESHES, how=["listed", "added"])
 def test_parameters_that_the_optimizer_holds_train_once_they_are_unfrozen(mesh, how) -> None:
     num_replicas = 1 if mesh in ("tp", "pp") else 2
     expected = plainly(how, num_replicas)
@@ -210,7 +209,7 @@ def set_second_adapter(plugin) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(["zero"], plugin=PLUGINS)
 def test_another_adapter_that_is_set_after_boost_raises(plugin) -> None:
     pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
     match = r"4 parameters that were frozen at `boost`.*lora_A\.second|parameter\(s\) (that were frozen|took part)"

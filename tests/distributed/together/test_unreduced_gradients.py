@@ -160,7 +160,7 @@ def test_branch_under_no_sync_alone(name):
     assert_parity(name, "lone_no_sync_of_a_branch", 2)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_branch_under_no_sync_on_three_ranks(name):
     assert_parity(name, "lone_no_sync_of_a_branch", 3)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -57,9 +58,7 @@ def train_and_save(plugin: str, kind: str, folder: str, method: str) -> None:
 LOST = {"key": r"optimizer\.state\['calls'\]", "override": r"\['history'\]", "hook": r"\['note'\]"}
 
 
-@pytest.mark.covering(1)  # every kind and every plugin once; the other pairs are slow
-@pytest.mark.parametrize("kind", LOST)
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(1, plugin=PLUGINS, kind=LOST)
 def test_an_optimizer_with_state_of_no_parameter_is_not_saved(plugin, kind, tmp_path) -> None:
     expect_on_ranks(CheckpointError, LOST[kind], train_and_save, 2, plugin, kind, str(tmp_path / "o"), "save_optimizer")
 
@@ -120,9 +119,7 @@ def save_model(plugin: str, kind: str, path: str, method: str) -> None:
 ADDED = {"override": "'1.weight.absmax'", "hook": "'1.scale'"}
 
 
-@pytest.mark.covering(1)  # every kind and every plugin once; the other pairs are slow
-@pytest.mark.parametrize("kind", ADDED)
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(1, plugin=PLUGINS, kind=ADDED)
 def test_a_model_whose_layers_save_more_is_not_saved(plugin, kind, tmp_path) -> None:
     expect_on_ranks(CheckpointError, ADDED[kind], save_model, 2, plugin, kind, str(tmp_path / "m"), "save_model")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -114,11 +115,10 @@ def net_loss(model, net, case, step, rank):
     return model(batch(step, rank)).square().mean()
 
 
-@pytest.mark.covering(1)  # every case and every plugin once; the other pairs are slow
-@pytest.mark.parametrize(
-    ("name", "case"),
+@matrix(
+    ["hybrid-now and then"],
     # Gemini's ranks gather a parameter together, so that all must use the same.
-    [(name, case) for name in PLUGINS for case in UNUSED if name != "gemini" or case not in APART],
+    **{"name, case": [(name, case) for name in PLUGINS for case in UNUSED if name != "gemini" or case not in APART]},
 )
 def test_gradients_are_reduced_as_backward_goes(name, case):
     expected = train_plainly(case, 2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import matrix
 
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
@@ -41,7 +42,7 @@ def verify_plugin(name, precision):
     return [(found.what, found.step, found.name) for found in report.differences]
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(["ddp"], name=PLUGINS)
 def test_every_plugin_trains_as_one_process(name):
     first, second = run_on_ranks(verify_plugin, 2, name, None)
     assert first == second

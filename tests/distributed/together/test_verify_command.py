@@ -37,12 +37,14 @@ def verify(scripts, tmp_path):
     return lambda *arguments: scripts.run(command, [["verify-plugin", *arguments]])
 
 
+@pytest.mark.slow
 def test_a_right_plugin_is_verified(script, verify):
     done = verify(f"{script}:build", "--plugin", "zero", "--option", "stage=2", "--steps", "1")
     assert done.codes == [0], done.output
     assert "plugin 'zero' on 2 rank(s) trains as one process does" in done.output
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_and_fails_the_command(script, verify):
     done = verify(f"{script}:unrepeatable", "--plugin", "ddp")
     assert done.codes != [0]
@@ -53,8 +55,8 @@ def test_a_mistake_is_told_and_fails_the_command(script, verify):
     ("function", "plugin", "options", "message"),
     [
         ("build", "zerp", [], "Did you mean 'zero'?"),
-        ("absent", "ddp", [], "has no function 'absent'"),
-        ("build", "zero", ["stage"], "`--option stage` is not NAME=VALUE"),
+        pytest.param("absent", "ddp", [], "has no function 'absent'", marks=pytest.mark.slow),
+        pytest.param("build", "zero", ["stage"], "`--option stage` is not NAME=VALUE", marks=pytest.mark.slow),
     ],
     ids=["plugin", "function", "option"],
 )

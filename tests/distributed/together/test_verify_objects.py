@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from expert_models import SAMPLES, batch_of
+from expert_models import make as make_experts
 from noisy_training import Net, Remembering, Samples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -111,6 +113,7 @@ def leaves_no_trace(plugin, kind):
     assert plain[3] == verified[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "kind"),
     [
@@ -155,7 +158,7 @@ def leaves_llama_alone(plugin):
     assert torch.equal(plain[2], verified[2])
 
 
-@pytest.mark.parametrize("plugin", ["hybrid-tp", "hybrid-pp"])
+@pytest.mark.parametrize("plugin", ["hybrid-tp", pytest.param("hybrid-pp", marks=pytest.mark.slow)])
 def test_the_training_of_a_model_in_parts_is_the_same_bit_for_bit(plugin):
     run_on_ranks(leaves_llama_alone, 2, plugin)
 
@@ -173,17 +176,31 @@ def reported(plugin, precision):
     ("plugin", "precision"),
     [
         ("ddp", None),
-        ("zero2", "bf16"),
+        pytest.param("zero2", "bf16", marks=pytest.mark.slow),
         ("zero-bf16", None),
-        ("gemini", None),
-        ("fsdp", None),
-        ("hybrid-tp", None),
-        ("hybrid-pp", None),
+        pytest.param("gemini", None, marks=pytest.mark.slow),
+        pytest.param("fsdp", None, marks=pytest.mark.slow),
+        pytest.param("hybrid-tp", None, marks=pytest.mark.slow),
+        pytest.param("hybrid-pp", None, marks=pytest.mark.slow),
     ],
 )
 def test_it_says_how_long_it_took(plugin, precision):
     for text in run_on_ranks(reported, 2, plugin, precision):
         assert text.startswith("Verified in ")
+        assert "on 2 rank(s) trains as one process does" in text
+
+
+def reported_of_experts():
+    model = make_experts("qwen3_moe", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [{key: value[0] for key, value in batch_of(0, number, 1).items()} for number in range(8)]
+    loader = DataLoader(rows, batch_size=SAMPLES)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
+    return str(verify_objects(booster, model, optimizer, dataloader=loader))
+
+
+def test_spread_experts_train_as_one_process_does():
+    for text in run_on_ranks(reported_of_experts, 2):
         assert "on 2 rank(s) trains as one process does" in text
 
 

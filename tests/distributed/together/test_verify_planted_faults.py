@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -392,7 +393,15 @@ def found_by(name):
     return is_mended, [(found.what, found.name) for found in report.unexplained]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@matrix(
+    [
+        "glu-split-wrongly",
+        "split-gather-around-a-sum",
+        "output-object-that-fsdp-does-not-open",
+        "view-in-another-dtype",
+    ],
+    name=FAULTS,
+)
 def test_a_planted_fault_is_found_and_the_tensor_is_named(name):
     of_one, of_other = run_on_ranks(found_by, 2, name)
     assert of_one == of_other

@@ -5,6 +5,7 @@ Batches have unequal numbers of counted labels on each rank, and in each part th
 
 import pytest
 import torch
+from matrix import matrix
 from named_plugins import NAMES, make_model, plugin_named
 
 from booster_core import Booster
@@ -100,7 +101,7 @@ def train_by_whole_batches(name):
     return losses, (evaluation.loss.item(), evaluation.weight), whole_model(booster, model), logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@matrix(["single", "hybrid-tp"], name=NAMES)
 def test_gradients_and_losses_are_those_of_one_large_batch(name):
     size = 1 if name == "single" else 2
     expected_losses, expected_evaluation, expected = train_plainly(REPLICAS.get(name, 2))

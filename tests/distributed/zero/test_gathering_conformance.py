@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import pytest
 from gathering_plugin import GatheringPlugin
+from kit_cases import by_default
 
 from booster_testing.conformance import PluginConformance
 
 
-@pytest.mark.by_default(
+@by_default(
     "test_equals_one_process[adamw]",
     "test_equals_one_process[muon]",
     "test_clips_by_the_global_norm[0.05-2.0]",

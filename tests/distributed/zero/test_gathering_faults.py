@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -71,9 +72,7 @@ def change(how, is_inside, debug):
     step(*run)
 
 
-@pytest.mark.covering(1)  # every way on one rank or two; the other pairs are slow
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("how", "is_inside"), [*((how, True) for how in INSIDE), *((how, False) for how in OUTSIDE)])
+@matrix(1, **{"how, is_inside": [*((how, True) for how in INSIDE), *((how, False) for how in OUTSIDE)]}, size=[1, 2])
 def test_a_parameter_changed_by_hand_is_named_in_debugging(how, is_inside, size):
     expect_on_ranks(ConfigError, f"rank {size - 1}: '2.weight' {how}", change, size, how, is_inside, True)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from matrix import matrix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -111,7 +112,7 @@ EVENTS = {
 }
 
 
-@pytest.mark.parametrize("name", EVENTS)
+@matrix(["the same"], name=EVENTS)
 def test_the_order_is_recorded_again_and_results_equal_one_process(name):
     events = EVENTS[name]
     for counted in run_on_ranks(run, 2, events):
@@ -169,7 +170,7 @@ def most_ahead(**options):
     return max(count for count, _ in seen), max(size for _, size in seen)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
 def test_as_many_chunks_are_underway_as_asked_for(depth):
     assert {count for count, _ in run_on_ranks(most_ahead, 2, max_prefetch=depth)} == {depth}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from matrix import matrix, named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -281,9 +282,19 @@ def boosted(name, steps):
     return gradients, sum(gathered), len(gathered)
 
 
-@pytest.mark.covering(1)  # every model on one rank or two; the other pairs are slow
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", list(MODELS))
+@matrix(
+    [
+        "one custom function-1",
+        "repeated-1",
+        "attention-1",
+        "checkpointed, reentrant-2",
+        "under others' hooks-1",
+        "in other formats-2",
+        "sparse-1",
+    ],
+    name=list(MODELS),
+    size=[1, 2],
+)
 def test_gradients_equal_one_process(name, size):
     expected = plainly(name, size, 4)
     for gradients, num_gathered, num_chunks in run_on_ranks(boosted, size, name, 4):
@@ -348,7 +359,7 @@ def run_part(model, booster):
     model.unwrap().layers[1](batch(1, 1))
 
 
-@pytest.mark.parametrize("event", [raise_inside, forward_only, evaluate, run_part], ids=lambda event: event.__name__)
+@matrix(["forward_only"], event=named([raise_inside, forward_only, evaluate, run_part], lambda event: event.__name__))
 def test_training_goes_on_after(event):
     run_on_ranks(goes_on_after, 2, event)
 

@@ -11,6 +11,7 @@ from types import FunctionType
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -74,9 +75,7 @@ def bytes_moved(micro_batches, stage):
     return sent
 
 
-@pytest.mark.covering(1)  # either stage, either number of ranks; the other pairs are slow
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("stage", [1, 2])
+@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
 def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
     model_bytes = 3 * 64 * 64 * 4
     one_way = model_bytes * (world_size - 1) // world_size
@@ -114,9 +113,7 @@ def bytes_handed_to_torch(stage):
     return {name: list(by_tag.values()) for name, by_tag in handed.items()}
 
 
-@pytest.mark.covering(1)  # either stage, either number of ranks; the other pairs are slow
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("stage", [1, 2])
+@matrix(["1-2"], stage=[1, 2], world_size=[2, 4])
 def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, stage):
     one_way = 3 * 64 * 64 * 4 * (world_size - 1) // world_size
     for handed in run_on_ranks(bytes_handed_to_torch, world_size, stage):
@@ -235,6 +232,7 @@ def thousand_steps():
     return used.kept_bytes
 
 
+@pytest.mark.slow
 def test_nothing_grows_in_a_thousand_steps():
     for kept_bytes in run_on_ranks(thousand_steps, 2, timeout_seconds=120):
         # A single gradient of one layer kept in each step would be 16 MiB; malloc and gloo settle within two.

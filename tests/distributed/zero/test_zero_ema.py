@@ -1,8 +1,8 @@
 """Averages of weights under ZeRO: what is averaged, at any layout, and that they come and go without a trace."""
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -67,9 +67,7 @@ def averages(options, precision):
     return {name: (found[name], value.detach()) for name, value in expected.items()}
 
 
-@pytest.mark.covering(1)  # every variant in one precision; the other pairs are slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", list(VARIANTS))
+@matrix(["whole parameters-fp32"], variant=list(VARIANTS), precision=["fp32", "bf16"])
 def test_averages_are_torch_s_of_the_values_that_forward_reads(variant, precision):
     for found in run_on_ranks(averages, 2, VARIANTS[variant], precision):
         for average, expected in found.values():
@@ -123,9 +121,7 @@ def applies_and_goes_on(options, precision):
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-@pytest.mark.covering(1)  # either variant, either precision; the other pairs are slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", ["stage 2", "overlap"])
+@matrix(["overlap-bf16"], variant=["stage 2", "overlap"], precision=["fp32", "bf16"])
 def test_applying_averages_leaves_no_trace_in_training(variant, precision):
     assert run_on_ranks(applies_and_goes_on, 2, VARIANTS[variant], precision) == [True, True]
 

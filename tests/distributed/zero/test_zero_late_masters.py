@@ -50,7 +50,9 @@ def train(late, options):
     return {name: float((p.float() - 0.25).mean()) for name, p in whole_model(booster, model).items()}, formats
 
 
-@pytest.mark.parametrize("options", [{}, {"replica_size": 2}], ids=["split", "replicas"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"replica_size": 2}], ids=["split", "replicas"]
+)
 def test_a_parameter_that_is_added_later_gets_a_master(options):
     for (late, formats), (early, _) in zip(
         run_on_ranks(train, 2, True, options), run_on_ranks(train, 2, False, options), strict=True

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -62,9 +63,7 @@ def boosted(name, options, changes=None):
     return {n: p.detach().clone() for n, p in net.named_parameters()}, owned
 
 
-@pytest.mark.covering(1)  # every optimizer in one of the stages; the other pairs are slow
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.parametrize(("world_size", "options"), [(2, {"stage": 1}), (3, {"stage": 2})])
+@matrix(["3-options1-came"], **{"world_size, options": [(2, {"stage": 1}), (3, {"stage": 2})]}, name=list(OPTIMIZERS))
 def test_parameters_equal_one_process(name, world_size, options):
     if missing := missing_libraries([OPTIMIZERS[name][0].partition(".")[0]]):
         pytest.skip(f"{missing[0]} not installed, neither as usual nor in {FOLDER}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -78,18 +79,14 @@ def trained(options, name, precision, steps=5):
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.covering(1)  # every precision at one of the places; the other pairs are slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+@matrix(1, where=["cpu", "disk"], precision=["fp32", "bf16", "fp16"])
 def test_offload_changes_no_bit_under_any_precision(where, precision, tmp_path):
     options = disk(str(tmp_path)) if where == "disk" else {"offload": "cpu"}
     plain, offloaded = (run_on_ranks(trained, 2, each, "fused", precision)[0] for each in ({}, options))
     assert all(torch.equal(plain[name], tensor) for name, tensor in offloaded.items())
 
 
-@pytest.mark.covering(1)  # every optimizer in one of the stages; the other pairs are slow
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.parametrize("stage", [1, 2])
+@matrix(["1-sgd"], stage=[1, 2], name=list(OPTIMIZERS))
 def test_disk_offload_changes_no_bit_of_any_optimizer(name, stage, tmp_path):
     plain, offloaded = (
         run_on_ranks(trained, 2, {"stage": stage, **each}, name, "bf16")[0] for each in ({}, disk(str(tmp_path)))
@@ -122,9 +119,7 @@ def _is_in_file(tensor, options):
     return False
 
 
-@pytest.mark.covering(1)  # every optimizer in one precision; the other pairs are slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "muon", "other"])
+@matrix(1, name=["adamw", "muon", "other"], precision=["fp32", "bf16"])
 def test_elementwise_state_and_masters_are_in_files(name, precision, tmp_path):
     for mapped, needed, in_file in run_on_ranks(where_state_is, 2, disk(str(tmp_path)), name, precision):
         assert in_file
@@ -174,7 +169,10 @@ def most_state_in_ram(options, name):
     return max(in_ram), max(bucket.values.numel() for bucket in optimizer.layout.buckets) * 4, in_ram[-1]
 
 
-@pytest.mark.parametrize(("name", "states"), [("sgd", 1), ("fused", 2), ("adamw", 3)])
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [("sgd", 1), pytest.param("fused", 2, marks=pytest.mark.slow), pytest.param("adamw", 3, marks=pytest.mark.slow)],
+)
 def test_state_is_made_in_ram_for_one_bucket_at_a_time(name, states, tmp_path):
     for most, of_bucket, last in run_on_ranks(most_state_in_ram, 2, disk(str(tmp_path)), name):
         assert 0 < most <= states * of_bucket

@@ -4,6 +4,7 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from simulated_device import run_on_devices
 from torch import nn
 
@@ -46,9 +47,7 @@ def trained(options, precision, name):
     return {key: value.cpu().clone() for key, value in run[1].state_dict().items()}
 
 
-@pytest.mark.covering(1)  # every precision at one of the places; the other pairs are slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+@matrix(["disk-bf16"], where=["cpu", "disk"], precision=["fp32", "bf16", "fp16"])
 def test_offload_from_a_device_changes_no_bit(where, precision, simulated_device, tmp_path):
     options = {"offload": where, "stage": 2, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
     plain = run_on_devices(trained, 2, simulated_device, {"stage": 2}, precision, "fused")[0]
@@ -78,9 +77,7 @@ def costs(options, precision):
     return torch.simulated.memory_allocated() - before, peak, moved, files
 
 
-@pytest.mark.covering(1)  # either precision, either place; the other pairs are slow
-@pytest.mark.parametrize(("precision", "working"), [("fp32", 4), ("bf16", 2)])
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+@matrix(1, where=["cpu", "disk"], **{"precision, working": [("fp32", 4), ("bf16", 2)]})
 def test_the_device_keeps_working_values_alone(where, precision, working, simulated_device, tmp_path):
     options = {"offload": where, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
     share, masters = NUMEL // 2, 4 if precision == "bf16" else 0

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 from torch.utils.checkpoint import checkpoint
@@ -250,12 +251,19 @@ def same_bits(model_class, options=None, precision="fp32"):
         assert all(torch.equal(others[name], value) for name, value in parameters.items())
 
 
-@pytest.mark.parametrize("model_class", MODELS)
+@matrix(["TiedHead", "ByNumpy", "LazyOutput"], model_class=MODELS)
 def test_no_forward_reads_a_parameter_that_is_not_there_yet(model_class):
     same_bits(model_class)
 
 
-@pytest.mark.parametrize("model_class", [Scripted, CompiledModule, CompiledFunction])
+@pytest.mark.parametrize(
+    "model_class",
+    [
+        Scripted,
+        pytest.param(CompiledModule, marks=pytest.mark.slow),
+        pytest.param(CompiledFunction, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_waits_too(model_class):
     same_bits(model_class)
 

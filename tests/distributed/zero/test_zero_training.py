@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -108,9 +109,8 @@ def boosted(optimizer_name, options, steps=5):
     return gradients, norms, {n: p.detach().clone() for n, p in model.unwrap().named_parameters()}
 
 
-@pytest.mark.covering(1)  # every optimizer in one of the stages; the other pairs are slow
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", ["adagrad", "rmsprop", "nadam"])  # others are in the conformance kit
+# others are in the conformance kit
+@matrix(1, name=["adagrad", "rmsprop", "nadam"], stage=[1, 2])
 def test_gradients_norm_and_parameters_equal_one_process(name, stage):
     gradients, norms, parameters = plainly(name, 2)
     for actual in run_on_ranks(boosted, 2, name, {"stage": stage, "bucket_bytes": 300}):
@@ -127,9 +127,7 @@ def assert_same_run(actual, expected, name):
     assert_same_tensors(actual[2], expected[2], CLOSE)
 
 
-@pytest.mark.covering(1)  # either number of ranks, either partition; the other pairs are slow
-@pytest.mark.parametrize("world_size", [3, 4])
-@pytest.mark.parametrize("options", [{"stage": 2}, {"partition": "parameter"}], ids=["flat", "parameter"])
+@matrix(1, options=named([{"stage": 2}, {"partition": "parameter"}], ["flat", "parameter"]), world_size=[3, 4])
 def test_any_number_of_ranks_equals_one_process(world_size, options):
     expected = plainly("sgd", world_size)
     for actual in run_on_ranks(boosted, world_size, "sgd", {**options, "bucket_bytes": 200}):

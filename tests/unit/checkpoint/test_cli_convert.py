@@ -129,7 +129,9 @@ def test_pieces_of_a_tensor_make_it_whole(training, tmp_path):
         source.close()
 
 
-@pytest.mark.parametrize("form", ["safetensors", "bin", "dcp"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("safetensors", marks=pytest.mark.slow), pytest.param("bin", marks=pytest.mark.slow), "dcp"]
+)
 def test_memory_stays_bounded(form, training, tmp_path):
     model = torch.nn.ModuleList(torch.nn.Linear(1024, 6 * 1024, bias=False) for _ in range(10))  # 240 MiB
     training.booster.save_model(model, tmp_path / "a", shard=True, size_per_shard=50)

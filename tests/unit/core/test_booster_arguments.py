@@ -246,9 +246,12 @@ def test_model_that_is_wrapped_elsewhere():
 def test_optimizer_that_is_boosted():
     booster = Booster("cpu")
     model, optimizer = model_and_optimizer()
-    _, boosted, *_ = booster.boost(model, optimizer)
-    with pytest.raises(ConfigError, match=r"optimizer is already boosted"):
-        booster.boost(model, boosted)
+    boosted, stepped, *_ = booster.boost(model, optimizer)
+    with pytest.raises(ConfigError, match=r"optimizer is already boosted\. Make one from the parameters"):
+        booster.boost(model_and_optimizer()[0], stepped)
+    for again in (model, boosted):
+        with pytest.raises(ConfigError, match=r"This `TinyMLP` is already boosted.*`booster\.save_model`"):
+            booster.boost(again, optimizer)
 
 
 def test_optimizer_of_another_model_is_described():

@@ -57,6 +57,7 @@ DIFFERENT = [
     (Options(1, torch.ones(2)), Options(1, torch.zeros(2))), (Kind.FAST, Kind.SLOW), (double, Plain),
     (Path("a"), Path("b")),
     (functools.partial(double, 1), functools.partial(double, 2)), (torch.float32, torch.float16),
+    (torch.float32, "torch.float32"), ([double], [f"{__name__}.double"]),
     (torch.empty(2, device="meta"), torch.empty(3, device="meta")),
 ]  # fmt: skip
 

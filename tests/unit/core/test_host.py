@@ -1,4 +1,4 @@
-from booster_core.ranks.host import Host, distinct_names, this_host
+from booster_core.ranks.store import Host, distinct_names, this_host
 
 
 def test_this_host_stays_the_same():

@@ -31,7 +31,7 @@ ALL = workspace.PACKAGES
         ("packages/booster-zero/changelog.d/offload.fixed.md", ["booster-zero"]),
         ("tests/unit/zero/test_zero_config.py", ["booster-zero"]),
         ("tests/checkpoint/test_matrix.py", ALL),
-        ("tests/shared/covering.py", ALL),
+        ("tests/shared/matrix.py", ALL),
         ("constraints.txt", ALL),
         ("noxfile.py", ALL),
         ("docs/start.md", []),
@@ -97,6 +97,16 @@ def _filled(template, matrix):
 def test_the_check_of_a_protected_branch_needs_every_job():
     jobs = WORKFLOWS["ci"]["jobs"]
     assert {*jobs["passed"]["needs"], "passed"} == set(jobs)
+
+
+def test_slow_jobs_have_each_test_file_once():
+    folders = [
+        ROOT / folder
+        for group in WORKFLOWS["ci"]["jobs"]["slow"]["strategy"]["matrix"]["folders"]
+        for folder in group.split()
+    ]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        assert [folder in path.parents for folder in folders].count(True) == 1, path
 
 
 def test_each_package_is_published_alone():

@@ -11,6 +11,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, LazyInitError
+from booster_core.plugin import SingleDevicePlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, load_pretrained, materialize, take_recording
 from booster_testing.models import TinyMixedBag, TinyMLP
@@ -121,8 +122,21 @@ def test_default_device_that_is_none(given, got) -> None:
 def test_boosting_twice_is_refused(model) -> None:
     booster = Booster()
     booster.boost(model)
-    with pytest.raises(ConfigError, match="was lazy and is boosted already"):
+    with pytest.raises(ConfigError, match="`TinyMLP` is already boosted"):
         booster.boost(model)
+
+
+class Raising(SingleDevicePlugin):
+    def configure(self, objects, context):
+        message = "something is missing"
+        raise ConfigError(message)
+
+
+def test_a_model_whose_values_a_failed_boost_has_taken_is_refused(model) -> None:
+    with pytest.raises(ConfigError, match="something is missing"):
+        Booster(plugin=Raising()).boost(model)
+    with pytest.raises(ConfigError, match=r"a `boost` that raised has taken its values\. Build another"):
+        Booster().boost(model)
 
 
 def test_an_optimizer_of_another_model_is_refused(model) -> None:

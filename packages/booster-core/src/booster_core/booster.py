@@ -22,6 +22,8 @@ from booster_core.plugin.discovery import check_api_version, load
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
 from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.originals import mark_boosted
+from booster_core.plugin.replicated import gradient_norm_dtype
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
@@ -220,8 +222,10 @@ class Booster(Saving):
 
         Raises:
             TypeError: If an argument is of another type.
-            ConfigError: If the model or optimizer is boosted already, the optimizer holds parameters that are not the
-                model's, they have gradients that no step was taken with, or the data loader can't be split.
+            ConfigError: If the model or optimizer is boosted already, by any Booster, the optimizer holds parameters
+                that are not the model's, they have gradients that no step was taken with, ranks have models of
+                different formats, or the data loader can't be split, as where its data set is split already or has
+                other lengths on some ranks.
 
         Collective: every rank of the world.
         """
@@ -237,11 +241,15 @@ class Booster(Saving):
         dealt = [None if loader is None else self._deal(loader) for loader in loaders]
         objects = objects._replace(dataloader=dealt[0] if dealt else None)
         context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
+        norm_dtype = gradient_norm_dtype(objects.model, context.precision)  # ranks may have parts of it from now on
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
+        if boosted.optimizer is not None:
+            boosted.optimizer.set_model(boosted.model.unwrap(), norm_dtype)
         if isinstance(dataloader, (list, tuple)):
             both = [boosted.dataloader, *dealt[1:]]
             boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
+        mark_boosted(model)
         self._models.add(model)
         wrapper: Any = boosted.model
         wrapper.attach(() if boosted.optimizer is None else (boosted.optimizer,), context)

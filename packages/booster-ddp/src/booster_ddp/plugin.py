@@ -287,6 +287,13 @@ class DDPOptimizer(OptimizerWrapper):
         try:
             super().backward(loss, inputs, retain_graph=retain_graph)
         except RuntimeError as cause:
+            if "gradient which is undefined, but still allreduced" in str(cause):
+                msg = (
+                    "Some gradients of backward under `no_sync` were dropped and others kept, so that DDP can't tell "
+                    "which parameters this step uses. Drop all of them, by `optimizer.zero_grad()` or "
+                    "`model.zero_grad()`."
+                )
+                raise GradientError(msg) from cause
             if "mark a variable ready only once" not in str(cause):
                 raise
             msg = (

@@ -64,6 +64,8 @@ class UnreducedGradients:
         self._wire = wire
         self._can_wait = can_wait
         self._is_reducer_ready = False
+        self._searches = False
+        self._marked: set[int] = set()  # ids of what the reducer has marked as used since it last finished
         self._task = -1
         self.exist = False
         for parameter in self._reduced(model):
@@ -75,6 +77,9 @@ class UnreducedGradients:
         Collective: none.
         """
         ddp.register_forward_hook(self._after_forward)
+        if ddp.find_unused_parameters:
+            self._searches = True
+            ddp.register_forward_pre_hook(self._forget_marks)
 
     def check_finished(self) -> None:
         """Check that DDP's reducer has finished.
@@ -152,9 +157,28 @@ class UnreducedGradients:
         if ddp.require_backward_grad_sync and torch.is_grad_enabled():
             self._is_reducer_ready = True
 
+    def _forget_marks(self, ddp: Any, args: Any) -> None:
+        """Let the reducer forget which parameters earlier steps used, as it does itself where it finishes.
+
+        It marks a parameter that gets a gradient, also under ``no_sync``, and fails in a later step that leaves the
+        parameter out. Marks of gradients that are still to be averaged stay.
+        """
+        del args
+        if not self._marked or not (ddp.require_backward_grad_sync and torch.is_grad_enabled()):
+            return
+        if self.exist and any(p.grad is not None and id(p) in self._marked for p in ddp.module.parameters()):
+            return
+        try:
+            ddp.reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError:
+            return  # DDP's forward raises
+        ddp.reducer._reset_state()  # noqa: SLF001
+        self._marked.clear()
+
     def _notice(self, parameter: Tensor) -> None:
         """Check after this backward whether the reducer has finished; the hook of each parameter."""
-        del parameter
+        if self._searches:
+            self._marked.add(id(parameter))
         task = torch._C._current_graph_task_id()  # noqa: SLF001 - as `torch.autograd.graph` identifies backward passes
         if task != self._task:
             self._task = task
@@ -170,6 +194,7 @@ class UnreducedGradients:
                 return  # another backward may add the other gradients
             # The reducer has averaged every gradient, including what was accumulated before.
             self._is_reducer_ready = self.exist = False
+            self._marked.clear()
             return
         self.exist = True
         if not self._can_wait:

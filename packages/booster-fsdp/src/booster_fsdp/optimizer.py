@@ -175,15 +175,20 @@ class FSDPOptimizer(OptimizerWrapper):
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self.settle()
-        held = [local_of(parameter.grad) for parameter in self._held if parameter.grad is not None]
+        held = [local_of(parameter.grad) for parameter in self._trained() if parameter.grad is not None]
         return [gradient for gradient in held if gradient.numel()]
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters that are listed, and the model's others that are trained."""
+        held = {id(parameter) for parameter in self._held}
+        return [*self._held, *(parameter for parameter in self.unlisted if id(parameter) not in held)]
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica; each element counts once."""
         gradients = self.gradients()
         counted = [
             local_of(parameter.grad)
-            for parameter in self._held
+            for parameter in self._trained()
             if parameter.grad is not None and (isinstance(parameter, DTensor) or self.ranks.shard_rank == 0)
         ]
         return clip_by_norm(
@@ -193,6 +198,7 @@ class FSDPOptimizer(OptimizerWrapper):
             counted=counted,
             groups=[] if self.ranks.shard_group is None else [self.ranks.shard_group],
             device=self._device,
+            dtype=self.norm_dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
 
@@ -230,11 +236,12 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: none.
         """
-        self._units.forget({id(parameter) for parameter in self._held})
+        trained = self._trained()
+        self._units.forget({id(parameter) for parameter in trained})
         # torch zeroes a group's gradients in one call, which takes no mixture of DTensors and others.
-        kept = [None if set_to_none else parameter.grad for parameter in self._held]
+        kept = [None if set_to_none else parameter.grad for parameter in trained]
         super().zero_grad(set_to_none=True)
-        for parameter, gradient in zip(self._held, kept, strict=True):
+        for parameter, gradient in zip(trained, kept, strict=True):
             parameter.grad = gradient
             if gradient is not None:
                 local_of(gradient).zero_()

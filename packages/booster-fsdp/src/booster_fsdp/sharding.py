@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
@@ -113,18 +112,12 @@ def check_parameters(model: nn.Module) -> None:
     """Check that each parameter can be sharded or replicated.
 
     Raises:
-        ConfigError: If one is sharded already, has hooks or sparse gradients, or two parameters share memory.
+        ConfigError: If one has hooks or sparse gradients, or two parameters share memory.
 
     Collective: none.
     """
     name_of = NamedTensors.of(model).name_of
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            msg = (
-                f"Parameter '{name}' is a DTensor already, {parameter.placements} on {parameter.device_mesh}. Boost "
-                "the plain model; to combine sharding with tensor parallelism, use plugin='hybrid'."
-            )
-            raise ConfigError(msg)
         if id(parameter) not in name_of:
             msg = f"Parameter '{name}' is registered under a name that `state_dict` does not list."
             raise ConfigError(msg)

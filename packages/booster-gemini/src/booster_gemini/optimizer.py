@@ -104,7 +104,7 @@ class GeminiOptimizer(GatheringOptimizer):
         parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self.gradients_in_parts()]
         group = self.ranks.shard_group or dist.group.WORLD
         groups = [] if group is None else [group]
-        norm = global_norm(parts, norm_type, groups=groups, dtype=torch.float32, device=self.device)
+        norm = global_norm(parts, norm_type, groups=groups, dtype=self.norm_dtype, device=self.device)
         if error_if_nonfinite:
             check_finite_norm(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does

@@ -225,6 +225,7 @@ class HybridOptimizer(ZeroOptimizer):
             counted=counted,
             groups=[group for group in groups if group is not None and dist.get_world_size(group) > 1],
             device=self.device,
+            dtype=self.norm_dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
 

@@ -56,11 +56,11 @@ def watch_ranks(
 
 @hookimpl
 def check_objects(plugin: Plugin, objects: Boosted) -> None:
-    """Refuse a lazy model that was boosted before, and adapters that the plugin or optimizer does not train."""
-    from booster_runtime.lazy.boosting import check_not_boosted
+    """Refuse a lazy model whose values are gone, and adapters that the plugin or optimizer does not train."""
+    from booster_runtime.lazy.boosting import check_not_taken
     from booster_runtime.lora import check_adapters
 
-    check_not_boosted(objects.model)
+    check_not_taken(objects.model)
     check_adapters(objects.model, objects.optimizer, plugin)
 
 

@@ -1,4 +1,4 @@
-"""The part of `PluginConformance` that tests checkpoints, in each precision and against one device."""
+"""The part of `PluginConformance` that tests checkpoints, against one device and on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from booster_testing.checkpoint_runs import Continued, Snapshot
     from booster_testing.training import Training
 
-_PRECISIONS = ["fp32", "bf16", "fp16"]
-
 
 class CheckpointConformance(SharedJobs):
-    """Test that a plugin's checkpoint is complete, exact, and any other plugin's.
+    """Test that a plugin's checkpoint is complete, exact, and any other plugin's: in bf16, which has masters to keep.
 
     Attributes:
         other_world_size: Number of ranks on which the checkpoint of ``world_size`` ranks is loaded; ``None`` for one
@@ -39,7 +37,7 @@ class CheckpointConformance(SharedJobs):
         factory = type(self).make_model or TinyStateful
         return self.training(model_factory=factory, precision=None if precision == "fp32" else precision)
 
-    @pytest.mark.parametrize("precision", _PRECISIONS)
+    @pytest.mark.parametrize("precision", ["bf16"])
     def test_resumed_run_continues_exactly(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.needs(Capability.SYNCHRONOUS)
         training = self.checkpoint_training(precision)
@@ -51,7 +49,7 @@ class CheckpointConformance(SharedJobs):
             assert after.losses == before.losses
             assert_same_tensors(after.next_parameters, before.next_parameters, EXACT)
 
-    @pytest.mark.parametrize("precision", _PRECISIONS)
+    @pytest.mark.parametrize("precision", ["bf16"])
     def test_checkpoint_loads_on_one_device(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         training = self.checkpoint_training(precision)
         saved, root = self._saved(training, tmp_path_factory)
@@ -59,7 +57,7 @@ class CheckpointConformance(SharedJobs):
         assert_same_state(loaded.snapshot, saved[0].snapshot)
         self._assert_same_next_step(saved, loaded, precision)
 
-    @pytest.mark.parametrize("precision", _PRECISIONS)
+    @pytest.mark.parametrize("precision", ["bf16"])
     def test_checkpoint_of_one_device_loads(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         training = self.checkpoint_training(precision)
         saved, root = saved_on_one_device(runs.on_one_device(training), tmp_path_factory, type(self).prepare)

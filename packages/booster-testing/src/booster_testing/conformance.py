@@ -31,9 +31,13 @@ from booster_testing.jobs import Job, Raised
 from booster_testing.replicas import assert_equal_replicas
 from booster_testing.training import Trained, logits_of, tensors_of, train_plainly
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 
-class PluginConformance(CheckpointConformance):
-    """Test what every plugin must do.
+
+class ArithmeticConformance(CheckpointConformance):
+    """Test what options of memory and communication can change: values, and on which ranks they are.
+
+    For a variant of a plugin that passes the whole kit with other options.
 
     Attributes:
         plugin_class: The plugin under test.
@@ -85,6 +89,60 @@ class PluginConformance(CheckpointConformance):
             assert_same_tensors(state, expected.state, wide)
         return results
 
+    def test_boost_makes_ranks_equal_or_raises(self) -> None:
+        results = self.results_of("start")
+        if any(isinstance(result, Raised) for result in results):
+            self.assert_raised(results, "ConfigError", "")
+            return
+        assert_equal_replicas(results)
+        model = self.training().make_model().eval()
+        with torch.no_grad():
+            expected = logits_of(model(probe(torch.device("cpu"))))
+        assert_same_tensors({"outputs": results[-1].outputs}, {"outputs": expected}, tolerance_for(torch.float32))
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
+    def test_equals_one_process(self, optimizer: str) -> None:
+        self.needs(Capability.SYNCHRONOUS)
+        self.assert_parity(optimizer)
+
+    def test_ranks_hold_equal_parameters(self) -> None:
+        self.needs(Capability.SYNCHRONOUS)
+        assert_equal_replicas(self.results_of("replicas"))
+
+    def test_lazy_model_trains_like_an_eager_model(self) -> None:
+        for one, other in zip(self.results_of("adamw"), self.results_of("adamw, lazy"), strict=True):
+            assert one.losses == other.losses
+            for name, tensor in one.parameters.items():
+                assert torch.equal(other.parameters[name], tensor), name
+
+    @pytest.mark.parametrize("micro_batches", ["unequal"])
+    def test_accumulation_equals_one_large_batch(self, micro_batches: str) -> None:
+        self.needs(Capability.SYNCHRONOUS)
+        self.assert_parity(f"accumulation, {micro_batches}")
+
+    @pytest.mark.parametrize("loop", ["two losses under no_sync", "evaluation between"])
+    def test_loop_equals_one_process(self, loop: str) -> None:
+        self.needs(Capability.SYNCHRONOUS)
+        self.assert_parity(f"loop, {loop}")
+
+    @pytest.mark.parametrize(("max_norm", "norm_type"), [(0.05, 1.0), (0.05, 2.0)])
+    def test_clips_by_the_global_norm(self, max_norm: float, norm_type: float) -> None:
+        self.needs(Capability.SYNCHRONOUS)
+        self.assert_parity(f"norm, {max_norm} {norm_type}")
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_low_precision_equals_one_process(self, precision: str) -> None:
+        self.needs(Capability(precision), Capability.SYNCHRONOUS)
+        self.assert_parity(f"precision, {precision}")
+
+    def test_overflow_on_one_rank_skips_the_step_on_all_ranks(self) -> None:
+        self.needs(Capability.FP16)
+        self.results_of("overflow")
+
+
+class PluginConformance(ArithmeticConformance):
+    """Test what every plugin must do; attributes as for `ArithmeticConformance`."""
+
     # ---- declarations
 
     def test_declares_name_version_and_capabilities(self) -> None:
@@ -105,17 +163,6 @@ class PluginConformance(CheckpointConformance):
         texts = self.results_of("describe")
         assert all(self.plugin_class.name in text and "compute fp32" in text for text in texts)
 
-    def test_boost_makes_ranks_equal_or_raises(self) -> None:
-        results = self.results_of("start")
-        if any(isinstance(result, Raised) for result in results):
-            self.assert_raised(results, "ConfigError", "")
-            return
-        assert_equal_replicas(results)
-        model = self.training().make_model().eval()
-        with torch.no_grad():
-            expected = logits_of(model(probe(torch.device("cpu"))))
-        assert_same_tensors({"outputs": results[-1].outputs}, {"outputs": expected}, tolerance_for(torch.float32))
-
     # ---- training
 
     def test_training_reduces_the_loss(self) -> None:
@@ -131,24 +178,9 @@ class PluginConformance(CheckpointConformance):
         first, second = self.results_of("dropout"), self.results_of("dropout, again")
         assert [trained.losses for trained in first] == [trained.losses for trained in second]
 
-    @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
-    def test_equals_one_process(self, optimizer: str) -> None:
-        self.needs(Capability.SYNCHRONOUS)
-        self.assert_parity(optimizer)
-
     def test_model_with_running_statistics_equals_one_process(self) -> None:
         self.needs(Capability.SYNCHRONOUS)
         self.assert_parity("running statistics")
-
-    def test_ranks_hold_equal_parameters(self) -> None:
-        self.needs(Capability.SYNCHRONOUS)
-        assert_equal_replicas(self.results_of("replicas"))
-
-    def test_lazy_model_trains_like_an_eager_model(self) -> None:
-        for one, other in zip(self.results_of("adamw"), self.results_of("adamw, lazy"), strict=True):
-            assert one.losses == other.losses
-            for name, tensor in one.parameters.items():
-                assert torch.equal(other.parameters[name], tensor), name
 
     def test_frozen_parameters_do_not_change(self) -> None:
         model = self.training().make_model()
@@ -159,13 +191,11 @@ class PluginConformance(CheckpointConformance):
 
     @pytest.mark.parametrize("micro_batches", jobs.ACCUMULATIONS)
     def test_accumulation_equals_one_large_batch(self, micro_batches: str) -> None:
-        self.needs(Capability.SYNCHRONOUS)
-        self.assert_parity(f"accumulation, {micro_batches}")
+        super().test_accumulation_equals_one_large_batch(micro_batches)
 
     @pytest.mark.parametrize("loop", jobs.LOOPS)
     def test_loop_equals_one_process(self, loop: str) -> None:
-        self.needs(Capability.SYNCHRONOUS)
-        self.assert_parity(f"loop, {loop}")
+        super().test_loop_equals_one_process(loop)
 
     def test_zeroed_gradients_equal_one_process(self) -> None:
         self.needs(Capability.SYNCHRONOUS)
@@ -191,8 +221,7 @@ class PluginConformance(CheckpointConformance):
 
     @pytest.mark.parametrize(("max_norm", "norm_type"), jobs.NORMS)
     def test_clips_by_the_global_norm(self, max_norm: float, norm_type: float) -> None:
-        self.needs(Capability.SYNCHRONOUS)
-        self.assert_parity(f"norm, {max_norm} {norm_type}")
+        super().test_clips_by_the_global_norm(max_norm, norm_type)
 
     @pytest.mark.parametrize(("max_norm", "norm_type"), jobs.NORMS)
     def test_norm_is_the_same_on_every_rank(self, max_norm: float, norm_type: float) -> None:
@@ -213,11 +242,6 @@ class PluginConformance(CheckpointConformance):
     # ---- precision
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-    def test_low_precision_equals_one_process(self, precision: str) -> None:
-        self.needs(Capability(precision), Capability.SYNCHRONOUS)
-        self.assert_parity(f"precision, {precision}")
-
-    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
     def test_low_precision_is_computed_in(self, precision: str) -> None:
         self.needs(Capability(precision), Capability.FP32)
         low, high = (self.results_of(f"precision, {name}")[0].gradients[0] for name in (precision, "fp32"))
@@ -225,7 +249,7 @@ class PluginConformance(CheckpointConformance):
         same = [name for name, grad in high.items() if largest_difference(low[name], grad) <= tolerance]
         assert not same, f"gradients are those of fp32: {same}"
 
-    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    @pytest.mark.parametrize("precision", PRECISIONS)
     def test_precision_trains_or_raises(self, precision: str) -> None:
         if Capability(precision) in self.plugin_class.capabilities:
             results = self.results_of(f"precision, {precision}")
@@ -234,9 +258,19 @@ class PluginConformance(CheckpointConformance):
             with pytest.raises(ConfigError, match=f"does not support precision '{precision}'"):
                 Booster(self.device, precision, self.plugin_class(**self.options))
 
-    def test_overflow_on_one_rank_skips_the_step_on_all_ranks(self) -> None:
-        self.needs(Capability.FP16)
-        self.results_of("overflow")
+    # ---- checkpoints
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_resumed_run_continues_exactly(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_resumed_run_continues_exactly(precision, tmp_path_factory)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_checkpoint_loads_on_one_device(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_checkpoint_loads_on_one_device(precision, tmp_path_factory)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_checkpoint_of_one_device_loads(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().test_checkpoint_of_one_device_loads(precision, tmp_path_factory)
 
     # ---- optimizer, scheduler, data, hooks
 

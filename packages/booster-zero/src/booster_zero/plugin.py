@@ -202,8 +202,9 @@ class LowLevelZeroPlugin(Plugin):
         format_of = config.formats(model, context.precision, context.device, home=host, copies=copies, ranks=ranks_of)
         optimizer = None
         if objects.optimizer is not None:
-            held = [parameter for group in objects.optimizer.param_groups for parameter in group["params"]]
-            gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in held)
+            listed = {id(parameter) for group in objects.optimizer.param_groups for parameter in group["params"]}
+            reduced = [each for each in model.parameters() if each.requires_grad or id(each) in listed]
+            gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in reduced)
             optimizer = optimizer_class(
                 objects.optimizer,
                 model,
@@ -230,7 +231,7 @@ class LowLevelZeroPlugin(Plugin):
             optimizer.raise_together(home.problem("Nothing is lost: what found no room is in RAM."))
         else:
             refuse_all_gradients(model)
-        for parameter in model.parameters():  # those that the optimizer does not hold
+        for parameter in model.parameters():  # those that are not reduced
             parameter.data = parameter.data.to(format_of(parameter).working)
         if config.overlap_allgather and optimizer is not None:
             optimizer.gathers.watch(model)

@@ -24,6 +24,7 @@ def clip_by_norm(
     counted: Sequence[Tensor] | None = None,
     groups: Sequence[ProcessGroup] = (),
     device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``.
@@ -35,6 +36,7 @@ def clip_by_norm(
         counted: The part of ``gradients`` that this rank counts towards the norm; all by default. See `global_norm`.
         groups: Process groups over which the gradients are spread.
         device: Where these communicate; see `global_norm`.
+        dtype: Format of the norm; see `global_norm`.
         error_if_nonfinite: Raise where the norm is infinite or NaN.
 
     Returns:
@@ -48,7 +50,7 @@ def clip_by_norm(
     Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks" (arXiv:1211.5063).
     """
     check_norm_arguments(max_norm, norm_type)
-    norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups, device=device)
+    norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups, dtype=dtype, device=device)
     if error_if_nonfinite:
         check_finite_norm(norm)
     # The same guard as torch's: clamping instead of branching keeps the device from having to be asked.

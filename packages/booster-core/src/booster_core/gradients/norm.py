@@ -57,7 +57,8 @@ def global_norm(
         norm_type: Order of the norm, positive; ``inf`` for the largest magnitude.
         groups: Process groups over which the elements are spread, as the axes of a mesh are; summed over one
             after the other.
-        dtype: Format of the result; ``None`` means fp32, or fp64 where a gradient here has that.
+        dtype: Format of the result; ``None`` means fp32, or fp64 where a gradient here has that. Give it where another
+            rank may have one in fp64.
         device: Where the groups communicate and the result is; ``None`` for the first gradient's. Give it where a rank
             may have no gradients: all ranks must use one backend.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,8 +12,9 @@ from torch.utils.data import DataLoader
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin.interface import Boosted
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.wrappers import ModelWrapper, boosted_inside
-from booster_core.state.names import NamedTensors
+from booster_core.plugin.originals import was_boosted
+from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
+from booster_core.state.names import NamedTensors, own_class, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,23 +30,31 @@ def check_boost_arguments(objects: Boosted, further: Iterable[Any] = ()) -> None
 
     Raises:
         TypeError: If an argument has another type than its place asks for.
-        ConfigError: If the model or the optimizer is boosted or wrapped already, or the optimizer holds parameters
-            that are not the model's, or parameters have gradients, or two tensors would have one name,
-            or the scheduler steers another optimizer.
+        ConfigError: If the model or the optimizer is boosted, wrapped or distributed already, or the optimizer holds
+            parameters that are not the model's, or parameters have gradients, or two tensors would have one name, or
+            the scheduler steers another optimizer.
 
     Collective: none.
     """
     _check_types(objects, further)
     model, optimizer, lr_scheduler = objects.model, objects.optimizer, objects.lr_scheduler
-    if isinstance(boosted_inside(model), ModelWrapper):
-        msg = "The model is already boosted. Pass the user's own model: `model.unwrap()` returns it."
+    if isinstance(boosted_inside(model), ModelWrapper) or was_boosted(model):
+        name = own_class(unwrap_model(model)).__name__
+        msg = (
+            f"This `{name}` is already boosted, by this Booster or another, and its parameters are where that `boost` "
+            "has put them. Use what it returned: pass a model to `boost` once, with an optimizer of all that is to be "
+            "trained (parameter groups may have settings of their own). For another optimizer or plugin later, save "
+            "the boosted model by `booster.save_model`, build a new one, `boost` that, and load it by "
+            "`booster.load_model`; or `boost` a `copy.deepcopy` that was made before."
+        )
         raise ConfigError(msg)
+    _check_whole(model)
     outer = [base.__name__ for base in type(model).__mro__ if base.__name__ in _WRAPPED_ELSEWHERE]
     if outer:
         msg = f"The model is already wrapped by `{outer[0]}`. Pass the model itself; the plugin wraps it."
         raise ConfigError(msg)
     if isinstance(optimizer, OptimizerWrapper):
-        msg = "The optimizer is already boosted. Pass the optimizer itself: `optimizer.unwrap()` returns it."
+        msg = "The optimizer is already boosted. Make one from the parameters of the model that is passed with it."
         raise ConfigError(msg)
     NamedTensors.of(model)  # raises where two tensors would have one name
     if optimizer is not None:
@@ -99,6 +109,27 @@ def _check_types(objects: Boosted, further: Iterable[Any]) -> None:
             raise TypeError(_wrong_type("dataloader", "a torch.utils.data.DataLoader", loader))
     if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(_wrong_type("lr_scheduler", "a scheduler with a `step` method", lr_scheduler))
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise where somebody has distributed the model over ranks: a strategy would take a part of it for the whole."""
+    own = unwrap_model(model)
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # else there is none
+    tensors: dict[str, Any] = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+    name = next((name for name, tensor in tensors.items() if isinstance(tensor, dtensor)), None)
+    if name is not None:
+        what = f"'{name}' is a DTensor, {tensors[name].placements} on {tensors[name].device_mesh}"
+    elif getattr(without_adapters(own), "is_distributed_loading_by_transformers", False):
+        what = f"transformers has given this rank its part, which begins with '{next(iter(tensors), '')}'"
+    else:
+        return
+    msg = (
+        f"The model is distributed over ranks already: {what}. Distributing it is the plugin's part. Load it without "
+        "`distributed_config` and `tp_plan`, or build it without `fully_shard` and `parallelize_module`, and choose "
+        "the plugin: 'fsdp' or 'gemini' shard parameters, 'hybrid' splits layers (`tp_size`) and makes stages "
+        "(`pp_size`). Under `LazyInitContext` no rank has the whole model."
+    )
+    raise ConfigError(msg)
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -296,9 +296,9 @@ class Plugin(ABC):
 
         Raises:
             TypeError: If ``seed`` is no integer.
-            ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, an iterable
-                data set is to be shuffled, a ``generator`` is given to shuffle by in place of ``seed``, or
-                booster-runtime, which makes the loaders, is not installed.
+            ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks or tells that
+                it is split between them already, an iterable data set is to be shuffled, a ``generator`` is given to
+                shuffle by in place of ``seed``, or booster-runtime, which makes the loaders, is not installed.
 
         Collective: none.
         """

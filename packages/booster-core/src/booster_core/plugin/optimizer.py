@@ -43,14 +43,19 @@ class OptimizerWrapper(Optimizer):
     """A boosted optimizer: a ``torch.optim.Optimizer`` to schedulers and to ``torch.amp``, that scales and clips.
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the optimizer inside, so that a scheduler made before
-    ``boost`` keeps steering it. Strategies with sharded state override `gradients`, `clip_gradients` and
-    `overflow_anywhere`.
+    ``boost`` keeps steering it. It steps on the parameters that its groups list; its gradients, which it scales, clips
+    and drops, are those of all trained parameters of the model. Strategies with sharded state override `gradients`,
+    `clip_gradients` and `overflow_anywhere`.
 
     Args:
         optim: The optimizer inside.
         precision: Precision of the run; decides on loss scaling.
         after_step: Called with this optimizer and the metrics of each step (``skipped``, ``grad_norm`` where it was
             computed, and ``loss_scale`` under fp16), where a hook asks for them.
+
+    Attributes:
+        norm_dtype: Format of the global norm; ``None`` takes that of the gradients, as `global_norm` says.
+        unlisted: Trained parameters of the model that no group listed at `boost`.
     """
 
     refuses_step: str | None = None
@@ -82,6 +87,21 @@ class OptimizerWrapper(Optimizer):
         # Whether they overflowed; after a step, whether it was skipped.
         self.found_overflow = False
         self._grad_norm: Tensor | None = None
+        self.norm_dtype: torch.dtype | None = None
+        self.unlisted: list[nn.Parameter] = []
+
+    def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
+        """Learn of the model's trained parameters, as the strategy has laid them out; `boost` calls it.
+
+        Args:
+            model: The user's own model.
+            norm_dtype: Format of the global norm.
+
+        Collective: none.
+        """
+        listed = self.listed_parameters()
+        self.norm_dtype = norm_dtype
+        self.unlisted = [each for each in model.parameters() if each.requires_grad and id(each) not in listed]
 
     def unwrap(self) -> Optimizer:
         """Return the optimizer inside.
@@ -132,13 +152,18 @@ class OptimizerWrapper(Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients.
+        """Drop (or zero) all gradients of the model.
 
         Collective: none.
         """
         self.is_unscaled = False
         self.found_overflow = False
         zero_grad_inside(self.optim, set_to_none=set_to_none)
+        for parameter in self.unlisted:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss, scaled where the precision asks for it.
@@ -183,11 +208,13 @@ class OptimizerWrapper(Optimizer):
             raise ConfigError(msg)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that this rank holds and steps with."""
-        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        """Return the gradients of the model that this rank holds."""
+        listed = {id(p): p for group in self.param_groups for p in group["params"]}
+        trained = [*listed.values(), *(p for p in self.unlisted if id(p) not in listed)]
+        return [p.grad for p in trained if p.grad is not None]
 
     def gradients_in_parts(self) -> Iterator[list[Tensor]]:
-        """Yield the gradients that this rank steps with; some at a time, for strategies that don't hold all at once."""
+        """Yield the gradients of the model that this rank holds, some at a time where it does not hold all at once."""
         yield self.gradients()
 
     def clip_grad_by_norm(
@@ -198,6 +225,9 @@ class OptimizerWrapper(Optimizer):
     ) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``, and return the norm before that.
 
+        Under every plugin, these are the gradients of all trained parameters of the model, also of those that no group
+        lists, as for ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``.
+
         Args:
             max_norm: Largest global norm; 0 or more.
             norm_type: Order of the norm; ``inf`` for the largest magnitude.
@@ -205,7 +235,8 @@ class OptimizerWrapper(Optimizer):
                 an error: that step is skipped.
 
         Returns:
-            A scalar tensor, the same on every rank: the norm over all parameters of the model, each counted once.
+            A scalar tensor, the same on every rank: the norm over all trained parameters of the model, each counted
+            once. In fp64 where some of these are, else in fp32.
 
         Raises:
             ConfigError: If ``max_norm`` is negative or ``norm_type`` is not positive.
@@ -222,10 +253,12 @@ class OptimizerWrapper(Optimizer):
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip the unscaled gradients by their global norm; sharded strategies name their groups here."""
-        return clip_by_norm(self.gradients(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_by_norm(
+            self.gradients(), max_norm, norm_type, dtype=self.norm_dtype, error_if_nonfinite=error_if_nonfinite
+        )
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
+        """Clamp every element of the gradients to ``[-clip_value, clip_value]``; of those of `clip_grad_by_norm`.
 
         Raises:
             ConfigError: If ``clip_value`` is negative.

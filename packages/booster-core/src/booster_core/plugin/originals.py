@@ -29,10 +29,12 @@ class Door:
 
     Attributes:
         is_open: True while the boosted object calls.
+        is_boosted: Whether `boost` has returned the object.
     """
 
     def __init__(self) -> None:
         self.is_open = False
+        self.is_boosted = False
 
 
 class _Forwards:
@@ -78,25 +80,53 @@ class _Steps:
 def guard_forward(model: nn.Module) -> Door:
     """Let a user's model run in training through the boosted model only.
 
-    Evaluation, generation and other forwards without gradients stay possible, as does a frozen model's forward.
+    Evaluation, generation and other forwards without gradients stay possible, as does a frozen model's forward, whose
+    door stays open.
 
     Args:
         model: The user's model; one that was compiled, or given adapters, is guarded with the model inside of it.
 
     Returns:
-        The door that the boosted model's forward opens; the same for a model that is boosted twice.
+        The door that the boosted model's forward opens; the same where a `boost` that raised had made one.
 
     Collective: none.
     """
-    found = [hook.door for hook in model._forward_pre_hooks.values() if isinstance(hook, _Forwards)]  # noqa: SLF001 - torch has no public way to ask
+    found = _doors(model)
     if found:
         return found[0]
     door = Door()
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        inner = compiled_module(model) or model
-        for module in {id(each): each for each in (model, inner, without_adapters(inner))}.values():
-            module.register_forward_pre_hook(_Forwards(door), prepend=True)
+    door.is_open = not any(parameter.requires_grad for parameter in model.parameters())
+    for module in _layers_of(model):
+        module.register_forward_pre_hook(_Forwards(door), prepend=True)
     return door
+
+
+def mark_boosted(model: nn.Module) -> None:
+    """Remember that a user's model is boosted, for as long as it lives; copies of it are not.
+
+    Collective: none.
+    """
+    for door in _doors(model):
+        door.is_boosted = True
+
+
+def was_boosted(model: nn.Module) -> bool:
+    """Return whether `boost` has been given a user's model before, by any Booster.
+
+    Collective: none.
+    """
+    return any(door.is_boosted for door in _doors(model))
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return a user's model, and the models inside that were compiled or given adapters."""
+    inner = compiled_module(model) or model
+    return list({id(each): each for each in (model, inner, without_adapters(inner))}.values())
+
+
+def _doors(model: nn.Module) -> list[Door]:
+    hooks = [hook for module in _layers_of(model) for hook in module._forward_pre_hooks.values()]  # noqa: SLF001 - torch has no public way to ask
+    return [hook.door for hook in hooks if isinstance(hook, _Forwards)]
 
 
 def guard_step(optimizer: Optimizer) -> Door:

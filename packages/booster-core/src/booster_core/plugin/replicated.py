@@ -109,6 +109,20 @@ def stored_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[Tensor
     return dtype_of
 
 
+def gradient_norm_dtype(model: nn.Module, policy: PrecisionPolicy) -> torch.dtype:
+    """Return the format of the norm of a model's gradients: fp64 where trained parameters are kept in that, else fp32.
+
+    Args:
+        model: The user's model, whole.
+        policy: Precision of the run.
+
+    Collective: none.
+    """
+    dtype_of = stored_dtypes(model, policy)
+    trained = {dtype_of(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return torch.float64 if torch.float64 in trained else torch.float32
+
+
 def normalisation_parameters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of batch normalization, whose kernel on the CPU needs the format of statistics.
 

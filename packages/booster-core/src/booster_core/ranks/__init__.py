@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
-    from booster_core.ranks.host import Host, this_host
     from booster_core.ranks.launch import ensure_process_group
     from booster_core.ranks.meeting import Meetings, Outcome
+    from booster_core.ranks.store import Host, this_host
     from booster_core.ranks.world import (
         PROGRESS,
         Monitor,
@@ -60,9 +60,9 @@ __getattr__, __dir__ = public_names(
         ".coordinator": ["DistCoordinator"],
         ".digests": ["digest"],
         ".environments": ["Environment"],
-        ".host": ["Host", "this_host"],
         ".launch": ["ensure_process_group"],
         ".meeting": ["Meetings", "Outcome"],
+        ".store": ["Host", "this_host"],
         ".world": [
             "PROGRESS",
             "Monitor",

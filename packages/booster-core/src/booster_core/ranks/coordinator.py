@@ -339,7 +339,8 @@ class _Together:
         except Exception as missing:
             if error is None:
                 raise
-            # The own error is nearer to the cause than who is missing, which stays visible as its context.
+            # Nearer to the cause than who is missing, which stays visible as its context and itself has no other.
+            missing.__context__ = None
             error.__context__ = error.__context__ or missing
 
 

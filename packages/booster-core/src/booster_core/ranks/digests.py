@@ -28,16 +28,17 @@ _DIGEST_BYTES = 16
 _MOST_CHARS = 100
 """Of a value that a message shows."""
 _MOST_LISTED = 10
+_MARK = "\0"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class _Printed(str):
-    """Text that stands for an object, and is shown without quotes."""
+    """Text that stands for an object, and is shown without quotes. It begins with what no other text begins with."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return str(self)
+        return str(self).removeprefix(_MARK)
 
 
 def digest(value: Any) -> bytes:
@@ -63,8 +64,8 @@ def plain_form(value: Any) -> Any:
     if isinstance(value, AbstractSet):
         return sorted((plain_form(each) for each in value), key=repr)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return _Printed(f"{len(value)} bytes with digest {hashlib.sha256(value).hexdigest()[:_DIGEST_BYTES]}")
-    return _Printed(_text_of(value))
+        return _Printed(f"{_MARK}{len(value)} bytes with digest {hashlib.sha256(value).hexdigest()[:_DIGEST_BYTES]}")
+    return _Printed(_MARK + _text_of(value))
 
 
 def _text_of(value: Any) -> str:

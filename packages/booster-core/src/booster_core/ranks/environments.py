@@ -82,8 +82,6 @@ def detect() -> Environment:
 
     Raises:
         ConfigError: If a launcher's variables are incomplete or wrong.
-
-    Collective: none.
     """
     if _read("RANK") or _count("WORLD_SIZE") > 1 or _count("LOCAL_RANK") > 0:
         return from_torchrun() if _read("LOCAL_RANK") else from_kubeflow()

@@ -7,6 +7,7 @@ checks what it was given before anything is opened.
 from __future__ import annotations
 
 import atexit
+import random
 import sys
 import time
 from dataclasses import replace
@@ -17,15 +18,14 @@ from booster_core.errors import ConfigError, LaunchError
 from booster_core.plugin.hooks import hook_relay
 from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.device import choose_backend, seed_everything, use_device
 from booster_core.ranks.environments import Environment
-from booster_core.ranks.host import distinct_names, this_host
-from booster_core.ranks.store import hosts_of, meet_at_launch, open_store
+from booster_core.ranks.store import distinct_names, hosts_of, meet_at_launch, open_store, this_host
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks.world import World
@@ -169,6 +169,41 @@ def shutdown() -> None:
     Collective: none; ranks may shut down one after the other.
     """
     close_world()
+
+
+def choose_backend(backend: str | None) -> str:
+    """Return the backend to use: the one asked for, if it can run here."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if backend is None:
+        return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+    if "nccl" in backend and not has_cuda:
+        msg = f"`backend={backend!r}` needs CUDA, and no CUDA device is here. Leave `backend` out, or use 'gloo'."
+        raise ConfigError(msg)
+    return backend
+
+
+def use_device(local_rank: int) -> torch.device | None:
+    """Make the CUDA device of a local rank the current one, where there is CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    # Modulo: a task of srun may see its own device alone, whatever its local rank.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's random numbers."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global state is what a user's script draws from
+    torch.manual_seed(seed)
 
 
 def _at_exit() -> None:

@@ -2,25 +2,26 @@
 
 torch's own client waits without limit for a service that accepts its connection and never answers, and reports each
 failed attempt with a C++ stack. Here a plain socket waits until something listens, the client runs in a thread that can
-be given up, and each rank checks that the store belongs to this run.
+be given up, and each rank checks that the store belongs to this run. There ranks also tell each other their hosts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from booster_core.errors import LaunchError, MissingRanksError
 from booster_core.ranks.environments import has_agent_store
-from booster_core.ranks.host import Host, this_host
 from booster_core.ranks.meeting import LongWait, Meeting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # torch does not list it as public
 
@@ -30,6 +31,36 @@ _PUBLISHED = "booster/store"
 _PROBE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 _openings = itertools.count()
+
+
+class Host(NamedTuple):
+    """Where a process runs. Processes with equal hosts reach each other by loopback and see one temporary folder.
+
+    Args:
+        name: The host's name.
+        boot: Identifies the running kernel; empty, like the next two, where the system does not tell.
+        network: Identifies the network namespace.
+        files: Identifies the mount namespace.
+    """
+
+    name: str
+    boot: str = ""
+    network: str = ""
+    files: str = ""
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Identifies the machine, whose processes share its devices."""
+        return self.name, self.boot
+
+    def to_text(self) -> str:
+        """Return the host in a form for the store."""
+        return "\n".join(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Host:
+        """Return the host that `to_text` wrote."""
+        return cls(*text.split("\n"))
 
 
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
@@ -88,11 +119,28 @@ def meet_at_launch(store: Store, environment: Environment, timeout_seconds: floa
 
 
 def hosts_of(store: Store, ranks: Iterable[int]) -> list[Host]:
-    """Return where some ranks run, after `meet_at_launch`.
-
-    Collective: none.
-    """
+    """Return where some ranks run, after `meet_at_launch`."""
     return [Host.from_text(store.get(f"host/{rank}").decode()) for rank in ranks]
+
+
+def this_host() -> Host:
+    """Return where this process runs."""
+    boot = network = files = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with contextlib.suppress(OSError):
+        network = str(Path("/proc/self/ns/net").readlink())
+        files = str(Path("/proc/self/ns/mnt").readlink())
+    return Host(socket.gethostname(), boot, network, files)
+
+
+def distinct_names(hosts: Sequence[Host]) -> list[str]:
+    """Return a name for each host; hosts that share a name are numbered."""
+    numbers: dict[str, dict[Host, int]] = {}
+    for host in hosts:
+        namesakes = numbers.setdefault(host.name, {})
+        namesakes.setdefault(host, len(namesakes) + 1)
+    return [h.name if len(numbers[h.name]) == 1 else f"{h.name} ({numbers[h.name][h]})" for h in hosts]
 
 
 def _meet_rank_0(environment: Environment, opening: int, deadline: float) -> TCPStore:

@@ -89,17 +89,11 @@ class World:
         return _default_group() is self.process_group
 
     def gone_ranks(self) -> dict[int, str]:
-        """Return the ranks that are known, without asking, to have ended, and how.
-
-        Collective: none.
-        """
+        """Return the ranks that are known, without asking, to have ended, and how."""
         return {} if self.monitor is None else self.monitor.gone
 
     def meeting_of(self, ranks: tuple[int, ...]) -> Meeting:
-        """Return the meetings of ``ranks`` that this thread makes; the same object each time, because it counts them.
-
-        Collective: none.
-        """
+        """Return the meetings of ``ranks`` in this thread; the same object each time, because it counts them."""
         meetings = Meetings.of_thread() or self._meetings
         if ranks not in meetings.of_ranks:
             assert self.store is not None, "a world of one has no meetings"
@@ -172,10 +166,7 @@ _world = World()
 
 
 def current_world() -> World:
-    """Return a description of the default process group; a world of one where there is none.
-
-    Collective: none.
-    """
+    """Return a description of the default process group; a world of one where there is none."""
     global _world  # noqa: PLW0603 - mirrors torch's own one default group per process
     if not _world.is_current:
         _world = _describe_foreign_group(_default_group())
@@ -188,10 +179,7 @@ def opened_world() -> World:
 
 
 def set_world(world: World) -> None:
-    """Describe the default group as before, after it was set aside for another one and put back.
-
-    Collective: none.
-    """
+    """Describe the default group as before, after it was set aside for another one and put back."""
     global _world  # noqa: PLW0603 - as in `open_world`
     _world = world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import name_ranks
+from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.loader_classes import iterates_itself, maker_like
 from booster_runtime.data.pass_watch import watch_passes
@@ -16,6 +18,8 @@ from booster_runtime.data.prepare import deal_dataset
 from booster_runtime.data.user_order import UserOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from booster_core.plugin import Plugin
     from booster_core.ranks import DistCoordinator
 
@@ -77,7 +81,7 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
 
 
 def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:
-    """Split a user's loader between data parallel ranks, and check that all ranks draw the same order of samples.
+    """Split a user's loader between data parallel ranks, and check that all ranks have the same samples in one order.
 
     Args:
         loader: The user's loader.
@@ -85,17 +89,22 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
         coordinator: Lets ranks agree on a seed, and compare.
 
     Raises:
-        ConfigError: If the loader can't be split, or its sampler draws another order on some ranks.
+        ConfigError: If the loader can't be split, or its data set has another length or its sampler draws another order
+            on some ranks.
 
     Collective: every rank of the world.
     """
     # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
     seed = coordinator.broadcast_object(torch.initial_seed(), name="boost")
     with coordinator.together("boost"):
+        check_whole(loader.dataset)
         rank, world_size = plugin.data_parallel_coordinates(coordinator)
         loader = split_dataloader(loader, rank=rank, world_size=world_size, seed=seed)
         digest = loader.order_digest() if isinstance(loader, DistributedDataLoader) else None
-    digests = coordinator.all_gather_object(digest, name="boost")
+        lengths = _lengths_of(loader)
+    told = coordinator.all_gather_object((digest, lengths), name="boost")
+    _check_lengths([each for _, each in told])
+    digests = [each for each, _ in told]
     apart = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
     if apart:
         msg = (
@@ -109,6 +118,46 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
         watch = watch_passes(coordinator.world_size)
         loader.on_batch = None if watch is None else watch.at_batch
     return loader
+
+
+def _lengths_of(loader: DataLoader[Any]) -> dict[str, int | None]:
+    """Return how many samples a loader's whole data set has, and how many entries a sampler of the user's draws."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, ShardedIterable):
+        dataset = dataset.dataset
+    num_samples: int | None = None
+    with contextlib.suppress(TypeError, NotImplementedError):  # not all have one
+        num_samples = len(dataset)
+    num_entries = loader.num_samples if isinstance(loader, DistributedDataLoader) else None
+    return {"data set": num_samples, "sampler": num_entries}
+
+
+def _check_lengths(lengths: Sequence[Mapping[str, int | None]]) -> None:
+    """Raise where ranks would take differently many batches, and wait for each other at the end.
+
+    Args:
+        lengths: Of each rank's loader.
+
+    Raises:
+        ConfigError: If they differ.
+    """
+    for what, unit in (("data set", "samples"), ("sampler", "entries")):
+        ranks: dict[int | None, list[int]] = {}
+        for rank, of_rank in enumerate(lengths):
+            ranks.setdefault(of_rank[what], []).append(rank)
+        if len(ranks) == 1:
+            continue
+        each = [
+            f"{'no length' if length is None else f'{length} {unit}'} on {name_ranks(which)}"
+            for length, which in ranks.items()
+        ]
+        msg = (
+            f"The data loader's {what} has {', '.join(each[:-1])} and {each[-1]}, so that samples can't be split "
+            "between ranks: some ranks would wait for batches that others don't have. Where the script splits samples "
+            "by rank, leave that out. Pass the whole data set, which is split here, or a loader with a "
+            "`torch.utils.data.DistributedSampler` over the whole data set."
+        )
+        raise ConfigError(msg)
 
 
 def _is_plain_shuffle(loader: DataLoader[Any]) -> bool:

@@ -7,8 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from booster_core.errors import ConfigError
+from booster_core.ranks import current_world
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+def check_whole(dataset: object) -> None:
+    """Raise where ranks run and a data set tells that it is split between them: to split it again would lose samples.
+
+    Those of the library ``datasets`` do, after ``split_dataset_by_node``.
+
+    Raises:
+        ConfigError: If so.
+    """
+    for name in ("_distributed", "distributed"):
+        num_shares = getattr(getattr(dataset, name, None), "world_size", None)
+        if isinstance(num_shares, int) and num_shares > 1 and current_world().world_size > 1:
+            msg = (
+                f"The data set (`{type(dataset).__name__}`) is split between {num_shares} ranks already, and each "
+                "rank's share would be split between ranks once more, so that samples are lost. Leave "
+                "`split_dataset_by_node` out: pass the whole data set on every rank."
+            )
+            raise ConfigError(msg)
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,15 @@ class ShardedIterable(IterableDataset[Any]):
         inner = getattr(self.dataset, "set_epoch", None)
         if callable(inner):
             inner(epoch)
+
+    def __len__(self) -> int:
+        """Return how many items of a whole pass this rank gets, also while resuming inside one.
+
+        Raises:
+            TypeError: If the data set has no length.
+        """
+        length = len(self.dataset)  # type: ignore[arg-type]  # torch's IterableDataset does not declare __len__
+        return length // self.world_size if self.drop_last else -(-length // self.world_size)
 
     def __iter__(self) -> Iterator[Any]:
         own = item = None

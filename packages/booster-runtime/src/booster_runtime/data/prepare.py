@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from booster_core.errors import ConfigError
-from booster_runtime.data.iterable import ShardedIterable
+from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.sampler import ShardedSampler
 
@@ -53,6 +53,7 @@ def prepare_dataloader(
                 "`boost`, which deals what it draws to ranks, or use `distributed_sampler_cls`."
             )
             raise ConfigError(msg)
+    check_whole(dataset)
     if isinstance(dataset, IterableDataset) and (shuffle or distributed_sampler_cls is not None):
         msg = "An iterable data set has no order to shuffle or sample from. Shuffle inside the data set, by a buffer."
         raise ConfigError(msg)

@@ -30,8 +30,8 @@ _RUN_EAGERLY = "_booster_run_eagerly"
 """Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
 
 
-def check_not_boosted(model: object) -> None:
-    """Raise if a model was lazy and has been boosted: its values are where that strategy has put them.
+def check_not_taken(model: object) -> None:
+    """Raise if a model was lazy and a `boost` that raised has taken its values: they may be anywhere or lost.
 
     Raises:
         ConfigError: If so.
@@ -39,7 +39,7 @@ def check_not_boosted(model: object) -> None:
     Collective: none.
     """
     if _RUN_EAGERLY in getattr(model, "__dict__", {}):
-        msg = "This model was lazy and is boosted already. Use what `boost` returned, or build another model."
+        msg = "This model was lazy, and a `boost` that raised has taken its values. Build another model."
         raise ConfigError(msg)
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, check_boost_arguments
+from booster_core.plugin import Boosted
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import ensure_process_group
 from booster_runtime.lazy import is_lazy
@@ -23,7 +23,7 @@ from booster_tools.planning.prediction import Training, predict_training
 from booster_tools.planning.ranking import Devices, Planned, planned, size_text
 from booster_tools.verification.first_batches import copy_of
 from booster_tools.verification.losses import guessed_losses, has_stages
-from booster_tools.verification.objects import copied
+from booster_tools.verification.objects import checked_objects, copied
 from booster_tools.verification.run import random_state_kept
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def choose_plugin(
     found: Planned | None = None
     with coordinator.together("choose_plugin"):
         _check_budgets(budgets)
-        objects = _checked(Boosted(model, optimizer, criterion), dataloader)
+        objects = checked_objects(Boosted(model, optimizer, criterion), dataloader, what="`choose_plugin`")
         policy = None if mixed_precision is None else PrecisionPolicy.parse(mixed_precision)
         on_host = Booster(device).device.type == "cpu"
     with coordinator.together("choose_plugin"):
@@ -109,26 +109,6 @@ def _check_budgets(budgets: list[Any]) -> None:
             "all, such as the least of them."
         )
         raise ConfigError(msg)
-
-
-def _checked(objects: Boosted, dataloader: Any) -> Boosted:
-    """Return the objects with the loader to take a batch from, after a check of all.
-
-    Raises:
-        TypeError: If one is of another type.
-        ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
-    """
-    loaders = list(dataloader) if isinstance(dataloader, (list, tuple)) else [dataloader]
-    objects = objects._replace(dataloader=loaders[0] if loaders else None)
-    check_boost_arguments(objects, further=loaders[1:])
-    if objects.optimizer is None or objects.dataloader is None:
-        missing = "optimizer" if objects.optimizer is None else "data loader"
-        msg = (
-            f"`choose_plugin` plans a training step on the data loader's first batch, and it got no {missing}. Pass "
-            f"what you pass to `boost`. {_INSTEAD}."
-        )
-        raise ConfigError(msg)
-    return objects
 
 
 def _made_on_all(found: Planned | None, coordinator: DistCoordinator) -> Plugin:

@@ -85,12 +85,16 @@ def verify_objects(
     num_local = coordinator.all_gather_object(machine, name="verify_objects").count(machine)
     with random_state_kept():
         with coordinator.together("verify_objects"):
-            loader = _checked_loader(Boosted(model, optimizer, criterion), dataloader, loss)
+            if loss is not None and not callable(loss):
+                msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."
+                raise TypeError(msg)
+            checked = checked_objects(Boosted(model, optimizer, criterion), dataloader)
             policy = booster.precision.for_model(model)
             num_sizes = _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if policy.compute_dtype in NARROW else 0)
             if policy is not booster.precision:  # copies of a model in bf16 are trained in fp32
                 num_sizes *= 2
             _check_size(model, num_sizes, num_local)
+        loader: DataLoader[Any] = checked.dataloader
         shares = first_batches(loader, booster.plugin, coordinator)
         with coordinator.together("verify_objects"):
             losses = losses_of_script(booster.plugin, criterion, loss, shares[0])
@@ -118,32 +122,31 @@ def _second_booster(booster: Booster) -> Booster:
     return second
 
 
-def _checked_loader(
-    objects: Boosted,
-    dataloader: DataLoader[Any] | Sequence[DataLoader[Any]] | None,
-    loss: Callable[[nn.Module, Any], Tensor] | None,
-) -> DataLoader[Any]:
-    """Return the loader to take a batch from, after a check of all arguments.
+def checked_objects(objects: Boosted, dataloader: Any, *, what: str = "`verify_objects`") -> Boosted:
+    """Return the objects that a script will boost, with the loader to take a batch from, after a check of all.
+
+    Args:
+        objects: Model, optimizer and criterion.
+        dataloader: As for `Booster.boost`; of several loaders the first is taken.
+        what: Who takes a batch, for messages.
 
     Raises:
-        TypeError: If an argument is of another type.
-        ConfigError: If `boost` would refuse the objects, or the optimizer or the loader is missing.
+        TypeError: If an object is of another type.
+        ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
+
+    Collective: none.
     """
-    if loss is not None and not callable(loss):
-        msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."
-        raise TypeError(msg)
     loaders = list(dataloader) if isinstance(dataloader, (list, tuple)) else [dataloader]
-    loader = loaders[0] if loaders else None
-    objects = objects._replace(dataloader=loader)
+    objects = objects._replace(dataloader=loaders[0] if loaders else None)
     check_boost_arguments(objects, further=loaders[1:])
-    if objects.optimizer is None or loader is None:
+    if objects.optimizer is None or objects.dataloader is None:
         missing = "optimizer" if objects.optimizer is None else "data loader"
         msg = (
-            f"`verify_objects` trains on the data loader's first batch, and it got no {missing}. Pass what you pass to "
-            f"`boost`. {_INSTEAD} where there is none."
+            f"{what} needs the optimizer, and the data loader for a first batch; it got no {missing}. Pass it as to "
+            "`boost`."
         )
         raise ConfigError(msg)
-    return loader
+    return objects
 
 
 def copied(

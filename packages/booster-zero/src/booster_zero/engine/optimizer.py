@@ -110,8 +110,14 @@ class ZeroOptimizer(OptimizerWrapper):
         self.reducer = Reducer(
             (), self.names, overlap=config.overlap_communication, agree_on_record=self.agree_on_record
         )
+        # Whether a group lists them or not: norms count their gradients, and a group may list them later.
+        self._trained = {
+            index: parameter
+            for index, parameter in enumerate(parameters.values())
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
         self._adopt_groups(optim.param_groups)
-        # What is trained may be left out of the optimizer, to stay as it is. What is unfrozen later is meant to train.
+        # What is unfrozen later is meant to train.
         held = self.hosted.members()
         self._refused = {
             index: refuse_gradient(parameter, self.names[index])
@@ -133,7 +139,7 @@ class ZeroOptimizer(OptimizerWrapper):
                     f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be sharded."
                 )
                 raise ConfigError(msg)
-        self.layout.add_missing(by_index, self._format_of)
+        self.layout.add_missing({**self._trained, **by_index}, self._format_of)
         if self.layout.take_formats(by_index, self._format_of):
             self.rebuild(self.layout.order())
         pieces = self.layout.pieces()
@@ -142,6 +148,14 @@ class ZeroOptimizer(OptimizerWrapper):
             self.hosted.adopt(len(self.hosted.groups), indices, own)
         self._offload_state(self.layout.buckets)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
+
+    def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
+        """Learn of the format of norms; the model's trained parameters are laid out already.
+
+        Collective: none.
+        """
+        del model
+        self.norm_dtype = norm_dtype
 
     def in_order_of_forward(self) -> Sequence[Bucket]:
         """Return the buckets in the order in which forward is expected to use them; they are reduced in reverse."""
@@ -262,7 +276,9 @@ class ZeroOptimizer(OptimizerWrapper):
         flags = bytearray(index in used for index in indices)
         if self.config.unused == "raise":
             unused = sorted(index for index, is_used in zip(indices, flags, strict=True) if not is_used)
-            raise_for_unused([self.names[i] for i in unused if self.layout.parameters[i].requires_grad])
+            members = self.hosted.members()  # others may stay as they are
+            unused = [index for index in unused if index in members and self.layout.parameters[index].requires_grad]
+            raise_for_unused([self.names[index] for index in unused])
         flags.extend(self._buffers.changed() if self.config.broadcast_buffers else ())
         flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
         self.layout.average_over_replicas()
@@ -310,6 +326,7 @@ class ZeroOptimizer(OptimizerWrapper):
             norm_type,
             groups=[] if group is None else [group],
             device=self.device,
+            dtype=self.norm_dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
 
@@ -321,7 +338,7 @@ class ZeroOptimizer(OptimizerWrapper):
         return any(RaisedAnywhere(bytearray([overflow]), self.device).wait())
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is in one of the optimizer's groups."""
+        """Whether the gradients of a parameter are reduced here: it is trained, or in one of the groups."""
         return self._index_of.get(id(parameter)) in self.layout.parameters
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:

@@ -127,13 +127,14 @@ class ZeroStateAdapter(StateAdapter):
         zero = self.required_optimizer()
         states = zero.hosted.states()
         with_masters = set(self.buckets_with_masters())
+        members = zero.hosted.members()  # of others the model has all there is
         for bucket in zero.layout.buckets:
             with bucket.in_use(changes=True):
                 for piece in bucket.pieces:
                     tensors, _ = flatten_state(zero.names[piece.index], states.get(piece.index, {}))
                     for key, tensor in tensors.items():
                         yield self.shard_of(piece, key, tensor)
-                    if bucket in with_masters:
+                    if bucket in with_masters and piece.index in members:
                         yield self.shard_of(piece, MASTER, piece.values)
         for index in sorted(self.taken_as_parameters):
             yield from self.parameter_as_master(index)

@@ -1,0 +1,111 @@
+"""Mark inherited tests of the conformance kit as slow, in classes that need only some of them by default."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+from matrix import case_names, matrix
+
+from booster_testing.conformance import ArithmeticConformance, PluginConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Kit = TypeVar("Kit", bound=type)
+
+
+def by_default(*kept: str | type) -> Callable[[Kit], Kit]:
+    """Return a class decorator that marks all inherited tests as slow but some.
+
+    Args:
+        kept: Tests, as ``name`` or ``name[case]``, or a class that has them.
+
+    Raises:
+        ValueError: If the decorated class has no such test.
+    """
+
+    def mark(kit: Kit) -> Kit:
+        return _mark(kit, {name for each in kept for name in (_names(each) if isinstance(each, type) else [each])})
+
+    return mark
+
+
+def slow_cases(*slow: str) -> Callable[[Kit], Kit]:
+    """Return a class decorator that marks inherited tests as slow, given as ``name`` or ``name[case]``.
+
+    Raises:
+        ValueError: If the decorated class has no such test.
+    """
+
+    def mark(kit: Kit) -> Kit:
+        return _mark(kit, _names(kit).difference(_spelled_out(kit, slow)))
+
+    return mark
+
+
+def _mark(kit: Kit, kept: set[str]) -> Kit:
+    kept = _spelled_out(kit, kept)
+    for name, cases in _cases(kit).items():
+        wanted = [case for case in cases if f"{name}[{case}]" in kept]
+        if name not in kept and (not cases or wanted != cases):
+            setattr(kit, name, _marked(getattr(kit, name), wanted))
+    return kit
+
+
+def _marked(test: Callable[..., None], wanted: list[str]) -> Callable[..., None]:
+    """Return a copy of a test that is slow, or whose cases are, but the wanted ones."""
+
+    @functools.wraps(test)
+    def copy(*arguments: Any, **named: Any) -> None:
+        test(*arguments, **named)
+
+    marks = getattr(test, "pytestmark", [])
+    if wanted:
+        (table,) = (mark for mark in marks if mark.name == "parametrize")
+        parameters, values = _table(table)
+        copy.pytestmark = [matrix(wanted, **{parameters: values}).mark, *(mark for mark in marks if mark is not table)]
+    else:
+        copy.pytestmark = [pytest.mark.slow.mark, *marks]
+    return copy
+
+
+def _cases(kit: type) -> dict[str, list[str]]:
+    """Return the names of the cases of each test; none for a test that has no parameters."""
+    found = {}
+    for name in dir(kit):
+        if name.startswith("test_"):
+            tables = [mark for mark in getattr(getattr(kit, name), "pytestmark", []) if mark.name == "parametrize"]
+            found[name] = [case for table in tables for case in case_names(*_table(table))]
+    return found
+
+
+def _table(mark: pytest.Mark) -> tuple[str, list[Any]]:
+    parameters, values = mark.args
+    return parameters if isinstance(parameters, str) else ", ".join(parameters), [*values]
+
+
+def _names(kit: type) -> set[str]:
+    """Return the names of all tests, with those of cases."""
+    return {f"{name}[{case}]" if case else name for name, cases in _cases(kit).items() for case in cases or [""]}
+
+
+def _spelled_out(kit: type, names: set[str] | tuple[str, ...]) -> set[str]:
+    """Return the names of tests, or of their cases where they have some."""
+    cases = _cases(kit)
+    found = {f"{name}[{case}]" if case else name for name in names for case in cases.get(name) or [""]}
+    if unknown := sorted(found - _names(kit)):
+        msg = f"{kit.__name__} has no {', '.join(unknown)}."
+        raise ValueError(msg)
+    return found
+
+
+@by_default(ArithmeticConformance)
+class VariantConformance(PluginConformance):
+    """The kit for a variant of a plugin, of which another class runs the whole kit by default.
+
+    By default it runs what options of memory and communication can change: values, and where they are.
+    """
+
+    shares_calls = False
