@@ -343,17 +343,3 @@ def test_gradients_of_zero_may_be_there():
     model(torch.ones(2, 8)).sum().backward()
     optimizer.zero_grad(set_to_none=False)
     Booster("cpu").boost(model, optimizer)
-
-
-def test_functions_that_take_a_booster_are_named_with_their_package():
-    import booster_runtime
-    import booster_tools
-    from booster_core.attribute_hints import HINTS
-
-    named = [hint.split("`")[1] for hint in HINTS.values() if "`booster_runtime." in hint or "`booster_tools." in hint]
-    assert len(named) > 10
-    for call in named:
-        package, name = call.partition("(")[0].split(".")
-        assert name in {"booster_runtime": booster_runtime, "booster_tools": booster_tools}[package].__all__
-    with pytest.raises(AttributeError, match=r"has no `train_batch`; call `booster_runtime\.train_batch\(booster, "):
-        _ = Booster().train_batch

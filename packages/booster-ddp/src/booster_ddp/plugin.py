@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext
     from booster_core.precision import PrecisionPolicy
     from booster_core.state import StateAdapter
-    from booster_runtime.lazy.boosting import Values
+    from booster_runtime.strategy import Values
 
 _DEFAULT_BUCKET_CAP_MB = 25  # torch's
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
-    from booster_runtime.lazy.boosting import Values
+    from booster_runtime.strategy import Values
 
 
 class TorchFSDPPlugin(Strategy):

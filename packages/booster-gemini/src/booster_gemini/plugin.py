@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
-    from booster_runtime.lazy.boosting import Values
     from booster_runtime.sharding import ShardingRanks
+    from booster_runtime.strategy import Values
     from booster_zero.engine import Format
 
 

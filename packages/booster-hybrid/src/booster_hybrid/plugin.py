@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_runtime.lazy.boosting import Values
+    from booster_runtime.strategy import Values
 
 
 _PARAMETERS = 3

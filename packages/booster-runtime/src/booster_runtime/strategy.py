@@ -14,7 +14,7 @@ from booster_core.plugin import Plugin
 from booster_runtime.data.first_batch import watch_first_batch
 from booster_runtime.data.shard import shard_dataloader
 from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, describe_lazy
+from booster_runtime.lazy.boosting import Values, begin_lazy, check_not_taken, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
 from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset, Sampler
 
     from booster_core.plugin import BoostContext, Boosted, ModelWrapper
-    from booster_runtime.lazy.boosting import Values
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "Values"]
 
 
 class Strategy(Plugin):

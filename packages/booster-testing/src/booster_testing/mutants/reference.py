@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
     from booster_core.state import ParamGroup, StateAdapter, TensorMeta
-    from booster_runtime.lazy.boosting import Values
+    from booster_runtime.strategy import Values
 
 
 class ReferenceOptimizer(OptimizerWrapper):
