@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, place_model, unwrap_model
+from booster_core.plugin import Capability, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import RanksOfWorld, agree_on_values, partition_for
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import ZeroModel
 from booster_zero.engine import Home, ShardingOptions
 from booster_zero.gathering import (
@@ -73,7 +73,7 @@ class GatheringPlugin(Strategy):
 
     name: ClassVar[str] = "gathering"
     api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

@@ -10,12 +10,12 @@ from torch import nn
 
 from booster_core import Boosted, Booster
 from booster_core.errors import LazyInitError
-from booster_core.plugin import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import Capability, ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import materialize, take_recording
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory
 from booster_testing.models import TinyMixedBag
@@ -28,6 +28,7 @@ class Rows(Strategy):
 
     name: ClassVar[str] = "rows"
     api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING
     placeholders: ClassVar[str | None] = "own"
 
     def __init__(self) -> None:

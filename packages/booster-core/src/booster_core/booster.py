@@ -17,7 +17,7 @@ import torch
 from booster_core.attribute_hints import no_attribute
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import ConfigError
-from booster_core.plugin.checks import check_arguments, check_boosted, outline
+from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
 from booster_core.plugin.discovery import check_api_version, load, load_default
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin, as_tuple
@@ -221,6 +221,7 @@ class Booster(Saving):
         coordinator = self.context.coordinator
         with coordinator.together("boost"):  # nothing has changed yet, on any rank
             check_arguments(objects, self.plugin)
+            check_values(model, self.plugin, self.device)
             policy = precision_for(self.precision, objects, self.plugin)
             self.plugin.check_objects(objects, self.context)
         coordinator.agree("boost", {"plugin": self.plugin.name, "precision": policy.name, **outline(objects)})

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     GradientScaling,
@@ -34,7 +33,7 @@ from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
 from booster_runtime.sharding import note_reductions, refuse_renormalized
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,7 +75,7 @@ class TorchDDPPlugin(Strategy):
 
     name: ClassVar[str] = "ddp"
     api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
     }

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     like,
@@ -39,7 +38,7 @@ from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import agree_on_values, dtensor_shards
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +90,7 @@ class TorchFSDPPlugin(Strategy):
     name: ClassVar[str] = "fsdp"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "own"
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, like, unwrap_model
+from booster_core.plugin import Boosted, Capability, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks
@@ -22,7 +22,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.engine import keeping_shards, set_gradient
 from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
 
@@ -67,7 +67,7 @@ class GeminiPlugin(Strategy):
     name: ClassVar[str] = "gemini"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "device"
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     PipelinePlugin,
@@ -50,7 +49,7 @@ from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
 from booster_zero.engine import set_gradient
 from booster_zero.gathering import ChunkStateAdapter
@@ -130,7 +129,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     name: ClassVar[str] = "hybrid"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "own"
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.PIPELINE,
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from booster_core.plugin import SingleDevicePlugin, hookimpl
-from booster_runtime.strategy import Strategy
+from booster_core.plugin import Capability, SingleDevicePlugin, hookimpl
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
@@ -16,6 +16,7 @@ class SingleDeviceStrategy(Strategy, SingleDevicePlugin):
     """Trains on the device of this process alone; what ``Booster()`` uses where booster-runtime is installed."""
 
     api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = SingleDevicePlugin.capabilities | STRATEGY_TRAINING
 
     def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
         """Move the model to the device and wrap it."""

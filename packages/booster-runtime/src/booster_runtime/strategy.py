@@ -10,7 +10,7 @@ import contextlib
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from booster_core.plugin import Plugin
+from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
 from booster_runtime.data.first_batch import watch_first_batch
 from booster_runtime.data.shard import shard_dataloader
 from booster_runtime.frozen import frozen_parameters, watch_frozen
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, Boosted, ModelWrapper
 
-__all__ = ["Strategy", "Values"]
+__all__ = ["STRATEGY_TRAINING", "Strategy", "Values"]
+
+STRATEGY_TRAINING = SYNCHRONOUS_TRAINING | {Capability.LAZY_INIT, Capability.LORA}
+"""What strategies can do that train as one process does, on every device and in every precision."""
 
 
 class Strategy(Plugin):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     like,
@@ -29,7 +28,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import Strategy
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
@@ -78,7 +77,7 @@ class LowLevelZeroPlugin(Strategy):
     name: ClassVar[str] = "zero"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "device"
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,

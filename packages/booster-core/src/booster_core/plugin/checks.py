@@ -81,21 +81,20 @@ def check_arguments(objects: Boosted, plugin: Plugin | None = None) -> None:
             raise ConfigError(msg)
 
 
-def check_plain(model: nn.Module, plugin: Plugin, device: torch.device) -> None:
-    """Raise where a model is not one of plain values that are all trained or frozen as they are.
+def check_values(model: nn.Module, plugin: Plugin, device: torch.device) -> None:
+    """Raise where a model has no values, or has adapters, and the plugin does not declare that it takes such a model.
 
     Raises:
-        ConfigError: If a tensor is on the meta device, where there are no values, and the run is not; or the model has
-            adapters, and the plugin does not declare that it trains them.
+        ConfigError: If so. The run may be on the meta device, for which a model needs no values.
     """
     own = unwrap_model(model)
     tensors = [*own.named_parameters(), *own.named_buffers()]
     empty = [name for name, tensor in tensors if tensor.is_meta]
-    if empty and device.type != "meta":
+    if empty and device.type != "meta" and Capability.LAZY_INIT not in plugin.capabilities:
         msg = (
             f"{len(empty)} tensor(s) of the model have no values, such as '{empty[0]}': they are on the meta device, "
             f"and plugin '{plugin.name}' does not give them any. Build the model outside of `LazyInitContext` and "
-            "`torch.device('meta')`, or choose a plugin that takes lazy models."
+            "`torch.device('meta')`, or choose a plugin that declares `Capability.LAZY_INIT`."
         )
         raise ConfigError(msg)
     if has_adapters(own) and Capability.LORA not in plugin.capabilities:

@@ -67,6 +67,8 @@ class Capability(enum.Enum):
     """Trains with compute in fp16 under a dynamic loss scale."""
     LORA = "lora"
     """Trains low-rank adapters of a frozen base."""
+    LAZY_INIT = "lazy_init"
+    """Gives a model its values that was built without them, under ``LazyInitContext``."""
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
     SEVERAL_OPTIMIZERS = "several_optimizers"
@@ -84,7 +86,6 @@ SYNCHRONOUS_TRAINING = frozenset(
         Capability.FP32,
         Capability.BF16,
         Capability.FP16,
-        Capability.LORA,
         Capability.SYNCHRONOUS,
     }
 )
@@ -210,15 +211,11 @@ class Plugin(ABC):
         Collective: every rank of the world, in step.
         """
 
-    def check_objects(self, objects: Boosted, context: BoostContext) -> None:
+    def check_objects(self, objects: Boosted, context: BoostContext) -> None:  # noqa: B027 - none is needed
         """Raise what is wrong with the arguments of ``boost`` for this plugin, before anything is changed.
 
-        What it raises on one rank is raised on all. It must not communicate. The default refuses a model without
-        values, on the meta device, and one with adapters where the plugin does not declare `Capability.LORA`.
+        What it raises on one rank is raised on all. It must not communicate.
         """
-        from booster_core.plugin.checks import check_plain
-
-        check_plain(objects.model, self, context.device)
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
         """Return the precision that a run under this plugin has when a user asks for ``policy``.

@@ -212,6 +212,7 @@ class ReferencePlugin(Strategy):
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
+            Capability.LAZY_INIT,
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
