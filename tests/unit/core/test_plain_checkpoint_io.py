@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from torch import nn
 
 from booster_core import Booster, CheckpointIO, plain_files
@@ -421,6 +422,24 @@ def test_damage_is_found_before_anything_changes(file, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert run.load(tmp_path, resume=True).step == 1
     assert "Trying 'step-00000001' instead" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "entry", [{"nbytes": 1}, {"blocks": 3, "xxh3": ""}, {"blocks": [-5], "xxh3": "0"}, {"blocks": ["a"], "xxh3": "0"}]
+)
+def test_a_manifest_of_nonsense_is_an_error(entry, tmp_path):
+    saved_steps(tmp_path, [None])
+    path = tmp_path / "step-00000001" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"]["model/model.safetensors"] = entry
+    del content["xxh3"]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
+    run = Run(seed=1)
+    before = values(run.own)
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.load(tmp_path)
+    assert is_same(run.own, before)
 
 
 def test_a_file_that_is_cut_is_found_without_checksums(tmp_path):

@@ -205,9 +205,8 @@ def _write_model(path: Path, state: ModelState) -> None:
     if state.module is not None:
         check_model_is_saved_whole(state.module)
     adapter, dtype = state.adapter, state.dtype
-    by_name = dtype if isinstance(dtype, Mapping) else None
     tensors: dict[str, Tensor] = {}
-    for shard in adapter.model_shards() if by_name is None else adapter.export_shards(by_name):
+    for shard in adapter.export_shards(dtype) if isinstance(dtype, Mapping) else adapter.model_shards():
         at = dtype.get(shard.name) if isinstance(dtype, Mapping) else dtype
         tensors[shard.name] = host_copy(_whole(shard), at if shard.dtype.is_floating_point else None)
     inside: dict[str, Tensor] = {}

@@ -351,19 +351,27 @@ def _checked_files(folder: Path, *, verify: bool) -> list[str]:
     Raises:
         CheckpointError: If they are not.
     """
-    files, damaged = _read_manifest(folder)["files"], []
-    for name, entry in files.items():
-        path = folder / name
-        if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
-            damaged.append(f"'{name}' is not in its folder")
-        elif not path.is_file() or path.stat().st_size != entry["nbytes"]:
-            damaged.append(f"'{name}' is missing, or has not the {entry['nbytes']} bytes that were saved")
-        elif verify and _checksums(path, entry["blocks"]) != entry["xxh3"].split():
+    damaged = []
+    try:
+        entries = {
+            name: (entry["blocks"], entry["xxh3"].split()) for name, entry in _read_manifest(folder)["files"].items()
+        }
+        sizes = {name: sum(blocks) for name, (blocks, _) in entries.items() if min(blocks, default=0) >= 0}
+    except (KeyError, TypeError, AttributeError) as error:
+        msg = f"The manifest '{folder / MANIFEST}' is damaged: {error!r} where its entries should be."
+        raise CheckpointError(msg) from error
+    for name, (blocks, checksums) in entries.items():
+        path, parts = folder / name, PurePosixPath(name)
+        if name not in sizes or ".." in parts.parts or parts.is_absolute():
+            damaged.append(f"'{name}' is not in its folder, or has blocks of no size")
+        elif not path.is_file() or path.stat().st_size != sizes[name]:
+            damaged.append(f"'{name}' is missing, or has not the {sizes[name]} bytes that were saved")
+        elif verify and _checksums(path, blocks) != checksums:
             damaged.append(f"'{name}' has other content than what was saved")
     if damaged:
         msg = f"The checkpoint '{folder}' is damaged: {'; '.join(damaged[:10])}."
         raise CheckpointError(msg)
-    return [*files]
+    return [*entries]
 
 
 def _checksums(path: Path, sizes: Sequence[int]) -> list[str]:
