@@ -10,7 +10,7 @@ from matrix import matrix
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
 from booster_gemini import plugin as plugin_module
-from booster_runtime import full_gradient
+from booster_runtime import full_gradient, set_full_gradient
 from booster_runtime.collectives import Pending
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
@@ -18,15 +18,20 @@ from booster_zero.engine import Home
 
 
 class RestlessHome(Home):
-    """Takes every block out of memory as soon as nobody uses it, and brings it back to another address."""
+    """Takes every block out of memory as soon as nobody uses it, and brings it back to another address.
+
+    Changes are lost where a release does not tell of them.
+    """
 
     moves = True
 
     def __init__(self):
         super().__init__()
         self.kept = {}
+        self.here = {}
         self.rebinds = {}
         self.uses = {}
+        self.is_changed = {}
         self.reserved = 0
         self.most_reserved = 0
 
@@ -39,22 +44,28 @@ class RestlessHome(Home):
 
     def drop(self, key):
         del self.rebinds[key], self.kept[key], self.uses[key]
+        self.here.pop(key, None)
+        self.is_changed.pop(key, None)
 
     def fetch(self, key):
         self.uses[key] += 1
 
         def arrive():
-            if self.uses[key] == 1:
-                self.kept[key] = self.kept[key].clone()
-                self.rebinds[key](self.kept[key])
+            if key not in self.here:
+                self.here[key] = self.kept[key].clone()
+                self.is_changed[key] = False
+                self.rebinds[key](self.here[key])
 
         return Pending(finish=arrive)
 
     def release(self, key, *, changed):
-        del changed
         self.uses[key] -= 1
         assert self.uses[key] >= 0, f"{key} was released more often than fetched"
-        if self.uses[key] == 0:
+        self.is_changed[key] = self.is_changed.get(key, False) or changed
+        if self.uses[key] == 0 and key in self.here:
+            here = self.here.pop(key)
+            if self.is_changed.pop(key):
+                self.kept[key] = here
             self.rebinds[key](None)
 
     def forget(self, key):
@@ -100,6 +111,11 @@ def train(home, precision, name, folder, steps=3):
                     loss = model(input_ids=tokens, labels=tokens).loss
                     booster.backward(loss, optimizer)
             gradients = {n: full_gradient(booster, model, n) for n in names}
+            if step == 1:
+                for n, gradient in gradients.items():
+                    set_full_gradient(booster, model, n, 2 * gradient)
+                gradients |= {f"{n}, set": full_gradient(booster, model, n) for n in names}
+                assert all(torch.equal(gradients[f"{n}, set"], 2 * gradients[n]) for n in names)
             seen.append((loss.item(), float(optimizer.clip_grad_by_norm(0.5)), gradients))
             optimizer.step()
             optimizer.zero_grad()

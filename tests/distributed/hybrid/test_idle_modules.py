@@ -93,6 +93,30 @@ class Remembering(Towered):
         return super().forward(x) * self.tower.mean
 
 
+class Notes:
+    """What a module leaves for others."""
+
+
+class Telling(Towered):
+    """The tower leaves a value in its argument that the head reads, so that it runs everywhere as well."""
+
+    class Tower(Tower):
+        def forward(self, x, notes):
+            notes.mean = x.mean(-1, keepdim=True)
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.tower = self.Tower(8)
+
+    def forward(self, x):
+        notes = Notes()
+        x = self.tower(x, notes)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) * notes.mean
+
+
 def seeded(kind):
     torch.manual_seed(3)
     return kind().double()
@@ -129,6 +153,7 @@ def train(kind, options):
         (Between, {}, 0.0),
         (Shared, {}, 0.44),  # the tower's two products on the last stage, where nothing tells that they are not used
         (Remembering, {}, 0.0),
+        (Telling, {}, 0.0),
     ],
 )
 def test_work_outside_of_the_layers_is_done_once(kind, options, more):

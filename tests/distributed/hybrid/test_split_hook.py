@@ -65,9 +65,14 @@ def loss_of(outputs, _):
 
 
 def train(num_microbatches, through_booster):
-    model, whole = seeded(), seeded()
+    model, whole, asked = seeded(), seeded(), []
+
+    def split_and_note(values, number):
+        asked.append(number)
+        return split(values, number)
+
     plugin = HybridParallelPlugin(
-        pp_size=2, num_microbatches=num_microbatches, split_batch=split, example_batch=batch()
+        pp_size=2, num_microbatches=num_microbatches, split_batch=split_and_note, example_batch=batch()
     )
     booster = Booster("cpu", plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -83,6 +88,7 @@ def train(num_microbatches, through_booster):
     if result["outputs"] is not None:
         torch.testing.assert_close(result["outputs"], expected.detach())
         torch.testing.assert_close(result["loss"], loss.detach())
+    assert set(asked) == {num_microbatches}
 
 
 @pytest.mark.parametrize(("num_microbatches", "through_booster"), [(2, True), (5, False)])
