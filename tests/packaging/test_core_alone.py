@@ -67,7 +67,7 @@ REFUSED = {
     "booster.save_model(model, 's3://bucket/out')": ("CheckpointError", "booster-checkpoint"),
     "booster.save_lora_as_pretrained(model, 'out')": ("ConfigError", "booster-checkpoint"),
     "booster.load_model(model, 'run')": ("CheckpointError", "booster-checkpoint"),
-    "booster.prepare_dataloader([1, 2])": ("ConfigError", "booster-runtime"),
+    "booster.prepare_dataloader(torch.utils.data.ChainDataset([]))": ("ConfigError", "booster-runtime"),
     "booster.enable_lora(torch.nn.Linear(2, 2), lora_config=None)": ("ConfigError", "booster-runtime"),
 }
 """Uses of what other distributions have; the error that each raises, and the distribution that it names."""

@@ -46,7 +46,7 @@ def third_party_project(folder, name, distribution, *, hooks=None, body="pass"):
 
         class {class_name}(Plugin):
             name = "{name}"
-            api_version = 1
+            api_version = 2
             {body}
 
             def configure(self, objects, context):

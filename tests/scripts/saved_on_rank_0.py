@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 from booster_core import Booster, launch_from_torch
 
 plugin, out = sys.argv[1:]
-coordinator = launch_from_torch()
+coordinator = launch_from_torch(timeout_seconds=20)
 model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-booster = Booster(plugin=plugin_named(plugin), timeout_seconds=5)
+booster = Booster(plugin=plugin_named(plugin))
 model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, DataLoader(samples(), batch_size=2))
 for _, batch in zip(range(3), loader, strict=False):
     tokens = batch.to(booster.device)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin, place_model, unwrap_model
+from booster_core.plugin import Capability, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import RanksOfWorld, agree_on_values, partition_for
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import ZeroModel
 from booster_zero.engine import Home, ShardingOptions
 from booster_zero.gathering import (
@@ -54,7 +55,7 @@ class GatheredModel(GatheringModel, ZeroModel):
         raise copy_error()
 
 
-class GatheringPlugin(Plugin):
+class GatheringPlugin(Strategy):
     """ZeRO-3 in chunks.
 
     Args:
@@ -71,8 +72,8 @@ class GatheringPlugin(Plugin):
     """
 
     name: ClassVar[str] = "gathering"
-    api_version: ClassVar[int] = 1
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class GatheringPlugin(Plugin):
     def resolve_precision(self, policy):
         return self.config.resolve_precision(policy, self.name)
 
-    def configure(self, objects, context):
+    def shard(self, objects, context, values):
         model, given = objects.model, objects.optimizer
         check_modules(model)
         place_model(model, given, context.device, replace(context.precision, param_dtype=None))
@@ -133,18 +134,18 @@ class GatheringPlugin(Plugin):
                 format_of=format_of,
                 offloads=manager.home.moves,
                 device=context.device,
-                precision=context.precision,
-                after_step=context.after_step,
+                context=context,
             )
             # A rank that waited for reductions would not gather what others wait for, before they start theirs.
             optimizer.reducer.waits_in_backward = not leaves
         wrapped = GatheredModel(model, manager, leaves, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
-    def state_adapter(self, model, optimizer, context):
-        return ChunkStateAdapter(model, optimizer, context.coordinator)
+    def state_adapter(self, model, context):
+        return ChunkStateAdapter(model, model.boosted_optimizer, context.coordinator)
 
-    def full_gradient(self, model, optimizer, name):
+    def full_gradient(self, model, name):
+        optimizer = model.boosted_optimizer
         return None if optimizer is None else optimizer.full_gradient(unwrap_model(model).get_parameter(name))
 
     def describe(self):

@@ -30,7 +30,7 @@ def _leave_nothing_behind(monkeypatch, tmp_path):
 class Replicas(ReferencePlugin):
     """Also trains adapters."""
 
-    api_version = 1
+    api_version = 2
     capabilities = ReferencePlugin.capabilities | {Capability.LORA}
 
 

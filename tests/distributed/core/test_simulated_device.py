@@ -152,7 +152,7 @@ def test_booster_trains_on_the_device(simulated_device):
 
 class _OnlyCpu(Plugin):
     name = "only-cpu"
-    api_version = 1
+    api_version = 2
     capabilities = frozenset({Capability.CPU, Capability.FP32})
 
     def configure(self, objects, context):

@@ -246,20 +246,22 @@ def test_frozen_model_is_boosted_without_ddp():
 
 def starts_from_rank_0():
     rank = dist.get_rank()
+    model = model_of(rank)
+    boosted, *_ = Booster("cpu", None, TorchDDPPlugin(find_unused_parameters=True)).boost(model_of(rank))
+    assert isinstance(boosted.module, DistributedDataParallel)
+    _, boosted, _ = boost(model)
+    return {name: tensor.clone() for name, tensor in boosted.state_dict().items()}
+
+
+def model_of(rank):
+    """Return a model whose parameters and buffers are a rank's own."""
     torch.manual_seed(rank)
     model = TinyMLP()
     model.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     for name, dtype in (("mask", torch.bool), ("phase", torch.complex64), ("count", torch.int64)):
         model.register_buffer(name, torch.full((3,), rank, dtype=dtype))
     model.register_buffer("empty", torch.zeros(0))
-    boosted, *_ = Booster("cpu", None, TorchDDPPlugin(find_unused_parameters=True)).boost(model)
-    assert isinstance(boosted.module, DistributedDataParallel)
-    torch.manual_seed(rank)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    model.mask.fill_(bool(rank)), model.phase.fill_(rank), model.count.fill_(rank)
-    _, boosted, _ = boost(model)
-    return {name: tensor.clone() for name, tensor in boosted.state_dict().items()}
+    return model
 
 
 def test_parameters_and_buffers_are_broadcast_from_rank_0():

@@ -28,7 +28,7 @@ class Heads(nn.Module):
 
 def boost(model, **options):
     torch.manual_seed(0)
-    booster = Booster("cpu", plugin=TorchDDPPlugin(**options), timeout_seconds=10)
+    booster = Booster("cpu", plugin=TorchDDPPlugin(**options))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return booster, model, optimizer
 

@@ -5,8 +5,8 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin import write_gradient
 from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state
-from booster_runtime.sharding import write_gradient
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMixedBag, TinyMLP
 from booster_testing.mutants import ReferencePlugin
@@ -17,10 +17,10 @@ WEIGHT = "first.weight"
 class SetsGradients(ReferencePlugin):
     """Also replaces gradients."""
 
-    api_version = 1
+    api_version = 2
 
-    def set_full_gradient(self, model, optimizer, name, values):
-        write_gradient(model.unwrap().get_parameter(name).grad, values, optimizer)
+    def set_full_gradient(self, model, name, values):
+        write_gradient(model.unwrap().get_parameter(name).grad, values, model.boosted_optimizers)
 
 
 def boost(plugin=None, precision=None, model_class=TinyMLP):

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from booster_core import Boosted, Booster
-from booster_core.errors import LazyInitError
-from booster_core.plugin import ModelWrapper, OptimizerWrapper, Plugin
+from booster_core.errors import ConfigError
+from booster_core.plugin import Capability, ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import materialize, take_recording
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_testing import close_ranks, expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory
 from booster_testing.models import TinyMixedBag
@@ -22,17 +23,19 @@ from booster_testing.models import TinyMixedBag
 MIB = 2**20
 
 
-class Rows(Plugin):
+class Rows(Strategy):
     """Keeps of each parameter the flat part that is this rank's, in `kept`."""
 
     name: ClassVar[str] = "rows"
-    api_version: ClassVar[int] = 1
-    handles_lazy: ClassVar[bool] = True
+    api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING
+    placeholders: ClassVar[str | None] = "own"
 
     def __init__(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}
 
-    def configure(self, objects: Boosted, context: Any) -> Boosted:
+    def shard(self, objects: Boosted, context: Any, values: Any) -> Boosted:
+        assert values is None, "left to this plugin"
         rank, size = context.coordinator.rank, context.coordinator.world_size
         recording = take_recording(objects.model)
         shards = []
@@ -44,7 +47,7 @@ class Rows(Plugin):
             )
             self.kept[name] = data
         recording.fill(shards, context.device)
-        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer)
+        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer, context=context)
         return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
 
 
@@ -81,7 +84,7 @@ def build_differently() -> None:
 
 
 def test_other_models_on_other_ranks_are_refused() -> None:
-    expect_on_ranks(LazyInitError, "built another model than rank 0", build_differently, 2)
+    expect_on_ranks(ConfigError, r"'1\.weight'.*on rank 1", build_differently, 2)
 
 
 def build_in_another_order() -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ def test_a_right_plugin_trains_as_one_process(plugin_class, size, precision):
 class ScalesOneGradient(ReferencePlugin):
     """Gets one parameter's gradient wrong by a tenth."""
 
-    api_version = 1
+    api_version = 2
 
     def configure(self, objects, context):
         objects.model.second.weight.register_hook(lambda gradient: gradient * 1.1)
@@ -62,7 +62,7 @@ class ScalesOneGradient(ReferencePlugin):
 class IgnoresWeightDecay(ReferencePlugin):
     """Steps without weight decay."""
 
-    api_version = 1
+    api_version = 2
 
     def configure(self, objects, context):
         boosted = super().configure(objects, context)
@@ -74,7 +74,7 @@ class IgnoresWeightDecay(ReferencePlugin):
 class StartsElsewhere(ReferencePlugin):
     """Ranks start from other values than the user's model has."""
 
-    api_version = 1
+    api_version = 2
 
     def configure(self, objects, context):
         with torch.no_grad():
@@ -85,7 +85,7 @@ class StartsElsewhere(ReferencePlugin):
 class ComputesInEvaluation(ReferencePlugin):
     """Leaves the model in training mode when it is evaluated."""
 
-    api_version = 1
+    api_version = 2
 
     def configure(self, objects, context):
         objects.model.second.register_forward_hook(lambda module, _, out: out if module.training else 1.01 * out)

@@ -117,7 +117,7 @@ def test_the_training_that_follows_is_the_same_bit_for_bit(kind, world_size):
 class ScalesOneGradient(ReferencePlugin):
     """Gets one parameter's gradient wrong by a tenth."""
 
-    api_version = 1
+    api_version = 2
 
     def configure(self, objects, context):
         objects.model.last.weight.register_hook(lambda gradient: gradient * 1.1)

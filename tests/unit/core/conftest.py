@@ -21,7 +21,7 @@ from booster_core.plugin import Capability, Plugin
 
 class {class_name}(Plugin):
     name = "{name}"
-    api_version = 1
+    api_version = 2
     {body}
 
     def configure(self, objects, context):

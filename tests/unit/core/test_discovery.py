@@ -117,7 +117,7 @@ def test_an_unknown_name_lists_what_is_installed_and_the_closest(install):
                     from booster_core import Plugin
                     class AcmePlugin(Plugin):
                         name = 'acme'
-                        api_version = 1
+                        api_version = 2
                 """
             },
             "pass",
@@ -150,7 +150,7 @@ INHERITS = """
     from booster_core.plugin import Plugin
 
     class Base(Plugin):
-        api_version = 1
+        api_version = 2
 
         def configure(self, objects, context):
             return objects
@@ -173,7 +173,7 @@ STATES_NOTHING = """
 def test_a_plugin_that_does_not_state_its_interface_version_itself_is_refused(install, text):
     install(files={"plugin.py": text})
     message = "does not say which version of the plugin interface it was written for"
-    with pytest.raises(PluginError, match=rf"Plugin 'acme' \(booster-acme 1.2\) {message}: .*`api_version = 1`"):
+    with pytest.raises(PluginError, match=rf"Plugin 'acme' \(booster-acme 1.2\) {message}: .*`api_version = 2`"):
         discovery.load("acme")
 
 

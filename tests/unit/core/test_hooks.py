@@ -139,5 +139,5 @@ def test_installed_hooks_are_found_and_a_broken_one_is_reported_and_left_out(ins
 
 def test_every_specification_has_a_docstring():
     specs = [value for value in vars(hookspecs).values() if hasattr(value, "booster_spec")]
-    assert len(specs) == 19
+    assert len(specs) == 13
     assert all(spec.__doc__ for spec in specs)

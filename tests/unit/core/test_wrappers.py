@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin import ModelWrapper, OptimizerWrapper
+from booster_core.plugin import GradientScaling, ModelWrapper, OptimizerWrapper
 from booster_core.precision import DynamicLossScaler, LossScaleConfig, PrecisionPolicy
 from booster_testing.models import TinyMixedBag, TinyMLP
 
@@ -16,7 +16,7 @@ def make(precision=None, **changes):
     model = TinyMLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **changes)
     policy = None if precision is None else PrecisionPolicy.parse(precision)
-    return ModelWrapper(model, precision=policy), OptimizerWrapper(optimizer, precision=policy)
+    return ModelWrapper(model, precision=policy), OptimizerWrapper(optimizer, scaling=GradientScaling(policy))
 
 
 def test_model_wrapper_forwards_attributes_and_state():
@@ -132,10 +132,9 @@ def test_metrics_are_handed_on():
     heard = []
     model = TinyMLP()
     optimizer = OptimizerWrapper(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        precision=PrecisionPolicy.parse("fp16"),
-        after_step=lambda opt, metrics: heard.append((opt, metrics)),
+        torch.optim.SGD(model.parameters(), lr=0.1), scaling=GradientScaling(PrecisionPolicy.parse("fp16"))
     )
+    optimizer.on_step.append(lambda opt, metrics: heard.append((opt, metrics)))
     optimizer.backward(model(torch.randn(2, 8)).mean())
     norm = optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
@@ -184,7 +183,7 @@ def run_fp16(optimizer_calls, *, micro_batches):
     policy = PrecisionPolicy(
         compute_dtype=torch.float16, loss_scale=LossScaleConfig(initial_scale=16.0), param_dtype=None
     )
-    optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.0), precision=policy)
+    optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.0), scaling=GradientScaling(policy))
     for number in range(micro_batches):
         torch.manual_seed(number)
         optimizer.backward(model(torch.randn(3, 4).double()).square().mean())

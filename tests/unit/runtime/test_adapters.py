@@ -9,8 +9,8 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_runtime import full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
@@ -76,7 +76,7 @@ def train(booster, model, optimizer, steps):
 class Replicas(ReferencePlugin):
     """Also declares that it trains adapters."""
 
-    api_version = 1
+    api_version = 2
     capabilities = ReferencePlugin.capabilities | {Capability.LORA}
 
 
@@ -142,11 +142,11 @@ def test_adapters_of_a_kind_that_no_test_has_covered_are_refused():
         booster.boost(model, torch.optim.AdamW(model.parameters()))
 
 
-class Renamed(SingleDevicePlugin):
+class Renamed(SingleDeviceStrategy):
     """A third party's plugin, which trains adapters."""
 
     name = "another"
-    api_version = 1
+    api_version = 2
 
 
 def test_what_is_written_equals_what_peft_writes(tmp_path):
@@ -284,8 +284,8 @@ def test_saving_without_adapters_is_refused(tmp_path):
         booster.save_lora_as_pretrained(boosted, tmp_path)
 
 
-class WithoutAdapters(SingleDevicePlugin):
-    capabilities = SingleDevicePlugin.capabilities - {Capability.LORA}
+class WithoutAdapters(SingleDeviceStrategy):
+    capabilities = SingleDeviceStrategy.capabilities - {Capability.LORA}
 
 
 def test_a_plugin_that_does_not_declare_adapters_refuses_them():

@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from booster_core.errors import ConfigError
-from booster_runtime.data.dealing import split_dataloader
 from booster_runtime.data.prepare import prepare_dataloader
+from booster_runtime.data.shard import split_dataloader
 
 SAMPLES = 24
 

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import gather_for_metrics
-from booster_runtime.data.dealing import split_dataloader
 from booster_runtime.data.prepare import prepare_dataloader
+from booster_runtime.data.shard import split_dataloader
 
 
 class Stream(IterableDataset):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from booster_core.errors import ConfigError
-from booster_runtime.data.dealing import split_dataloader
+from booster_runtime.data.shard import split_dataloader
 
 SAMPLES = 22
 

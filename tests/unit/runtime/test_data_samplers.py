@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.data.dealing import split_dataloader
+from booster_runtime.data.shard import split_dataloader
 
 
 class DrawsFromAllGenerators(Sampler):

@@ -8,11 +8,11 @@ from torch import nn
 
 from booster_core import Boosted, Booster, Plugin
 from booster_core.plugin import ModelWrapper, OptimizerWrapper
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.state.shard import TensorShard
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, take_recording
 from booster_runtime.lazy.replay import Replay
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing.models import TinyMixedBag, TinyMLP
 
 
@@ -63,21 +63,22 @@ def test_what_was_run_is_described(capsys) -> None:
         model = nn.Linear(4, 4)
         model.register_buffer("picked", torch.randn(6)[torch.rand(6) > 0.5])
     booster = Booster()
-    booster.boost(model)
+    model, *_ = booster.boost(model)
     assert "lazy init  run instead of recorded: aten::index (1)" in booster.describe()
 
 
-class SlicingPlugin(SingleDevicePlugin):
+class SlicingPlugin(SingleDeviceStrategy):
     """Keeps the first row of every matrix, and all of the rest."""
 
     name: ClassVar[str] = "slicing"
-    handles_lazy: ClassVar[bool] = True
+    placeholders: ClassVar[str | None] = "own"
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[str, torch.Tensor] = {}
 
-    def configure(self, objects: Boosted, context: Any) -> Boosted:
+    def shard(self, objects: Boosted, context: Any, values: Any) -> Boosted:
+        assert values is None, "left to this plugin"
         recording = take_recording(objects.model)
         shards = []
         for name, parameter in objects.model.named_parameters():
@@ -90,7 +91,7 @@ class SlicingPlugin(SingleDevicePlugin):
                     TensorShard(name=name, global_shape=shape, dtype=parameter.dtype, box=box, data=self.kept[name])
                 )
         recording.fill(shards, context.device)
-        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer)
+        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer, context=context)
         return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
 
 

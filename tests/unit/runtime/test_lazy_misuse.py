@@ -11,9 +11,9 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, LazyInitError
-from booster_core.plugin import SingleDevicePlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, load_pretrained, materialize, take_recording
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing.models import TinyMixedBag, TinyMLP
 
 
@@ -126,8 +126,8 @@ def test_boosting_twice_is_refused(model) -> None:
         booster.boost(model)
 
 
-class Raising(SingleDevicePlugin):
-    def configure(self, objects, context):
+class Raising(SingleDeviceStrategy):
+    def shard(self, objects, context, values):
         message = "something is missing"
         raise ConfigError(message)
 

@@ -30,7 +30,7 @@ class Configurable(ReferencePlugin):
     """Takes an option, and says which of its settings are worth comparing."""
 
     name = "configurable"
-    api_version = 1
+    api_version = 2
 
     def __init__(self, *, precision=None, level=0):
         super().__init__(precision=precision)

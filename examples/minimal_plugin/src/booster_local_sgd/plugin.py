@@ -17,8 +17,10 @@ from booster_core.plugin import (
     OptimizerWrapper,
     Plugin,
     check_no_masters,
+    like,
     place_model,
 )
+from booster_runtime.data import shard_dataloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +45,7 @@ class LocalSGDPlugin(Plugin):
     """
 
     name: ClassVar[str] = "local_sgd"
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int] = 2
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.CPU, Capability.CUDA, Capability.FP32, Capability.BF16, Capability.DATA_PARALLEL}
     )
@@ -65,20 +67,22 @@ class LocalSGDPlugin(Plugin):
         Collective: every rank of the world.
         """
         model = objects.model
-        place_model(model, objects.optimizer, context.device, context.precision)
+        place_model(model, objects.optimizers, context.device, context.precision)
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, src=0)
-        optimizer = objects.optimizer and LocalSGDOptimizer(
-            objects.optimizer, model, self.sync_every, precision=context.precision, after_step=context.after_step
+        optimizers = [LocalSGDOptimizer(each, model, self.sync_every, context=context) for each in objects.optimizers]
+        return objects._replace(
+            model=ModelWrapper(model, precision=context.precision),
+            optimizer=like(objects.optimizer, optimizers),
+            dataloader=shard_dataloader(objects.dataloader, self, context),
         )
-        return objects._replace(model=ModelWrapper(model, precision=context.precision), optimizer=optimizer)
 
-    def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
+    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:
         """Average the parameters over the ranks, so that a checkpoint is of all ranks' work.
 
         Collective: every rank of the world.
         """
-        del optimizer, context
+        del context
         average(model)
 
     def describe(self) -> Mapping[str, object]:
@@ -93,7 +97,6 @@ class LocalSGDOptimizer(OptimizerWrapper):
         super().__init__(optim, **kwargs)
         self.model = model
         self.sync_every = sync_every
-        self.num_steps = 0
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients of all ranks by one factor, so that no rank's norm is above ``max_norm``.
@@ -119,7 +122,6 @@ class LocalSGDOptimizer(OptimizerWrapper):
         Collective: every rank of the world, in step.
         """
         result = super().step(closure)
-        self.num_steps += 1
         if self.num_steps % self.sync_every == 0:
             average(self.model)
         return result

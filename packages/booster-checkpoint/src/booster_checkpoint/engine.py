@@ -78,7 +78,7 @@ class CheckpointEngine(CheckpointIO):
                 f"`bucket_bytes={bucket_bytes}` is too small. Use at least {_MIN_BUCKET_BYTES}; the default is 64 MiB."
             )
             raise ConfigError(msg)
-        self._session = Session(context.coordinator, timeout_seconds=context.timeout_seconds)
+        self._session = Session(context.coordinator, timeout_seconds=context.coordinator.timeout_seconds)
         self._bucket_bytes = bucket_bytes
         self._saver = Saver(self._session, bucket_bytes, shared_filesystem=shared_filesystem)
         self._leases = Leases()

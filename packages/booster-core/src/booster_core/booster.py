@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -16,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 
 from booster_core.attribute_hints import no_attribute
-from booster_core.errors import ConfigError, needs_runtime
-from booster_core.plugin.arguments import check_boost_arguments, check_boosted
-from booster_core.plugin.discovery import check_api_version, load
+from booster_core.checkpoint_io import GlobalPosition
+from booster_core.errors import ConfigError
+from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
+from booster_core.plugin.discovery import check_api_version, load, load_default
 from booster_core.plugin.hooks import hook_relay
-from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin
+from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin, as_tuple
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.originals import mark_boosted
 from booster_core.plugin.replicated import gradient_norm_dtype
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.coordinator import DistCoordinator
@@ -84,7 +83,6 @@ class Booster(Saving):
             asked, here or through the plugin, each `boost` follows its model: one whose trained parameters are in bf16
             or fp16 is trained as under that name, with updates in fp32; any other runs as it is.
         plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
-        timeout_seconds: How long collective calls wait for a missing rank; the time limit of the launch by default.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
 
@@ -104,7 +102,6 @@ class Booster(Saving):
         mixed_precision: PrecisionPolicy | str | None = None,
         plugin: Plugin | str | None = None,
         *,
-        timeout_seconds: float | None = None,
         device_placement: bool = True,
     ) -> None:
         super().__init__()
@@ -118,7 +115,7 @@ class Booster(Saving):
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
-            plugin = SingleDevicePlugin()
+            plugin = load_default()()
         elif not isinstance(plugin, Plugin):
             got = f"the class `{plugin.__name__}`" if isinstance(plugin, type) else f"`{type(plugin).__name__}`"
             msg = f"`plugin` is the name of an installed plugin, such as 'ddp', or a Plugin object; got {got}."
@@ -130,8 +127,6 @@ class Booster(Saving):
         self._asked_device = check_device(device, plugin)
         is_known = self._asked_device is None and not torch.cuda.is_available()  # before the launch
         self._device = own_device(None, plugin) if is_known else None
-        self._timeout_seconds = timeout_seconds
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what users passed to `boost`
         self._loss_weights: list[LossWeight] = []
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -153,25 +148,17 @@ class Booster(Saving):
         return self._device
 
     @cached_property
-    def context(self) -> BoostContext:  # type: ignore[override] # made at the first use, and replaced in copies
+    def context(self) -> BoostContext:  # type: ignore[override] # made at the first use
         """Device, ranks, precision and hooks of this run, fixed at the first use."""
-        if not isinstance(self.plugin, SingleDevicePlugin) and not torch.distributed.is_initialized():
+        if self.plugin.needs_process_group:
             ensure_process_group()
-        relay = hook_relay()
-
-        def after_step(optimizer: Optimizer, metrics: dict[str, Any]) -> None:
-            if relay.after_step.get_hookimpls():  # asked at each step: hooks may be registered late
-                relay.after_step(optimizer=optimizer, metrics=metrics)
-
-        coordinator = DistCoordinator()
         return BoostContext(
             booster=self,
             device=self.device,
-            coordinator=coordinator,
+            coordinator=DistCoordinator(),
             precision=self.precision,
-            timeout_seconds=self._timeout_seconds or coordinator.timeout_seconds,
-            hooks=relay,
-            after_step=after_step,
+            device_placement=self.device_placement,
+            hooks=hook_relay(),
         )
 
     @overload
@@ -197,10 +184,10 @@ class Booster(Saving):
     def boost(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | Sequence[DataLoader[Any]] | None = None,
-        lr_scheduler: LRScheduler | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     ) -> Boosted[Any, Any, Any, Any, Any]:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
 
@@ -209,51 +196,47 @@ class Booster(Saving):
         ``plugin.prepare_dataloader``, or has a ``DistributedSampler``, is returned as it is.
 
         Args:
-            model: The user's model, on any device.
-            optimizer: Any ``torch.optim.Optimizer`` over parameters of the model, with or without state.
+            model: The user's model, on any device; each model is boosted once.
+            optimizer: Any ``torch.optim.Optimizer`` over parameters of the model, with or without state. Of several in
+                a list or tuple, each parameter belongs to one; each steps by itself, and clipping is over all.
             criterion: Computes the loss; returned as it is.
-            dataloader: Yields batches; of a list or tuple of loaders, each is split, and a list or tuple comes back.
-            lr_scheduler: A scheduler over ``optimizer``; keeps working after the call.
+            dataloader: Yields batches; of a list or tuple of loaders, each is split.
+            lr_scheduler: A scheduler over an ``optimizer``, or several; they keep working after the call.
 
         Returns:
-            The five things in the same order; those not passed are ``None``. The model is a `ModelWrapper`, which type
-            checkers take for the type of the user's model, whose attributes it has; the optimizer is an
-            `OptimizerWrapper`.
+            The five things in the same order, lists and tuples as such; those not passed are ``None``. The model is a
+            `ModelWrapper`, which type checkers take for the type of the user's model, whose attributes it has; an
+            optimizer is an `OptimizerWrapper`.
 
         Raises:
             TypeError: If an argument is of another type.
-            ConfigError: If the model or optimizer is boosted already, by any Booster, the optimizer holds parameters
-                that are not the model's, they have gradients that no step was taken with, ranks have models of
-                different formats, or the data loader can't be split, as where its data set is split already or has
-                other lengths on some ranks.
+            ConfigError: If the model or optimizer is boosted already, by any Booster, an optimizer holds parameters
+                that are not the model's or another's, they have gradients that no step was taken with, ranks have
+                models of different formats, the plugin trains by one optimizer only, or the data loader can't be split,
+                as where its data set is split already or has other lengths on some ranks.
 
         Collective: every rank of the world.
         """
-        loaders = dataloader if isinstance(dataloader, (list, tuple)) else (dataloader,)
-        objects = Boosted(model, optimizer, criterion, loaders[0] if loaders else None, lr_scheduler)
-        context = self.context
-        with context.coordinator.together("boost", timeout_seconds=context.timeout_seconds):
-            check_boost_arguments(objects, further=loaders[1:])
-            context.hooks.check_objects(plugin=self.plugin, objects=objects)
-        context = replace(context, precision=self._agreed_precision(objects))
+        objects = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+        coordinator = self.context.coordinator
+        with coordinator.together("boost"):  # nothing has changed yet, on any rank
+            check_arguments(objects, self.plugin)
+            check_values(model, self.plugin, self.device)
+            policy = precision_for(self.precision, objects, self.plugin)
+            self.plugin.check_objects(objects, self.context)
+        coordinator.agree("boost", {"plugin": self.plugin.name, "precision": policy.name, **outline(objects)})
+        context = replace(self.context, precision=policy)
+        norm_dtype = gradient_norm_dtype(model, policy)  # ranks may have parts of the model from here on
         dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)
-        dealt = [None if loader is None else self._deal(loader) for loader in loaders]
-        objects = objects._replace(dataloader=dealt[0] if dealt else None)
-        context.hooks.prepare_objects(plugin=self.plugin, objects=objects, context=context)
-        norm_dtype = gradient_norm_dtype(objects.model, context.precision)  # ranks may have parts of it from now on
         boosted = self.plugin.configure(objects, context)
         check_boosted(boosted, objects, self.plugin)
-        if boosted.optimizer is not None:
-            boosted.optimizer.set_model(boosted.model.unwrap(), norm_dtype)
-        if isinstance(dataloader, (list, tuple)):
-            both = [boosted.dataloader, *dealt[1:]]
-            boosted = boosted._replace(dataloader=type(dataloader)(both[: len(loaders)]))
-        mark_boosted(model)
-        self._models.add(model)
         wrapper: Any = boosted.model
-        wrapper.attach(() if boosted.optimizer is None else (boosted.optimizer,), context)
-        self._optimizers[wrapper] = boosted.optimizer
+        wrapper.attach(boosted.optimizers, context)
+        for each in boosted.optimizers:
+            each.set_model(wrapper.unwrap(), norm_dtype)
+        mark_boosted(model)
+        self._boosted.add(wrapper)
         self._dtypes[wrapper] = dtypes
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
@@ -289,23 +272,21 @@ class Booster(Saving):
 
         Collective: every rank of the world, with ``pretrained_dir``; else none.
         """
-        adapted: PeftModel = self._run(
-            "enable_lora",
-            model=model,
+        return self.plugin.enable_lora(
+            model,
             lora_config=lora_config,
             pretrained_dir=pretrained_dir,
-            bnb_quantization_config=bnb_quantization_config,
-            quantize=quantize,
+            quantization=bnb_quantization_config if bnb_quantization_config is not None else quantize or None,
+            context=self.context,
         )
-        return adapted
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, **options: Any) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> None:
         """Run backward from a loss, with the loss scale of the run.
 
         Args:
             loss: A scalar computed from the boosted model's output. Under accumulation, divide it by the number of
                 micro-batches.
-            optimizer: The optimizer that `boost` returned.
+            optimizer: The optimizer that `boost` returned; of several, any or all.
             **options: ``inputs`` and ``retain_graph``, as for ``Tensor.backward``.
 
         Raises:
@@ -319,11 +300,12 @@ class Booster(Saving):
         if unknown:
             msg = f"`Booster.backward` takes no {' or '.join(unknown)}. Its options are `inputs` and `retain_graph`."
             raise TypeError(msg)
-        if not isinstance(optimizer, OptimizerWrapper):
-            got = type(optimizer).__name__
+        first = next(iter(as_tuple(optimizer)), None)
+        if not isinstance(first, OptimizerWrapper):
+            got = type(optimizer if first is None else first).__name__
             msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
-        optimizer.backward(self._weighed(loss), **options)
+        first.backward(self._weighed(loss), **options)
 
     @contextlib.contextmanager
     def weighing_losses(self, weight: float) -> Iterator[LossWeight]:
@@ -358,7 +340,7 @@ class Booster(Saving):
     @property
     def boosted_models(self) -> tuple[ModelWrapper, ...]:
         """The models that this Booster has boosted and somebody still holds."""
-        return tuple(self._optimizers)
+        return tuple(self._boosted)
 
     def boosted_model(self, model: nn.Module | None, call: str) -> ModelWrapper:
         """Return the boosted model that was passed to a call, or the only one there is.
@@ -372,12 +354,12 @@ class Booster(Saving):
             ConfigError: If it is left out and not exactly one is boosted.
         """
         if model is None:
-            if len(self._optimizers) != 1:
-                msg = f"`{call}` needs to be told which model: {len(self._optimizers)} models are boosted."
+            if len(self._boosted) != 1:
+                msg = f"`{call}` needs to be told which model: {len(self._boosted)} models are boosted."
                 raise ConfigError(msg)
-            return next(iter(self._optimizers))
+            return next(iter(self._boosted))
         model = boosted_inside(model)
-        if not isinstance(model, ModelWrapper) or model not in self._optimizers:
+        if not isinstance(model, ModelWrapper) or model not in self._boosted:
             got = f"{type(model).__module__}.{type(model).__qualname__}"
             msg = f"`{call}` needs the model returned by `Booster.boost`; got `{got}`."
             raise TypeError(msg)
@@ -392,7 +374,7 @@ class Booster(Saving):
 
         Args:
             model: The boosted model; may be left out when one model is boosted.
-            optimizer: The boosted optimizer; found by the model when left out.
+            optimizer: Accepted for scripts that pass it; the model knows its optimizers.
 
         Raises:
             TypeError: If the model is not a boosted one.
@@ -400,8 +382,8 @@ class Booster(Saving):
 
         Collective: none, but every rank must do the same.
         """
-        boosted = self.boosted_model(model, "Booster.no_sync")
-        return self.plugin.no_sync(boosted, optimizer or self._optimizers.get(boosted))
+        del optimizer
+        return self.plugin.no_sync(self.boosted_model(model, "Booster.no_sync"))
 
     def execute_pipeline(
         self,
@@ -443,8 +425,9 @@ class Booster(Saving):
         Collective: none.
         """
         loader = self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
-        place = hook_relay().booster_method(name="place_batches")
-        return loader if place is None else place(booster=self, loader=loader)
+        if self.device_placement and isinstance(loader, GlobalPosition):
+            loader.device = self.device
+        return loader
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own model of a boosted one.
@@ -458,28 +441,21 @@ class Booster(Saving):
 
         Collective: none.
         """
-        context = self.context
-        notes = [line for found in context.hooks.describe_run(models=list(self._models)) for line in found]
-        is_said = any(line.startswith("reduction") for line in notes)  # what is asked for is not all there is to say
         models = self.boosted_models
+        notes = list(dict.fromkeys(line for model in models for line in self.plugin.describe_model(model)))
+        is_said = any(line.startswith("reduction") for line in notes)  # what is asked for is not all there is to say
         found = dict.fromkeys(line for model in models for line in self._formats_of(model, is_said=is_said))
+        coordinator = self.context.coordinator
         lines = [
             f"plugin     {self.plugin.name} ({type(self.plugin).__name__})",
             *(f"           {name}={value!r}" for name, value in self.plugin.describe().items()),
-            f"world      {context.coordinator.world_size} rank(s), {context.timeout_seconds:g} s time limit",
+            f"world      {coordinator.world_size} rank(s), {coordinator.timeout_seconds:g} s time limit",
             f"device     {self.device}",
             *(found or describe_precision(self.precision)),
         ]
         text = "\n".join([*lines, *notes])
-        context.coordinator.print_on_master(text)
+        coordinator.print_on_master(text)
         return text
-
-    def _run(self, method: str, **arguments: Any) -> Any:
-        """Do the work of a method, which another distribution has."""
-        function = hook_relay().booster_method(name=method)
-        if function is None:
-            raise ConfigError(needs_runtime(f"`Booster.{method}` is done"))
-        return function(booster=self, **arguments)
 
     def _formats_of(self, model: ModelWrapper, *, is_said: bool) -> list[str]:
         """Return lines on the formats of a boosted model, read from its tensors; without that of sums if it is said."""
@@ -489,34 +465,3 @@ class Booster(Saving):
             shards = self.state_adapter(model).optimizer_shards()
             masters = next((shard.dtype for shard in shards if shard.state == "master"), None)
         return describe_precision(model.boost_context.precision, model, masters=masters, says_reduce=not is_said)
-
-    def _agreed_precision(self, objects: Boosted) -> PrecisionPolicy:
-        """Return the precision in which objects are boosted, the same on every rank.
-
-        Collective: every rank of the world, where the precision follows the model.
-        """
-        policy = self.precision
-        if not policy.follows_model:
-            return policy
-        coordinator = self.context.coordinator
-        with coordinator.together("boost"):
-            policy = precision_for(policy, objects, self.plugin)
-        names = coordinator.all_gather_object(policy.name)
-        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
-        if other is not None:  # on every rank alike
-            msg = (
-                f"The trained parameters of the model are in {names[0]} on rank 0 and in {names[other]} on rank "
-                f"{other}. Build it in one format on every rank, or pass `mixed_precision`."
-            )
-            raise ConfigError(msg)
-        return policy
-
-    def _deal(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Split a user's loader between data parallel ranks; one rank without booster-runtime keeps it."""
-        coordinator = self.context.coordinator
-        dealt: DataLoader[Any] | None = self.context.hooks.deal_dataloader(
-            loader=loader, plugin=self.plugin, coordinator=coordinator
-        )
-        if dealt is None and self.plugin.data_parallel_coordinates(coordinator)[1] > 1:
-            raise ConfigError(needs_runtime("Data loaders are split between ranks"))
-        return loader if dealt is None else dealt

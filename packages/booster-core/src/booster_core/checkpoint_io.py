@@ -408,7 +408,12 @@ class GlobalPosition(ABC):
     """A data loader whose ``state_dict`` is one position in the global order of samples, the same on every rank.
 
     An engine saves it once, and any number of ranks goes on from it. Of other loaders each rank's own state is saved.
+
+    Attributes:
+        device: Where batches are handed out; ``None`` leaves them where they are.
     """
+
+    device: torch.device | None = None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

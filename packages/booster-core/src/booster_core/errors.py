@@ -110,11 +110,6 @@ def name_ranks(ranks: Sequence[int], num_ranks: int | None = None) -> str:
     return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
-def needs_runtime(what: str) -> str:
-    """Return the message for what needs booster-runtime where it is not installed, such as "Models are saved"."""
-    return f"{what} by booster-runtime, which is not installed. Run `pip install booster-runtime`."
-
-
 def needs_checkpoint(what: str) -> str:
     """Return the message for what needs booster-checkpoint where it is not installed, such as "Adapters are saved"."""
     return f"{what} by booster-checkpoint, which is not installed. Run `pip install booster-checkpoint`."

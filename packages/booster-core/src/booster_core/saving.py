@@ -22,8 +22,7 @@ from booster_core.checkpoint_io import (
     resolved,
 )
 from booster_core.errors import ConfigError
-from booster_core.plugin.interface import Plugin
-from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.interface import Plugin, as_tuple
 from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 
@@ -48,7 +47,7 @@ class Saving:
     """Device, ranks, precision and hooks of this run, fixed at the first use."""
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakKeyDictionary[ModelWrapper, Optimizer | None] = weakref.WeakKeyDictionary()
+        self._boosted: weakref.WeakSet[ModelWrapper] = weakref.WeakSet()
         self._dtypes: weakref.WeakKeyDictionary[ModelWrapper, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
 
@@ -68,8 +67,10 @@ class Saving:
         """
         boosted = self._boosted_model(model)
         if boosted is None:
-            return Plugin.state_adapter(self.plugin, model, optimizer, self.context)  # the default: a whole model
-        return self.plugin.state_adapter(boosted, optimizer or self._optimizers[boosted], boosted.boost_context)
+            from booster_core.state import ReplicatedStateAdapter
+
+            return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
+        return self.plugin.state_adapter(boosted, boosted.boost_context)
 
     def save_model(
         self,
@@ -200,7 +201,7 @@ class Saving:
 
     def save_optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         checkpoint: str | Path,
         shard: bool = False,  # noqa: FBT001, FBT002 - positional in the tutorials
         gather_dtensor: bool = True,  # noqa: FBT001, FBT002
@@ -229,7 +230,7 @@ class Saving:
 
     def load_optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         checkpoint: str | Path,
         low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
         num_threads: int = 1,
@@ -272,7 +273,7 @@ class Saving:
         *,
         step: int,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
         ema: MovingAverage | None = None,
@@ -324,7 +325,7 @@ class Saving:
             call="save_checkpoint", path=root, size_per_shard=size_per_shard, use_async=use_async, step=options
         )
         with self._saving("checkpoint", request, model):
-            with self.context.coordinator.together(request.call, timeout_seconds=self.context.timeout_seconds):
+            with self.context.coordinator.together(request.call):
                 state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
             self.checkpoint_io.save_checkpoint(state, request)
 
@@ -333,7 +334,7 @@ class Saving:
         root: str | Path,
         *,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Any = None,
         ema: MovingAverage | None = None,
@@ -384,7 +385,7 @@ class Saving:
             resume=resume,
         )
         with self._announced("checkpoint", request):
-            with self.context.coordinator.together(request.call, timeout_seconds=self.context.timeout_seconds):
+            with self.context.coordinator.together(request.call):
                 state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
             return self.checkpoint_io.load_checkpoint(state, request)
 
@@ -432,7 +433,7 @@ class Saving:
     def _boosted_model(self, model: nn.Module) -> ModelWrapper | None:
         """Return the boosted model that ``model`` is, or is the inside of; ``None`` for a plain one."""
         model = boosted_inside(model)
-        for boosted in self._optimizers:
+        for boosted in self._boosted:
             if boosted is model or boosted.unwrap() is model:
                 return boosted
         return None
@@ -451,18 +452,35 @@ class Saving:
         precision = boosted.boost_context.precision
         return {name: precision.export_dtype(dtype) for name, dtype in self._dtypes[boosted].items()}
 
-    def _model_of(self, optimizer: Optimizer, call: str) -> ModelWrapper:
-        for boosted, own in self._optimizers.items():
-            if isinstance(own, OptimizerWrapper) and optimizer in (own, own.unwrap()):
-                return boosted
-        msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{type(optimizer).__name__}`."
+    def _model_of(self, optimizer: Optimizer | Sequence[Optimizer], call: str) -> ModelWrapper:
+        """Return the model that one optimizer, or several, were boosted with; all of it must be passed.
+
+        Raises:
+            TypeError: If one was not boosted by this Booster.
+            ConfigError: If the model has another optimizer that is not passed.
+        """
+        asked = as_tuple(optimizer)
+        for boosted in self._boosted:
+            own = boosted.boosted_optimizers
+            found = [each for each in own if any(one in (each, each.unwrap()) for one in asked)]
+            if not found or len(found) < len(asked):
+                continue
+            if len(found) < len(own):
+                msg = (
+                    f"`Booster.{call}` got {len(found)} of the {len(own)} optimizers that the model was boosted with. "
+                    "Pass all of them, as `boost` returned them: their state is one."
+                )
+                raise ConfigError(msg)
+            return boosted
+        got = ", ".join(f"`{type(each).__name__}`" for each in asked or (optimizer,))
+        msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got {got}."
         raise TypeError(msg)
 
     def _training_state(
         self,
         call: str,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None,
         dataloader: Any,
         ema: MovingAverage | None,
@@ -481,7 +499,7 @@ class Saving:
             objects=TrainingObjects(
                 device=self.context.device,
                 schedulers=tuple(scheduler for scheduler in schedulers if scheduler is not None),
-                loss_scaler=getattr(optimizer, "loss_scaler", None),
+                loss_scaler=getattr(next(iter(as_tuple(optimizer)), None), "loss_scaler", None),
                 dataloader=dataloader,
                 registered=dict(self._registered),
             ),
@@ -504,7 +522,7 @@ class Saving:
             boosted = self._boosted_model(model)
             if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
                 with NamedCall("save"):
-                    self.plugin.prepare_save(boosted, self._optimizers[boosted], boosted.boost_context)
+                    self.plugin.prepare_save(boosted, boosted.boost_context)
             yield
 
     @contextlib.contextmanager

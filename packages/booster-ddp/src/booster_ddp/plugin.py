@@ -11,15 +11,16 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
+    GradientScaling,
     ModelWrapper,
     OptimizerWrapper,
-    Plugin,
     check_no_masters,
+    like,
     place_model,
     unwrap_model,
+    write_gradient,
 )
 from booster_core.state import ReplicatedStateAdapter
 from booster_ddp.buffers import DistributedDataParallel
@@ -31,7 +32,8 @@ from booster_ddp.names import with_users_names
 from booster_ddp.rank_local import RankLocal
 from booster_ddp.sync_batchnorm import convert_sync_batchnorm
 from booster_ddp.unreduced import UnreducedGradients
-from booster_runtime.sharding import note_reductions, refuse_renormalized, write_gradient
+from booster_runtime.sharding import note_reductions, refuse_renormalized
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,11 +45,12 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext
     from booster_core.precision import PrecisionPolicy
     from booster_core.state import StateAdapter
+    from booster_runtime.strategy import Values
 
 _DEFAULT_BUCKET_CAP_MB = 25  # torch's
 
 
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(Strategy):
     """Train a full replica of the model on every rank; gradients are averaged during backward.
 
     Args:
@@ -71,8 +74,11 @@ class TorchDDPPlugin(Plugin):
     """
 
     name: ClassVar[str] = "ddp"
-    api_version: ClassVar[int] = 1
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.SEVERAL_OPTIMIZERS,
+    }
 
     def __init__(
         self,
@@ -124,18 +130,19 @@ class TorchDDPPlugin(Plugin):
             raise ConfigError(msg)
         return check_no_masters(policy, self.name)
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
-        """Move the model to the device, wrap it by DDP, and wrap the optimizer.
+    def check_model(self, objects: Boosted, context: BoostContext) -> None:
+        """Refuse an embedding that changes its table in forward, so that replicas would differ."""
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(objects.model)
 
-        Raises:
-            ConfigError: If an embedding changes its table in forward, so that replicas would differ.
+    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+        """Move the model to the device, wrap it by DDP, and wrap the optimizers.
 
         Collective: every rank of the world.
         """
+        del values
         original = objects.model
-        if context.coordinator.world_size > 1:
-            refuse_renormalized(original)
-        place_model(original, objects.optimizer, context.device, context.precision)
+        place_model(original, objects.optimizers, context.device, context.precision)
         if self.config.sync_batchnorm:
             convert_sync_batchnorm(original, context.device.type)
         rank_local = RankLocal.of(original)
@@ -143,7 +150,7 @@ class TorchDDPPlugin(Plugin):
         model = DDPModel(original, precision=context.precision)
         asked = False if self.config.static_graph else self.config.find_unused_parameters
         bucket_bytes = int((self.config.bucket_cap_mb or _DEFAULT_BUCKET_CAP_MB) * 2**20)
-        has_optimizer = objects.optimizer is not None
+        has_optimizer = bool(objects.optimizers)
         hook = self.config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
         narrow = next((dtype for dtype, name in BY_DTYPE.items() if name == hook), None)
         unreduced = UnreducedGradients(
@@ -159,10 +166,9 @@ class TorchDDPPlugin(Plugin):
         if hook in (None, "allreduce") or narrow is not None:  # others send something else than gradients
             averaged = [each for each in original.parameters() if each.requires_grad and each not in rank_local]
             note_reductions(original, {narrow or each.dtype for each in averaged}, context.device, by_backend=True)
-        first_step = None
         # DDP refuses a model without trainable parameters, such as a frozen teacher.
         if is_reduced and asked is None and has_optimizer:
-            first_step = FirstStep(
+            unreduced.first_step = FirstStep(
                 model,
                 wrap,
                 bucket_bytes=bucket_bytes,
@@ -171,48 +177,47 @@ class TorchDDPPlugin(Plugin):
             )
         elif is_reduced:
             model.module = wrap(asked is not False)
-        optimizer = objects.optimizer and DDPOptimizer(
-            objects.optimizer,
-            model,
-            first_step,
-            unreduced,
-            rank_local,
-            precision=context.precision,
-            after_step=context.after_step,
-        )
-        return objects._replace(model=model, optimizer=optimizer)
+        scaling = GradientScaling(context.precision)
+        optimizers = [
+            DDPOptimizer(each, model, unreduced, rank_local, context=context, scaling=scaling)
+            for each in objects.optimizers
+        ]
+        return objects._replace(model=model, optimizer=like(objects.optimizer, optimizers))
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return DDP's own ``no_sync``: forward and backward inside it don't communicate.
 
         A model that was boosted without its optimizer communicates nevertheless: no optimizer of ours would average the
         gradients that are left.
         """
         inner = model.module
-        if not isinstance(optimizer, DDPOptimizer):
-            return super().no_sync(model, optimizer)
+        optimizer = _optimizer_of(model)
+        if optimizer is None:
+            return super().no_sync(model)
         if isinstance(inner, DistributedDataParallel):
             return inner.no_sync()
         if optimizer.first_step is not None:
             return optimizer.first_step.no_sync()
-        return super().no_sync(model, optimizer)
+        return super().no_sync(model)
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return a parameter's gradient, averaged over all ranks."""
-        if isinstance(optimizer, DDPOptimizer):
+        optimizer = _optimizer_of(model)
+        if optimizer is not None:
             optimizer.settle()
-        return super().full_gradient(model, optimizer, name)
+        return super().full_gradient(model, name)
 
-    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace a parameter's gradient, which `full_gradient` has returned just before, by the same on every rank."""
         gradient = unwrap_model(model).get_parameter(name).grad
         assert gradient is not None, "`full_gradient` has returned it"
-        write_gradient(gradient, values, optimizer)
+        write_gradient(gradient, values, model.boosted_optimizers)
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: nn.Module, context: BoostContext) -> StateAdapter:
         """Return the view of the state that checkpoints are written against; ignored parameters are rank 0's."""
         ignored = RankLocal.of(model.unwrap() if isinstance(model, ModelWrapper) else model).names
-        return ReplicatedStateAdapter(model, optimizer, context.coordinator, of_first=ignored)
+        optimizers = model.boosted_optimizers if isinstance(model, ModelWrapper) else ()
+        return ReplicatedStateAdapter(model, optimizers, context.coordinator, of_first=ignored)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
@@ -245,14 +250,18 @@ class TorchDDPPlugin(Plugin):
         return ddp
 
 
+def _optimizer_of(model: ModelWrapper) -> DDPOptimizer | None:
+    """Return an optimizer of a boosted model, of which any settles the gradients of all; ``None`` where it has none."""
+    return next((each for each in model.boosted_optimizers if isinstance(each, DDPOptimizer)), None)
+
+
 class DDPOptimizer(OptimizerWrapper):
     """Step only with gradients that are averaged over all ranks.
 
     Args:
         optim: The optimizer inside.
         model: The boosted model; DDP will never reduce parameters that are frozen now.
-        first_step: The first step, if it decides on ``find_unused_parameters``.
-        unreduced: Tracks gradients that DDP has not averaged.
+        unreduced: Tracks gradients that DDP has not averaged, and the first step; the model's, for all its optimizers.
         rank_local: Parameters that are not averaged.
         **kwargs: As for `OptimizerWrapper`.
     """
@@ -261,13 +270,11 @@ class DDPOptimizer(OptimizerWrapper):
         self,
         optim: Optimizer,
         model: ModelWrapper,
-        first_step: FirstStep | None,
         unreduced: UnreducedGradients,
         rank_local: RankLocal,
         **kwargs: Any,
     ) -> None:
         super().__init__(optim, **kwargs)
-        self.first_step = first_step
         self._unreduced = unreduced
         self._model = model
         named = dict(model.unwrap().named_parameters())
@@ -275,6 +282,11 @@ class DDPOptimizer(OptimizerWrapper):
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._reduced = {name: parameter for name, parameter in trained.items() if parameter not in rank_local}
         self._ignored = {name: parameter for name, parameter in trained.items() if parameter in rank_local}
+
+    @property
+    def first_step(self) -> FirstStep | None:
+        """The first step, as long as it decides on ``find_unused_parameters``."""
+        return self._unreduced.first_step
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss; see `OptimizerWrapper.backward`.
@@ -384,7 +396,7 @@ class DDPOptimizer(OptimizerWrapper):
         result = super().step(closure)
         if self.first_step is not None and any(p.grad is not None for p in self._reduced.values()):
             self.first_step.finish()
-            self.first_step = None
+            self._unreduced.first_step = None
         return result
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.plugin import BoostContext, ModelWrapper
+    from booster_ddp.first_step import FirstStep
     from booster_ddp.rank_local import RankLocal
 
 
@@ -68,6 +69,7 @@ class UnreducedGradients:
         self._marked: set[int] = set()  # ids of what the reducer has marked as used since it last finished
         self._task = -1
         self.exist = False
+        self.first_step: FirstStep | None = None
         for parameter in self._reduced(model):
             parameter.register_post_accumulate_grad_hook(self._notice)  # type: ignore[no-untyped-call]
 
@@ -135,7 +137,7 @@ class UnreducedGradients:
         assert model is not None, "the optimizer, which calls this, references it"
         # Else a rank that has run fewer backward passes would pair this all-reduce with those of its next backward.
         context = self._context
-        context.coordinator.block_all(name="average gradients", timeout_seconds=context.timeout_seconds)
+        context.coordinator.block_all(name="average gradients")
         counts = average_gradients(self._reduced(model), self._bucket_bytes, self._wire)
         self.exist = False
         return counts

@@ -258,7 +258,7 @@ class FSDPOptimizer(OptimizerWrapper):
         return super().step(closure)
 
     def _clip_as_configured(self) -> None:
-        if self._config.max_norm > 0 and self._grad_norm is None:
+        if self._config.max_norm > 0 and self.scaling.norm is None:
             self.clip_grad_by_norm(self._config.max_norm)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:

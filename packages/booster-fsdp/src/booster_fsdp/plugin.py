@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, place_model, unwrap_model
+from booster_core.plugin import (
+    Boosted,
+    Capability,
+    like,
+    place_model,
+    unwrap_model,
+    write_gradient,
+)
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import slices_of
 from booster_fsdp.config import FSDPConfig
@@ -30,7 +37,8 @@ from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_m
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.local_state import mark_as_local
-from booster_runtime.sharding import agree_on_values, dtensor_shards, write_gradient
+from booster_runtime.sharding import agree_on_values, dtensor_shards
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +47,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-    from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext
+    from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
+    from booster_runtime.strategy import Values
 
 
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(Strategy):
     """Shard parameters, gradients and optimizer state over all ranks by torch's FSDP2.
 
     Args:
@@ -80,9 +88,9 @@ class TorchFSDPPlugin(Plugin):
     """
 
     name: ClassVar[str] = "fsdp"
-    api_version: ClassVar[int] = 1
-    handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    api_version: ClassVar[int] = 2
+    placeholders: ClassVar[Literal["device", "own"] | None] = "own"
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
@@ -164,7 +172,7 @@ class TorchFSDPPlugin(Plugin):
         """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
         return "cpu_offload=True" if self.config.cpu_offload else None
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
         """Shard the model, and let the optimizer update this rank's shards.
 
         Raises:
@@ -174,15 +182,16 @@ class TorchFSDPPlugin(Plugin):
 
         Collective: every rank of the world.
         """
+        del values
         mesh = self._mesh_of_world(context)
-        model = objects.model
+        model, given = objects.model, next(iter(objects.optimizers), None)
         methods = self._forward_methods(model)
         check_parameters(model)
         recording = None
         if is_lazy(model) or shards_from_host(model, context.device, context.coordinator):
-            recording = hollow_model(model, objects.optimizer, context.device, context.precision)
+            recording = hollow_model(model, given, context.device, context.precision)
         else:
-            place_model(model, objects.optimizer, context.device, context.precision)
+            place_model(model, given, context.device, context.precision)
             agree_on_values(model)
         before = {parameter: path for path, parameter in model.named_parameters()}
         units = shard_model(model, mesh, self.config, context.precision)
@@ -203,9 +212,9 @@ class TorchFSDPPlugin(Plugin):
         wrapped = FSDPModel(model, units=units, precision=cast_by, forward_methods=methods)
         settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
         optimizer = None
-        if objects.optimizer is not None:
+        if given is not None:
             optimizer = FSDPOptimizer(
-                objects.optimizer,
+                given,
                 model,
                 before=before,
                 units=units,
@@ -213,33 +222,35 @@ class TorchFSDPPlugin(Plugin):
                 ranks=ranks_of(mesh),
                 config=self.config,
                 device=context.device,
-                precision=context.precision,
-                after_step=context.after_step,
+                context=context,
             )
             if recording is not None:
                 optimizer.views.move_state()
         else:
             settlement.settle_each_backward()
         wrapped.attach_optimizer(optimizer)
-        return objects._replace(model=wrapped, optimizer=optimizer)
+        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of sharded parameters and optimizer state."""
+        optimizer = model.boosted_optimizer
         sharded = optimizer if isinstance(optimizer, FSDPOptimizer) else None
         return FSDPStateAdapter(model, sharded, context.coordinator, cast("FSDPModel", model).units)
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which unsharded gradients accumulate on this rank, in as much memory as the whole model.
 
         A model that was boosted without its optimizer reduces nevertheless: no optimizer of ours would reduce the
         gradients that are left.
         """
+        optimizer = model.boosted_optimizer
         if not isinstance(optimizer, FSDPOptimizer):
-            return super().no_sync(model, optimizer)
+            return super().no_sync(model)
         return _without_reduction(cast("FSDPModule", unwrap_model(model)))
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks and gathered from its shards."""
+        optimizer = model.boosted_optimizer
         cast("FSDPModel", model).units.reshard()
         parameter = unwrap_model(model).get_parameter(name)
         if isinstance(optimizer, FSDPOptimizer):
@@ -250,8 +261,9 @@ class TorchFSDPPlugin(Plugin):
         whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
         return whole.detach()
 
-    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace this rank's part of a parameter's gradient, which `full_gradient` has returned just before."""
+        optimizer = model.boosted_optimizer
         gradient = unwrap_model(model).get_parameter(name).grad
         assert gradient is not None, "`full_gradient` has returned it"
         if not isinstance(gradient, DTensor):

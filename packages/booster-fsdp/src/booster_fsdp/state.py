@@ -41,7 +41,7 @@ class FSDPStateAdapter(DTensorStateAdapter):
     @override
     def optimizer_shards(self) -> Iterator[TensorShard]:
         self._prepare()
-        self._required_optimizer()
+        self._required_optimizers()
         assert self._sharded is not None
         parameters = NamedTensors.of(self._module).tensors
         of_all = []
@@ -59,7 +59,7 @@ class FSDPStateAdapter(DTensorStateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
-        self._required_optimizer()
+        self._required_optimizers()
         assert self._sharded is not None
         is_whole = any(self._sharded.is_stepped_whole(parameter) for parameter in self._module.parameters())
         with self._sharded.views.shown() if is_whole else contextlib.nullcontext():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from booster_core.plugin import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, unwrap_model
+from booster_core.plugin import Boosted, Capability, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks
@@ -14,7 +14,6 @@ from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_nu
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiOptimizer
 from booster_gemini.search import search_chunk_numel
-from booster_runtime.lazy import place_or_hollow
 from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
@@ -23,6 +22,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.engine import keeping_shards, set_gradient
 from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext
+    from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
     from booster_runtime.sharding import ShardingRanks
+    from booster_runtime.strategy import Values
     from booster_zero.engine import Format
 
 
@@ -47,7 +47,7 @@ _REMEDY = (
 )
 
 
-class GeminiPlugin(Plugin):
+class GeminiPlugin(Strategy):
     """Data parallelism whose parameters, gradients and optimizer state are in chunks, split over the ranks.
 
     Args:
@@ -65,9 +65,9 @@ class GeminiPlugin(Plugin):
     """
 
     name: ClassVar[str] = "gemini"
-    api_version: ClassVar[int] = 1
-    handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    api_version: ClassVar[int] = 2
+    placeholders: ClassVar[Literal["device", "own"] | None] = "device"
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
@@ -143,31 +143,32 @@ class GeminiPlugin(Plugin):
         """
         return self.config.resolve_precision(policy, self.name)
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def check_model(self, objects: Boosted, context: BoostContext) -> None:
+        """Refuse parameters that share memory, scripted modules, embeddings that change their table, unknown leaves."""
+        del context
+        refuse_renormalized(objects.model)
+        check_distinct_memory(objects.model)
+        check_modules(objects.model)
+        find_leaves(objects.model, self.config.leaf_modules)
+
+    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
         """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
 
         Raises:
-            ConfigError: If ``replica_size`` does not divide the number of ranks, two parameters are one memory, a
-                module is scripted, the optimizer or a parameter can't be sharded, or an entry of ``leaf_modules`` fits
-                no module.
+            ConfigError: If ``replica_size`` does not divide the number of ranks, or the optimizer or a parameter can't
+                be sharded.
 
         Collective: every rank of the world.
         """
-        model = objects.model
-        refuse_renormalized(model)
-        check_distinct_memory(model)
-        check_modules(model)
+        model, given = objects.model, next(iter(objects.optimizers), None)
         leaves = find_leaves(model, self.config.leaf_modules)
-        # After what raises without communication: a rank that left would end groups that others still connect.
         ranks = self._ranks.get(gathers_apart=bool(leaves))
-        # Chunks have formats of their own.
-        recording = place_or_hollow(model, objects.optimizer, context)
-        hollow = {} if recording is None else recording.name_of
+        hollow = {} if values is None else values.name_of
         lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in hollow}
-        groups = [] if objects.optimizer is None else objects.optimizer.param_groups
+        groups = [] if given is None else given.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
         format_of = self.config.formats(model, context.precision, context.device, held=held)
-        kind = "flat" if objects.optimizer is None else partition_for(objects.optimizer, self.config.partition)
+        kind = "flat" if given is None else partition_for(given, self.config.partition)
         manager = ChunkManager(
             model,
             ranks,
@@ -182,12 +183,12 @@ class GeminiPlugin(Plugin):
             remedy=_REMEDY,
             debug=self.config.debug,
         )
-        if recording is not None:
-            fill_chunks(model, recording, manager, context)
+        if values is not None:
+            fill_chunks(model, values, manager, context)
         optimizer = None
-        if objects.optimizer is not None:
+        if given is not None:
             optimizer = GeminiOptimizer(
-                objects.optimizer,
+                given,
                 model,
                 manager=manager,
                 held=held,
@@ -200,8 +201,7 @@ class GeminiPlugin(Plugin):
                 config=self.config,
                 format_of=format_of,
                 device=context.device,
-                precision=context.precision,
-                after_step=context.after_step,
+                context=context,
             )
             trained = [chunk.format.wire for chunk in manager.layout.buckets if chunk.format.is_trained]
             note_reductions(model, trained, context.device)
@@ -215,31 +215,34 @@ class GeminiPlugin(Plugin):
             for module, inside in leaves.items()
         }
         wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer, leaves=gathered)
-        return objects._replace(model=wrapped, optimizer=optimizer)
+        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
+        optimizer = model.boosted_optimizer
         assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
         gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
         return ChunkStateAdapter(model, gemini, context.coordinator)
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""
-        del model
+        optimizer = model.boosted_optimizer
         return keeping_shards(optimizer)
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
+        optimizer = model.boosted_optimizer
         if not isinstance(optimizer, GeminiOptimizer):
             return None
         return optimizer.full_gradient(unwrap_model(model).get_parameter(name))
 
-    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
 
         Raises:
             ConfigError: If the boosted optimizer does not hold the parameter.
         """
+        optimizer = model.boosted_optimizer
         set_gradient(optimizer, unwrap_model(model).get_parameter(name), values, name)
 
     def describe(self) -> Mapping[str, object]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
     PipelinePlugin,
     boosted_inside,
+    like,
     unscaled_gradient,
     unwrap_model,
 )
@@ -49,6 +49,7 @@ from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
 from booster_zero.engine import set_gradient
 from booster_zero.gathering import ChunkStateAdapter
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext
+    from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import LossScaleConfig
     from booster_core.state import StateAdapter
     from booster_hybrid.axes import Axis
@@ -69,13 +70,14 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_runtime.strategy import Values
 
 
 _PARAMETERS = 3
 """The stage of ZeRO that shards parameters."""
 
 
-class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
+class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     """Combine tensor, pipeline, sequence and data parallelism; data parallelism uses the remaining ranks.
 
     Args:
@@ -125,9 +127,9 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     """
 
     name: ClassVar[str] = "hybrid"
-    api_version: ClassVar[int] = 1
-    handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {
+    api_version: ClassVar[int] = 2
+    placeholders: ClassVar[Literal["device", "own"] | None] = "own"
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.PIPELINE,
     }
@@ -225,7 +227,12 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         """
         return self._zero.resolve_precision(policy)
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def check_model(self, objects: Boosted, context: BoostContext) -> None:
+        """Refuse embeddings that change their table in forward."""
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(objects.model)
+
+    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
@@ -234,11 +241,11 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
 
         Collective: every rank of the world.
         """
+        del values
         check_same_settings(self._settings(context), context.coordinator)
         self._warn_of_plain_data_parallelism()
-        if context.coordinator.world_size > 1:
-            refuse_renormalized(objects.model)  # before groups are made: ranks that wait there would get another error
         axes = self._axes_of_world()
+        passed, objects = objects, objects._replace(optimizer=next(iter(objects.optimizers), None))
         setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
         recording = setup.place_values()
         self._unchecked_layers = setup.check(is_lazy=recording is not None)
@@ -264,7 +271,8 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
         replace_generate(hybrid, context.device, splits_sequences=self.config.sequence.mode is not None)
         if recording is not None:
-            adapter = self.state_adapter(hybrid, boosted.optimizer, context)
+            hybrid.attach(boosted.optimizers, context)
+            adapter = self.state_adapter(hybrid, context)
             fill_model(
                 objects.model,
                 recording,
@@ -273,7 +281,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
                 cast("HybridOptimizer | None", boosted.optimizer),
                 sharded=local.whole_shapes(objects.model) if isinstance(hybrid, ShardedHybridModel) else None,
             )
-        return boosted
+        return boosted._replace(optimizer=like(passed.optimizer, [boosted.optimizer]))
 
     def _shard(
         self,
@@ -285,7 +293,7 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
     ) -> Boosted:
         """Let the data parallel ranks share the optimizer's state, and in stage 3 the parameters."""
         if self.config.zero is None or self.zero_stage != _PARAMETERS:
-            return self._zero.shard(
+            return self._zero.shard_over(
                 objects,
                 context,
                 setup.sharding_ranks(),
@@ -374,8 +382,9 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         shape = self._shape(coordinator.world_size)
         return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
+        optimizer = model.boosted_optimizer
         del context
         axes = self._axes_of_world()
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
@@ -400,9 +409,9 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             return adapter
         return HybridStateAdapter(adapter, local.expert_splits, is_first=axes["ep",].index == 0, owns_whole=True)
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate here; from ZeRO 2 on each is reduced into its shard."""
-        return self._zero.no_sync(model, optimizer)
+        return self._zero.no_sync(model)
 
     def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
         """Return the names of the whole model's parameters, also of those on other stages, and where they are."""
@@ -413,8 +422,9 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
         named = {name: path for name, path in stages.paths.items() if name in stages.parameters}
         return {**{path: path for path in named.values()}, **named}
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
+        optimizer = model.boosted_optimizer
         boosted: Any = boosted_inside(model)
         local: LocalModel = boosted.local
         hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
@@ -427,12 +437,13 @@ class HybridParallelPlugin(MeshAttributes, PipelinePlugin):
             whole = self._gradient_here(boosted, hybrid, parameter)
         return local.from_stage(whole, owner)
 
-    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace a parameter's gradient on every stage that has it, which `full_gradient` has returned just before.
 
         Raises:
             ConfigError: On every rank, if the boosted optimizer does not hold the parameter.
         """
+        optimizer = model.boosted_optimizer
         boosted: Any = boosted_inside(model)
         stages: StageMap | None = boosted.stages
         paths = {name}

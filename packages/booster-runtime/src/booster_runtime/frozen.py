@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 from booster_core.errors import GradientError
-from booster_core.plugin import OptimizerWrapper, unwrap_model
+from booster_core.plugin import unwrap_model
 from booster_core.state import NamedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
-    from booster_core.plugin import Boosted
-
-_names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""The frozen parameters of models that are being boosted."""
+    from booster_core.plugin import Boosted, OptimizerWrapper
 
 
-def note_frozen(objects: Boosted) -> None:
-    """Note which parameters are frozen before the plugin lays out a model.
-
-    Collective: none.
-    """
-    if objects.optimizer is not None:
-        _names[unwrap_model(objects.model)] = _untrained_names(objects.model, objects.optimizer)
-
-
-def watch_frozen(boosted: Boosted) -> None:
-    """Let each step of the boosted optimizer check that what was frozen still is.
-
-    Collective: none.
-    """
-    model = unwrap_model(boosted.model)
-    names = _names.pop(model, set())
-    if isinstance(boosted.optimizer, OptimizerWrapper):
-        boosted.optimizer.frozen = FrozenParameters(model, names)
-
-
-def _untrained_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the names of a model's frozen parameters that its optimizer does not list."""
-    listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    name_of = NamedTensors.of(model).name_of
+def frozen_parameters(objects: Boosted) -> set[str]:
+    """Return the names of a model's frozen parameters that no optimizer lists, before a strategy lays the model out."""
+    if not objects.optimizers:
+        return set()
+    listed = {
+        id(parameter) for each in objects.optimizers for group in each.param_groups for parameter in group["params"]
+    }
+    name_of = NamedTensors.of(objects.model).name_of
     return {
         name_of[id(parameter)]
-        for parameter in model.parameters()
+        for parameter in objects.model.parameters()
         if not parameter.requires_grad and id(parameter) not in listed
     }
+
+
+def watch_frozen(boosted: Boosted, names: Collection[str]) -> None:
+    """Let each step of a boosted optimizer check that what was frozen still is."""
+    for optimizer in boosted.optimizers[:1]:
+        optimizer.frozen = FrozenParameters(unwrap_model(boosted.model), names)
 
 
 class FrozenParameters:
@@ -74,7 +59,7 @@ class FrozenParameters:
         """
         if not any(tensor.requires_grad for tensor in self._tensors.values()):
             return
-        listed = optimizer.listed_parameters()
+        listed = set().union(*(each.listed_parameters() for each in optimizer.scaling.optimizers))
         names = [name for name, tensor in self._tensors.items() if tensor.requires_grad and id(tensor) not in listed]
         if names:
             msg = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -20,13 +20,12 @@ from booster_runtime.lazy.context import continued
 from booster_runtime.lazy.model import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from peft import LoraConfig, PeftModel
     from torch.optim import Optimizer
     from transformers import BitsAndBytesConfig
 
-    from booster_core import Booster
     from booster_core.plugin import Plugin
 
 _INSTALL = "`pip install 'booster-runtime[lora]'`"
@@ -42,28 +41,6 @@ _TESTED_UNDER = {
     "VERA": _SHARDING,
 }
 """Plugins under which adapters of another kind get the gradients of one process, by peft's name of the kind."""
-
-
-def enable_lora(
-    booster: Booster,
-    pretrained_dir: str | Path | None,
-    bnb_quantization_config: Any,
-    *,
-    quantize: bool,
-    **arguments: Any,
-) -> PeftModel:
-    """Put low-rank adapters into a model; see `Booster.enable_lora`."""
-    # A folder may be there for some ranks only.
-    together = booster.context.coordinator.together
-    with contextlib.nullcontext() if pretrained_dir is None else together("enable_lora"):
-        quantization = None
-        if quantize or bnb_quantization_config is not None:
-            from booster_runtime.quantization import check_quantization
-
-            quantization = check_quantization(bnb_quantization_config, booster.device)
-        return add_adapters(
-            plugin=booster.plugin, pretrained_dir=pretrained_dir, quantization=quantization, **arguments
-        )
 
 
 def add_adapters(
@@ -114,7 +91,7 @@ def add_adapters(
         raise ConfigError(msg) from error
 
 
-def check_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin) -> None:
+def check_adapters(model: nn.Module, optimizers: Sequence[Optimizer], plugin: Plugin) -> None:
     """Check a model that has adapters before it is boosted.
 
     Raises:
@@ -125,10 +102,11 @@ def check_adapters(model: nn.Module, optimizer: Optimizer | None, plugin: Plugin
     if not has_adapters(model):
         return
     _check_plugin(plugin)
-    if optimizer is None:
+    if not optimizers:
         return
     _check_kinds(model, plugin)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     adapters = _adapter_parameters(model) & trained
     if not held & adapters or (held - trained and adapters - held):

@@ -173,7 +173,7 @@ def _save_adapters(
 def _agree(booster: Booster, check: Callable[[], None], *, is_main_process: bool) -> None:
     """Raise on every rank if arguments are wrong on one, and name the ranks that do not come."""
     context = booster.context
-    with context.coordinator.together("save_pretrained", timeout_seconds=context.timeout_seconds):
+    with context.coordinator.together("save_pretrained"):
         check()
         if not is_main_process and context.coordinator.rank == 0:
             msg = (

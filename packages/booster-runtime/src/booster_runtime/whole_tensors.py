@@ -9,48 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError, PluginError
-from booster_core.plugin import Plugin, unwrap_model
+from booster_core.errors import ConfigError
 from booster_core.state import TensorMeta, box_shape, regions_of, slices_of, unpack
-from booster_runtime.sharding import write_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from booster_core import Booster
-    from booster_core.plugin import ModelWrapper, OptimizerWrapper
+    from booster_core.plugin import ModelWrapper
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter, TensorShard
 
-__all__ = ["SetsGradients", "full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
-
-
-@runtime_checkable
-class SetsGradients(Protocol):
-    """What a plugin has whose parameters don't carry whole gradients, or not always."""
-
-    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
-        """Replace the gradient of a parameter that has one, which `Plugin.full_gradient` has returned just before.
-
-        Args:
-            model: The boosted model.
-            optimizer: The boosted optimizer.
-            name: As for `Plugin.full_gradient`.
-            values: The same on every rank, without loss scale, in the shape of the whole parameter.
-
-        Raises:
-            ConfigError: On every rank, if this can't be done for the parameter.
-
-        Collective: every rank of the plugin's mesh, in step.
-        """
+__all__ = ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
 
 
 @contextlib.contextmanager
@@ -164,7 +141,7 @@ def full_gradient(booster: Booster, model: nn.Module, name: str) -> Tensor | Non
     """
     boosted = booster.boosted_model(model, "full_gradient")
     path = _path_of(booster, boosted, name)
-    return booster.plugin.full_gradient(boosted, _optimizer_of(boosted), path)
+    return booster.plugin.full_gradient(boosted, path)
 
 
 def _path_of(booster: Booster, model: ModelWrapper, name: str) -> str:
@@ -181,10 +158,6 @@ def _path_of(booster: Booster, model: ModelWrapper, name: str) -> str:
         msg = f"The model has no parameter named '{name}'." + (f" Did you mean '{close[0]}'?" if close else "")
         raise ConfigError(msg)
     return paths[name]
-
-
-def _optimizer_of(model: ModelWrapper) -> OptimizerWrapper | None:
-    return model.boosted_optimizers[0] if model.boosted_optimizers else None
 
 
 def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Tensor) -> None:
@@ -228,17 +201,7 @@ def set_full_gradient(booster: Booster, model: nn.Module, name: str, values: Ten
             raise ConfigError(msg)
     whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(values)
     _send_values_of_first_rank([whole], coordinator)
-    plugin, optimizer = booster.plugin, _optimizer_of(boosted)
-    path = _path_of(booster, boosted, name)
-    if isinstance(plugin, SetsGradients):
-        plugin.set_full_gradient(boosted, optimizer, path, whole)
-    elif type(plugin).full_gradient is Plugin.full_gradient:
-        gradient = unwrap_model(boosted).get_parameter(path).grad
-        assert gradient is not None, "it was read above"
-        write_gradient(gradient, whole, optimizer)
-    else:
-        msg = f"Plugin '{plugin.name}' keeps gradients in its own way, and has no `set_full_gradient`."
-        raise PluginError(msg)
+    booster.plugin.set_full_gradient(boosted, _path_of(booster, boosted, name), whole)
 
 
 def _state(booster: Booster, model: nn.Module, name: str, state: str, call: str) -> tuple[Tensor, StateAdapter]:

@@ -48,7 +48,7 @@ JOBS: dict[str, Job] = {
     # ---- training
     **{name: _train(optimizer=name) for name in ("adamw", "sgd")},
     **{name: _train(*_SYNCHRONOUS, optimizer=name) for name in ("adafactor", "muon")},
-    "adamw, lazy": _train(lazy=True),
+    "adamw, lazy": _train(Capability.LAZY_INIT, lazy=True),
     "adamw, many steps": _train(steps=12),
     "adamw, again": _train(),
     "replicas": Job(function=runs.train_and_view_locally, needs=_SYNCHRONOUS),

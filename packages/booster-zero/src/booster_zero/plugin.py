@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
-    SYNCHRONOUS_TRAINING,
     Boosted,
     Capability,
-    Plugin,
+    like,
     unscaled_gradient,
     unwrap_model,
 )
 from booster_core.precision import PrecisionPolicy
 from booster_runtime import collectives
-from booster_runtime.lazy import place_or_hollow
 from booster_runtime.memory import MappedFolder
 from booster_runtime.sharding import (
     RanksOfWorld,
@@ -30,6 +28,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
+from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
@@ -48,15 +47,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor
 
-    from booster_core.plugin import BoostContext
+    from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
     from booster_runtime.sharding import ShardingRanks
+    from booster_runtime.strategy import Values
 
 
-class LowLevelZeroPlugin(Plugin):
+class LowLevelZeroPlugin(Strategy):
     """Data parallelism whose optimizer state (stage 1) and gradients (stage 2) are split over the ranks.
 
     Args:
@@ -76,9 +75,9 @@ class LowLevelZeroPlugin(Plugin):
     """
 
     name: ClassVar[str] = "zero"
-    api_version: ClassVar[int] = 1
-    handles_lazy: ClassVar[bool] = True
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.DATA_PARALLEL}
+    api_version: ClassVar[int] = 2
+    placeholders: ClassVar[Literal["device", "own"] | None] = "device"
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
@@ -142,7 +141,13 @@ class LowLevelZeroPlugin(Plugin):
         """
         return self.config.resolve_precision(policy, self.name)
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def check_model(self, objects: Boosted, context: BoostContext) -> None:
+        """Refuse parameters that share memory, and embeddings that change their table in forward."""
+        check_distinct_memory(objects.model)
+        if context.coordinator.world_size > 1:
+            refuse_renormalized(objects.model)
+
+    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
         """Lay the trained parameters out in buckets, and let the optimizer update this rank's part of them.
 
         Raises:
@@ -153,19 +158,14 @@ class LowLevelZeroPlugin(Plugin):
 
         Collective: every rank of the world.
         """
-        home = self._home(context)
-        model = objects.model
-        check_distinct_memory(model)
-        if context.coordinator.world_size > 1:
-            refuse_renormalized(model)
-        recording = place_or_hollow(model, objects.optimizer, context)
-        boosted = self.shard(objects, context, self._ranks.get(), home=home)
-        if recording is not None:
-            adapter = self.state_adapter(boosted.model, boosted.optimizer, context)
-            fill_model(model, recording, adapter, context, cast("ZeroOptimizer | None", boosted.optimizer))
+        boosted = self.shard_over(objects, context, self._ranks.get(), home=self._home(context))
+        if values is not None:
+            model: Any = boosted.model
+            model.attach(boosted.optimizers, context)
+            fill_model(objects.model, values, self.state_adapter(model, context), context, model.boosted_optimizer)
         return boosted
 
-    def shard(
+    def shard_over(
         self,
         objects: Boosted,
         context: BoostContext,
@@ -181,8 +181,8 @@ class LowLevelZeroPlugin(Plugin):
         For strategies that are composed with this one, and have ranks that hold other parts of the model.
 
         Args:
-            objects: As for `configure`.
-            context: As for `configure`.
+            objects: As for `shard`.
+            context: As for `shard`.
             ranks: The ranks that share the state.
             optimizer_class: What steps the shards.
             model_class: What runs the model.
@@ -191,28 +191,28 @@ class LowLevelZeroPlugin(Plugin):
             ranks_of: For parameters that others share than ``ranks``, by ``id``: `Format.ranks`.
 
         Raises:
-            ConfigError: As for `configure`.
-            OffloadError: As for `configure`.
+            ConfigError: As for `shard`.
+            OffloadError: As for `shard`.
 
         Collective: every rank of the world.
         """
         home = home or self._home(context)
-        model, config = objects.model, self.config
+        model, config, given = objects.model, self.config, next(iter(objects.optimizers), None)
         host = torch.device("cpu") if config.offload else None
         format_of = config.formats(model, context.precision, context.device, home=host, copies=copies, ranks=ranks_of)
         optimizer = None
-        if objects.optimizer is not None:
-            listed = {id(parameter) for group in objects.optimizer.param_groups for parameter in group["params"]}
+        if given is not None:
+            listed = {id(parameter) for group in given.param_groups for parameter in group["params"]}
             reduced = [each for each in model.parameters() if each.requires_grad or id(each) in listed]
             gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in reduced)
             optimizer = optimizer_class(
-                objects.optimizer,
+                given,
                 model,
                 config=config,
                 layout=Layout(
                     ranks,
                     partial(Bucket, home=home),
-                    kind=partition_for(objects.optimizer, config.partition),
+                    kind=partition_for(given, config.partition),
                     bucket_bytes=config.bucket_bytes
                     or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
                 ),
@@ -221,8 +221,7 @@ class LowLevelZeroPlugin(Plugin):
                 gathers=Gathers(overlaps=config.overlap_allgather),
                 offloads=host is not None,
                 device=context.device,
-                precision=context.precision,
-                after_step=context.after_step,
+                context=context,
             )
             buckets = optimizer.layout.buckets
             is_rounded = any(bucket.averages_at_once for bucket in buckets)
@@ -236,23 +235,25 @@ class LowLevelZeroPlugin(Plugin):
         if config.overlap_allgather and optimizer is not None:
             optimizer.gathers.watch(model)
         wrapped = model_class(model, precision=context.precision, optimizer=optimizer)
-        return objects._replace(model=wrapped, optimizer=optimizer)
+        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of parameters, masters and sharded optimizer state."""
+        optimizer = model.boosted_optimizer
         zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
         return ZeroStateAdapter(model, zero, context.coordinator)
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which stage 1 accumulates whole gradients here, in fp32.
 
         From stage 2 on each is reduced into its shard, and the last backward averages over the replicas of shards.
         """
-        del model
+        optimizer = model.boosted_optimizer
         return keeping_gradients(optimizer) if self.config.stage == 1 else keeping_shards(optimizer)
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
+        optimizer = model.boosted_optimizer
         parameter = unwrap_model(model).get_parameter(name)
         if isinstance(optimizer, ZeroOptimizer) and optimizer.holds(parameter):
             return optimizer.full_gradient(parameter)
@@ -263,12 +264,13 @@ class LowLevelZeroPlugin(Plugin):
         collectives.all_reduce(whole).wait()
         return whole / dist.get_world_size()
 
-    def set_full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str, values: Tensor) -> None:
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
 
         Raises:
             ConfigError: If the boosted optimizer does not hold the parameter.
         """
+        optimizer = model.boosted_optimizer
         set_gradient(optimizer, unwrap_model(model).get_parameter(name), values, name)
 
     def describe(self) -> Mapping[str, object]:

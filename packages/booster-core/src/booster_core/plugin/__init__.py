@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
-    from booster_core.plugin.arguments import check_boost_arguments
+    from booster_core.plugin.checks import check_arguments
     from booster_core.plugin.discovery import PluginListing, installed, load
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
@@ -22,8 +22,16 @@ if TYPE_CHECKING:
         Capability,
         PipelinePlugin,
         Plugin,
+        as_tuple,
+        like,
     )
-    from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient
+    from booster_core.plugin.optimizer import (
+        GradientScaling,
+        OptimizerWrapper,
+        check_loss,
+        unscaled_gradient,
+        write_gradient,
+    )
     from booster_core.plugin.originals import through_door
     from booster_core.plugin.replicated import (
         check_no_masters,
@@ -42,6 +50,7 @@ __all__ = [
     "BoostContext",
     "Boosted",
     "Capability",
+    "GradientScaling",
     "ModelWrapper",
     "OptimizerWrapper",
     "PipelinePlugin",
@@ -50,13 +59,15 @@ __all__ = [
     "SingleDevicePlugin",
     "StateAdapter",
     "TensorShard",
+    "as_tuple",
     "boosted_inside",
-    "check_boost_arguments",
+    "check_arguments",
     "check_loss",
     "check_no_masters",
     "hook_relay",
     "hookimpl",
     "installed",
+    "like",
     "load",
     "normalisation_parameters",
     "place_model",
@@ -67,13 +78,14 @@ __all__ = [
     "unregister_hooks",
     "unscaled_gradient",
     "unwrap_model",
+    "write_gradient",
 ]
 
 _import, __dir__ = public_names(
     __name__,
     {
         "booster_core.state": ["StateAdapter", "TensorShard"],
-        ".arguments": ["check_boost_arguments"],
+        ".checks": ["check_arguments"],
         ".discovery": ["PluginListing", "installed", "load"],
         ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
         ".hookspecs": ["hookimpl"],
@@ -85,6 +97,8 @@ _import, __dir__ = public_names(
             "Capability",
             "PipelinePlugin",
             "Plugin",
+            "as_tuple",
+            "like",
         ],
         ".originals": ["through_door"],
         ".replicated": [
@@ -95,7 +109,7 @@ _import, __dir__ = public_names(
             "stored_dtypes",
         ],
         ".single": ["SingleDevicePlugin"],
-        ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient"],
+        ".optimizer": ["GradientScaling", "OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],
         ".wrappers": ["ModelWrapper", "boosted_inside", "unwrap_model"],
     },
 )

@@ -105,6 +105,20 @@ def load(name: str) -> type[Plugin]:
         raise PluginError(msg) from error.__cause__
 
 
+def load_default() -> type[Plugin]:
+    """Return the class of what trains on one device: the plugin named ``single`` where one is installed, else core's.
+
+    booster-runtime brings one that has resumable data loaders, lazy models and adapters.
+
+    Raises:
+        PluginError: As `load`.
+    """
+    from booster_core.plugin.single import SingleDevicePlugin
+
+    is_installed = SingleDevicePlugin.name in entry_points_by_name(PLUGIN_GROUP)
+    return load(SingleDevicePlugin.name) if is_installed else SingleDevicePlugin
+
+
 def plugin_class(class_name: str) -> type[Plugin]:
     """Return the class of an installed plugin by the name of the class.
 

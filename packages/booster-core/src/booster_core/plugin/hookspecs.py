@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader, Dataset
 
     from booster_core.booster import Booster
     from booster_core.plugin.interface import BoostContext, Boosted, Plugin
-    from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.world import Monitor, World
 
 PROJECT_NAME = "booster"
@@ -55,50 +53,6 @@ def watch_ranks(
     agent expects the reason of a failure in a file, that is ``error_file``. ``is_wanted`` is false where the user has
     turned watching off.
     """
-
-
-@hookspec
-def check_objects(plugin: Plugin, objects: Boosted) -> None:
-    """Check the arguments of ``boost`` and raise if they are wrong; every rank raises if one does.
-
-    Called before anything is changed, on every rank, without collectives.
-    """
-
-
-@hookspec
-def prepare_objects(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
-    """Prepare the model and its optimizer, in place, for the plugin's ``configure``. Collective: every rank."""
-
-
-@hookspec(firstresult=True)
-def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any] | None:
-    """Return a loader that deals the samples of a user's loader to data parallel ranks, or ``None`` to pass.
-
-    Collective: every rank.
-    """
-
-
-@hookspec(firstresult=True)
-def prepare_dataloader(
-    dataset: Dataset[Any], rank: int, world_size: int, options: Mapping[str, Any]
-) -> DataLoader[Any] | None:
-    """Return a data loader over a rank's samples, or ``None`` to pass.
-
-    ``options`` are the further arguments of `Plugin.prepare_dataloader`, by name.
-    """
-
-
-@hookspec(firstresult=True)
-def booster_method(name: str) -> Callable[..., Any] | None:
-    """Return the function that does the work of a method of `Booster`, or ``None`` to pass.
-
-    It is called with the ``booster`` and the arguments of the method by name; it returns what the method does.
-    """
-
-
-@hookspec
-def describe_run(models: Sequence[nn.Module]) -> Sequence[str]:  # type: ignore[empty-body]
-    """Return lines for `Booster.describe`, of the models that this Booster has boosted."""
 
 
 @hookspec

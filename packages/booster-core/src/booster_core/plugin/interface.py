@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
-from booster_core.errors import ConfigError, needs_runtime
-from booster_core.plugin.hooks import hook_relay
+from booster_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
+    from peft import LoraConfig, PeftModel
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from booster_core.booster import Booster
+    from booster_core.plugin.wrappers import ModelWrapper
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
 
     _ModelT_co = TypeVar("_ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
-    _OptimizerT_co = TypeVar("_OptimizerT_co", bound="Optimizer | None", default="Optimizer | None", covariant=True)
+    _OptimizerT_co = TypeVar(
+        "_OptimizerT_co", bound="Optimizer | Sequence[Optimizer] | None", default=Any, covariant=True
+    )
     _CriterionT_co = TypeVar(
         "_CriterionT_co", bound="Callable[..., Any] | None", default="Callable[..., Any] | None", covariant=True
     )
@@ -40,10 +45,10 @@ if TYPE_CHECKING:
         "_DataLoaderT_co", bound="DataLoader[Any] | Sequence[DataLoader[Any]] | None", default=Any, covariant=True
     )
     _LRSchedulerT_co = TypeVar(
-        "_LRSchedulerT_co", bound="LRScheduler | None", default="LRScheduler | None", covariant=True
+        "_LRSchedulerT_co", bound="LRScheduler | Sequence[LRScheduler] | None", default=Any, covariant=True
     )
 
-API_VERSION = 1
+API_VERSION = 2
 """Version of this interface. A plugin made for another one is refused when it is loaded."""
 
 
@@ -62,8 +67,12 @@ class Capability(enum.Enum):
     """Trains with compute in fp16 under a dynamic loss scale."""
     LORA = "lora"
     """Trains low-rank adapters of a frozen base."""
+    LAZY_INIT = "lazy_init"
+    """Gives a model its values that was built without them, under ``LazyInitContext``."""
     PIPELINE = "pipeline"
     """Has `PipelinePlugin.execute_pipeline`, and may need it."""
+    SEVERAL_OPTIMIZERS = "several_optimizers"
+    """Trains a model by several optimizers, each with parameters of its own."""
     DATA_PARALLEL = "data_parallel"
     """Ranks see different samples."""
     SYNCHRONOUS = "synchronous"
@@ -77,7 +86,6 @@ SYNCHRONOUS_TRAINING = frozenset(
         Capability.FP32,
         Capability.BF16,
         Capability.FP16,
-        Capability.LORA,
         Capability.SYNCHRONOUS,
     }
 )
@@ -86,17 +94,27 @@ SYNCHRONOUS_TRAINING = frozenset(
 if TYPE_CHECKING:
     # Generic for type checkers, so that a script that unpacks the five things gets their types.
     class Boosted(NamedTuple, Generic[_ModelT_co, _OptimizerT_co, _CriterionT_co, _DataLoaderT_co, _LRSchedulerT_co]):
-        """The five things that `Booster.boost` takes and returns, in their order."""
+        """The five things that `Booster.boost` takes and returns, in their order.
+
+        Of several optimizers, loaders or schedulers of one model there is a list or tuple.
+        """
 
         model: _ModelT_co
         optimizer: _OptimizerT_co = None  # type: ignore[assignment]
         criterion: _CriterionT_co = None  # type: ignore[assignment]
         dataloader: _DataLoaderT_co = None  # type: ignore[assignment]
         lr_scheduler: _LRSchedulerT_co = None  # type: ignore[assignment]
+
+        @property
+        def optimizers(self) -> tuple[Any, ...]:
+            """The optimizers, of which there may be none."""
 else:
 
     class Boosted(NamedTuple):
-        """The five things that `Booster.boost` takes and returns, in their order."""
+        """The five things that `Booster.boost` takes and returns, in their order.
+
+        Of several optimizers, loaders or schedulers of one model there is a list or tuple.
+        """
 
         model: nn.Module
         optimizer: Optimizer | None = None
@@ -104,28 +122,55 @@ else:
         dataloader: DataLoader[Any] | None = None
         lr_scheduler: LRScheduler | None = None
 
+        @property
+        def optimizers(self) -> tuple[Any, ...]:
+            """The optimizers, of which there may be none."""
+            return as_tuple(self.optimizer)
+
+
+def as_tuple(given: Any) -> tuple[Any, ...]:
+    """Return what was passed as a list or tuple, by itself, or not at all, as a tuple."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def like(given: Any, made: Sequence[Any]) -> Any:
+    """Return what was made of ``given``, of which ``as_tuple`` made a tuple, in the form in which it was passed."""
+    if given is None:
+        return None
+    return type(given)(made) if isinstance(given, (list, tuple)) else made[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BoostContext:
-    """The facts of a run that a plugin gets in ``configure``.
+    """The facts of a run, and of one ``boost``, that a plugin gets in ``configure``.
 
     Args:
-        booster: Whose `boost` it is.
+        booster: Whose ``boost`` it is.
         device: The device of this rank; the model has not been moved to it yet.
         coordinator: Rank facts, and meetings that name missing ranks.
-        precision: The resolved precision of the run.
-        timeout_seconds: How long a collective call waits for a missing rank.
+        precision: The precision, resolved for the plugin and the model.
+        device_placement: Whether data loaders hand out batches on the device.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
-        after_step: Called by the optimizer wrapper with itself and its metrics after each step.
     """
 
     booster: Booster = field(repr=False)
     device: torch.device
     coordinator: DistCoordinator
     precision: PrecisionPolicy
-    timeout_seconds: float
+    device_placement: bool = True
     hooks: Any = field(repr=False)
-    after_step: Callable[[Optimizer, dict[str, Any]], None] | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: Any) -> BoostContext:
+        return self  # a copy of a boosted model or optimizer belongs to the same run
+
+    def __reduce__(self) -> Any:
+        return _no_context, ()  # a run can't be pickled with a model
+
+
+def _no_context() -> None:
+    """Return what stands for the run of a boosted model that was pickled."""
 
 
 class Plugin(ABC):
@@ -136,12 +181,11 @@ class Plugin(ABC):
 
     Attributes:
         name: The name of its entry point, as in ``Booster(plugin=name)``.
-        api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 1``.
+        api_version: The version of this interface that the plugin was written for, as a literal: ``api_version = 2``.
             Not ``API_VERSION``, which would match any core that is installed.
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
-        handles_lazy: Whether ``configure`` takes lazy models (`booster_runtime.lazy`) and places their values itself,
-            by ``take_recording``. Any other plugin gets them with their values, whole, on the run's device.
+        needs_process_group: Whether `boost` starts a process group of one where nothing was launched.
     """
 
     name: ClassVar[str]
@@ -150,21 +194,27 @@ class Plugin(ABC):
         {Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL}
     )
     precision: PrecisionPolicy | str | None = None
-    handles_lazy: ClassVar[bool] = False
+    needs_process_group: ClassVar[bool] = True
 
     @abstractmethod
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Return the objects made ready for this strategy.
 
-        The returned model is a `ModelWrapper` and the optimizer an `OptimizerWrapper`. The data loader and the
-        scheduler may be returned as they came: `Booster` has split the loader between ranks already, by
-        `data_parallel_coordinates`.
+        The returned model is a `ModelWrapper` and each optimizer an `OptimizerWrapper`. The scheduler is returned as it
+        came. Where ranks see different samples, the data loader comes back split between them: by
+        `booster_runtime.data.shard_dataloader`, or with a ``torch.utils.data.DistributedSampler``.
 
         Args:
-            objects: What the user passed to ``boost``, checked: the optimizer holds only the model's parameters.
+            objects: What the user passed to ``boost``, checked: optimizers hold only the model's parameters.
             context: Device, ranks, precision and hooks.
 
         Collective: every rank of the world, in step.
+        """
+
+    def check_objects(self, objects: Boosted, context: BoostContext) -> None:  # noqa: B027 - none is needed
+        """Raise what is wrong with the arguments of ``boost`` for this plugin, before anything is changed.
+
+        What it raises on one rank is raised on all. It must not communicate.
         """
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -198,33 +248,36 @@ class Plugin(ABC):
         """
         return coordinator.rank, coordinator.world_size
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
-        """Return the view of a boosted model's (and optimizer's) state that checkpoints are written against.
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
+        """Return the view of a model's state, and that of its optimizers, that checkpoints are written against.
 
-        The default serves plugins that keep the whole model and optimizer on every rank.
+        The default serves plugins that keep the whole model and optimizers on every rank.
+
+        Args:
+            model: The boosted model, which knows its ``boosted_optimizers``.
+            context: Of the run.
 
         Collective: none. Communicate in `prepare_save`, which runs before each save.
         """
         from booster_core.state import ReplicatedStateAdapter
 
-        return ReplicatedStateAdapter(model, optimizer, context.coordinator)
+        return ReplicatedStateAdapter(model, model.boosted_optimizers, context.coordinator)
 
-    def prepare_save(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> None:
+    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:  # noqa: B027 - the default does nothing
         """Synchronize the ranks' state before a save; the default is for plugins whose replicas are always equal.
 
         Called before each save of a model, its adapters, its optimizer or a training state.
 
         Collective: every rank of the world.
         """
-        del model, optimizer, context
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which ``backward`` accumulates without communication, where that saves any.
 
         Gradients after the first backward outside of the context equal those of one large batch, whether or not this
         saves communication; the default saves none.
         """
-        del model, optimizer
+        del model
         return contextlib.nullcontext()
 
     def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
@@ -244,15 +297,14 @@ class Plugin(ABC):
         present = {path: path for path, _ in module.named_parameters(remove_duplicate=False)}
         return present | {name: path for name, path in NamedTensors.of(module).paths.items() if path in present}
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter as the optimizer will use it, in the parameter's shape.
 
         Loss scaling is taken out. The default serves plugins whose parameters carry whole gradients.
 
         Args:
-            model: The boosted model.
-            optimizer: The boosted optimizer; knows of a loss scale.
-            name: The parameter's name in the user's model.
+            model: The boosted model; its optimizers know of a loss scale.
+            name: The path of the parameter, as in `parameter_paths`.
 
         Returns:
             A copy, shape of the parameter; ``None`` where the parameter has no gradient.
@@ -262,7 +314,59 @@ class Plugin(ABC):
         from booster_core.plugin.optimizer import unscaled_gradient
         from booster_core.plugin.wrappers import unwrap_model
 
-        return unscaled_gradient(unwrap_model(model).get_parameter(name), optimizer)
+        return unscaled_gradient(unwrap_model(model).get_parameter(name), model.boosted_optimizers)
+
+    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
+        """Replace the gradient of a parameter that has one, which `full_gradient` has returned just before.
+
+        The default serves plugins whose parameters carry whole gradients.
+
+        Args:
+            model: The boosted model.
+            name: As for `full_gradient`.
+            values: The same on every rank, without loss scale, in the shape of the whole parameter.
+
+        Raises:
+            PluginError: If the plugin keeps gradients in its own way and does not support this.
+            ConfigError: On every rank, if this can't be done for the parameter.
+
+        Collective: every rank of the plugin's mesh, in step.
+        """
+        from booster_core.plugin.optimizer import write_gradient
+        from booster_core.plugin.wrappers import unwrap_model
+
+        if type(self).full_gradient is not Plugin.full_gradient:
+            msg = f"Plugin '{self.name}' keeps gradients in its own way, and has no `set_full_gradient`."
+            raise PluginError(msg)
+        gradient = unwrap_model(model).get_parameter(name).grad
+        assert gradient is not None, "`full_gradient` has returned it"
+        write_gradient(gradient, values, model.boosted_optimizers)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        *,
+        lora_config: LoraConfig | None,
+        pretrained_dir: str | Path | None,
+        quantization: Any,
+        context: BoostContext,
+    ) -> PeftModel:
+        """Put low-rank adapters into a model, in place; see `Booster.enable_lora`. The default refuses.
+
+        Raises:
+            ConfigError: Unless the plugin is a `booster_runtime.strategy.Strategy`, which has adapters.
+        """
+        del model, lora_config, pretrained_dir, quantization, context
+        msg = (
+            f"Plugin '{self.name}' does not train adapters. Use one that extends `booster_runtime.strategy.Strategy`, "
+            "such as 'ddp'; on one device, run `pip install booster-runtime`."
+        )
+        raise ConfigError(msg)
+
+    def describe_model(self, model: ModelWrapper) -> Sequence[str]:
+        """Return lines about a boosted model, for `Booster.describe`."""
+        del model
+        return ()
 
     def prepare_dataloader(
         self,
@@ -280,10 +384,12 @@ class Plugin(ABC):
 
         Ranks are told apart by `data_parallel_coordinates`: those that work on one batch together get the same. Every
         rank gets equally many batches: samples at the end of an epoch are repeated where they don't divide by the
-        number of ranks. `gather_for_metrics` leaves them out.
+        number of ranks. The default is a plain loader with a ``torch.utils.data.DistributedSampler``, whose
+        ``set_epoch`` is the caller's to call; that of `booster_runtime.strategy.Strategy` counts epochs by itself,
+        resumes at any sample, and takes iterable data sets.
 
         Args:
-            dataset: A data set with a length; or an iterable one, dealt out item by item.
+            dataset: A data set with a length.
             batch_size: Samples per batch and rank; at least 1.
             shuffle: Draw a new order each epoch; not possible for iterable data sets.
             seed: Seed of the order and of the workers; must be equal on all ranks.
@@ -296,31 +402,31 @@ class Plugin(ABC):
 
         Raises:
             TypeError: If ``seed`` is no integer.
-            ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks or tells that
-                it is split between them already, an iterable data set is to be shuffled, a ``generator`` is given to
-                shuffle by in place of ``seed``, or booster-runtime, which makes the loaders, is not installed.
+            ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, or it is an
+                iterable one.
 
         Collective: none.
         """
+        from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
         from booster_core.ranks.coordinator import DistCoordinator
 
         rank, world_size = self.data_parallel_coordinates(DistCoordinator())
-        options = {
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "drop_last": drop_last,
-            "pin_memory": pin_memory,
-            "num_workers": num_workers,
-            "distributed_sampler_cls": distributed_sampler_cls,
-            **kwargs,
-        }
-        loader: DataLoader[Any] | None = hook_relay().prepare_dataloader(
-            dataset=dataset, rank=rank, world_size=world_size, options=options
-        )
-        if loader is None:
-            raise ConfigError(needs_runtime("Data loaders are made"))
-        return loader
+        if isinstance(dataset, IterableDataset):
+            msg = (
+                f"Plugin '{self.name}' has no loader for iterable data sets. Use one that extends "
+                "`booster_runtime.strategy.Strategy`, such as 'ddp'; on one device, run `pip install booster-runtime`."
+            )
+            raise ConfigError(msg)
+        if batch_size < 1:
+            msg = f"`batch_size={batch_size}` must be at least 1: it is the number of samples per rank and step."
+            raise ConfigError(msg)
+        make: Any = distributed_sampler_cls
+        if make is None:
+            make = functools.partial(DistributedSampler, seed=seed, drop_last=drop_last)
+        sampler = make(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+        settings = {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers, **kwargs}
+        return DataLoader(dataset, batch_size, sampler=sampler, **settings)
 
     def describe(self) -> Mapping[str, object]:
         """Return the plugin's options and their values, for `Booster.describe`."""

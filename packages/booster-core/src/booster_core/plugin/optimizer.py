@@ -15,15 +15,17 @@ from torch.optim import Optimizer
 from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
+from booster_core.plugin.interface import as_tuple
 from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
 from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
+    from booster_core.plugin.interface import BoostContext
     from booster_core.precision.policy import PrecisionPolicy
 
 
@@ -39,6 +41,42 @@ def _shared(name: str) -> Any:
     return property(get, change, doc=f"The ``{name}`` of the optimizer inside, not a copy.")
 
 
+class GradientScaling:
+    """The loss scale of a boosted model, and what its optimizers know of the present gradients together.
+
+    Args:
+        precision: Precision of the run; decides on loss scaling.
+
+    Attributes:
+        loss_scaler: The dynamic loss scale, under fp16.
+        found_overflow: Whether the unscaled gradients of any of the optimizers overflowed; after a step, whether it was
+            skipped.
+        norm: The global norm before clipping, until the model's optimizers have stepped.
+        optimizers: Those that share this.
+    """
+
+    def __init__(self, precision: PrecisionPolicy | None = None) -> None:
+        scaled = precision is not None and precision.loss_scale is not None
+        self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
+        self.found_overflow = False
+        self.norm: Tensor | None = None
+        self.optimizers: list[OptimizerWrapper] = []
+        self._stepped: set[int] = set()
+
+    def note_step(self, optimizer: OptimizerWrapper) -> None:
+        """Update the loss scale once all optimizers have stepped."""
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self.optimizers):
+            self.end_window()
+
+    def end_window(self) -> None:
+        """Update the loss scale after steps that have been taken; at the latest, the next backward calls it."""
+        if self._stepped and self.loss_scaler is not None:
+            self.loss_scaler.update(overflow=self.found_overflow)
+        self._stepped.clear()
+        self.norm = None
+
+
 class OptimizerWrapper(Optimizer):
     """A boosted optimizer: a ``torch.optim.Optimizer`` to schedulers and to ``torch.amp``, that scales and clips.
 
@@ -49,13 +87,13 @@ class OptimizerWrapper(Optimizer):
 
     Args:
         optim: The optimizer inside.
-        precision: Precision of the run; decides on loss scaling.
-        after_step: Called with this optimizer and the metrics of each step (``skipped``, ``grad_norm`` where it was
-            computed, and ``loss_scale`` under fp16), where a hook asks for them.
+        context: Of the ``boost``: its precision decides on loss scaling, its hooks hear of each step.
+        scaling: What the optimizers of a model share; one of its own by default, for a model with one optimizer.
 
     Attributes:
         norm_dtype: Format of the global norm; ``None`` takes that of the gradients, as `global_norm` says.
-        unlisted: Trained parameters of the model that no group listed at `boost`.
+        unlisted: Trained parameters of the model that no group of any optimizer listed at `boost`; of several
+            optimizers, the first one has them.
     """
 
     refuses_step: str | None = None
@@ -70,23 +108,20 @@ class OptimizerWrapper(Optimizer):
         self,
         optim: Optimizer,
         *,
-        precision: PrecisionPolicy | None = None,
-        after_step: Callable[[Optimizer, dict[str, Any]], None] | None = None,
+        context: BoostContext | None = None,
+        scaling: GradientScaling | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.optim = optim
         self._door = guard_step(optim)
         share_zero_grad(optim, self)
-        scaled = precision is not None and precision.loss_scale is not None
-        self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
-        self._call_hooks = after_step
+        self._context = context
+        self.scaling = GradientScaling(None if context is None else context.precision) if scaling is None else scaling
+        self.scaling.optimizers.append(self)
         self.on_step: list[Callable[[OptimizerWrapper, dict[str, Any]], None]] = []
         """Called with this optimizer and the metrics after each step, in their order; copies have none."""
         # Whether the gradients that are there have been divided by the loss scale.
         self.is_unscaled = False
-        # Whether they overflowed; after a step, whether it was skipped.
-        self.found_overflow = False
-        self._grad_norm: Tensor | None = None
         self.norm_dtype: torch.dtype | None = None
         self.unlisted: list[nn.Parameter] = []
 
@@ -96,12 +131,21 @@ class OptimizerWrapper(Optimizer):
         Args:
             model: The user's own model.
             norm_dtype: Format of the global norm.
-
-        Collective: none.
         """
-        listed = self.listed_parameters()
         self.norm_dtype = norm_dtype
-        self.unlisted = [each for each in model.parameters() if each.requires_grad and id(each) not in listed]
+        if self is self.scaling.optimizers[0]:
+            listed = set().union(*(each.listed_parameters() for each in self.scaling.optimizers))
+            self.unlisted = [each for each in model.parameters() if each.requires_grad and id(each) not in listed]
+
+    @property
+    def loss_scaler(self) -> DynamicLossScaler | None:
+        """The dynamic loss scale, under fp16; the same of all optimizers of a model."""
+        return self.scaling.loss_scaler
+
+    @property
+    def found_overflow(self) -> bool:
+        """Whether the model's gradients overflowed; after a step, whether it was skipped."""
+        return self.scaling.found_overflow
 
     def unwrap(self) -> Optimizer:
         """Return the optimizer inside.
@@ -157,7 +201,8 @@ class OptimizerWrapper(Optimizer):
         Collective: none.
         """
         self.is_unscaled = False
-        self.found_overflow = False
+        if not any(optimizer.is_unscaled for optimizer in self.scaling.optimizers):
+            self.scaling.found_overflow = False
         zero_grad_inside(self.optim, set_to_none=set_to_none)
         for parameter in self.unlisted:
             if set_to_none:
@@ -184,8 +229,11 @@ class OptimizerWrapper(Optimizer):
         if inputs is not None:
             inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
             self.check_inputs(inputs)
+        self.scaling.end_window()
         if self.loss_scaler is not None:
-            self._rescale_gradients()
+            for optimizer in self.scaling.optimizers:
+                optimizer._rescale_gradients()  # noqa: SLF001 - of the same class
+            self.scaling.found_overflow = False
             loss = loss.float() * self.loss_scaler.scale
         with NamedCall("backward"):
             loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -208,7 +256,7 @@ class OptimizerWrapper(Optimizer):
             raise ConfigError(msg)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the model that this rank holds."""
+        """Return the gradients that this rank holds of the parameters listed here, and of those that none lists."""
         listed = {id(p): p for group in self.param_groups for p in group["params"]}
         trained = [*listed.values(), *(p for p in self.unlisted if id(p) not in listed)]
         return [p.grad for p in trained if p.grad is not None]
@@ -248,13 +296,14 @@ class OptimizerWrapper(Optimizer):
         with NamedCall("clip_grad_by_norm"):
             self.unscale_gradients()
             forbids = error_if_nonfinite and not self.found_overflow
-            self._grad_norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
-        return self._grad_norm
+            norm = self.scaling.norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
+        return norm
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip the unscaled gradients by their global norm; sharded strategies name their groups here."""
+        gradients = [each for optimizer in self.scaling.optimizers for each in optimizer.gradients()]
         return clip_by_norm(
-            self.gradients(), max_norm, norm_type, dtype=self.norm_dtype, error_if_nonfinite=error_if_nonfinite
+            gradients, max_norm, norm_type, dtype=self.norm_dtype, error_if_nonfinite=error_if_nonfinite
         )
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -266,14 +315,20 @@ class OptimizerWrapper(Optimizer):
         Collective: as `unscale_gradients`.
         """
         self.unscale_gradients()
-        for gradients in self.gradients_in_parts():
-            clip_by_value(gradients, clip_value)
+        for optimizer in self.scaling.optimizers:
+            for gradients in optimizer.gradients_in_parts():
+                clip_by_value(gradients, clip_value)
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once a step, and note whether one overflowed on any rank.
 
         Collective: every rank of the strategy's mesh for sharded strategies; none for replicated ones.
         """
+        for optimizer in self.scaling.optimizers:
+            optimizer._unscale_own_gradients()  # noqa: SLF001 - of the same class
+
+    def _unscale_own_gradients(self) -> None:
+        """Divide the gradients that this optimizer steps with by the loss scale, unless they are."""
         if self.loss_scaler is None or self.is_unscaled:
             return
         overflows = []
@@ -281,7 +336,7 @@ class OptimizerWrapper(Optimizer):
             overflows.append(any_nonfinite(gradients))
             for gradient in gradients:
                 gradient.div_(self.loss_scaler.scale)
-        self.found_overflow = self.overflow_anywhere(any(overflows))
+        self.scaling.found_overflow |= self.overflow_anywhere(any(overflows))
         self.is_unscaled = True
 
     def _rescale_gradients(self) -> None:
@@ -291,7 +346,6 @@ class OptimizerWrapper(Optimizer):
                 for gradient in gradients:
                     gradient.mul_(self.loss_scaler.scale)
         self.is_unscaled = False
-        self.found_overflow = False
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
         """Return whether a gradient overflowed on any rank; replicated gradients are equal everywhere."""
@@ -322,15 +376,14 @@ class OptimizerWrapper(Optimizer):
         with NamedCall("step"):
             self.unscale_gradients()
             result = None if self.found_overflow else self._update(closure)
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow=self.found_overflow)
         self.num_steps += 1
-        metrics = self._metrics()
+        norm = self.scaling.norm
+        self.scaling.note_step(self)
+        metrics = self._metrics(norm)
         for observe in tuple(self.on_step):
             observe(self, metrics)
-        if self._call_hooks is not None:
-            self._call_hooks(self, metrics)
-        self._grad_norm = None
+        if self._context is not None and self._context.hooks.after_step.get_hookimpls():  # may be registered late
+            self._context.hooks.after_step(optimizer=self, metrics=metrics)
         return result
 
     def _update(self, closure: Callable[[], float] | None) -> Any:
@@ -346,10 +399,10 @@ class OptimizerWrapper(Optimizer):
         """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
-    def _metrics(self) -> dict[str, Any]:
+    def _metrics(self, norm: Tensor | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"skipped": self.found_overflow}
-        if self._grad_norm is not None:
-            metrics["grad_norm"] = self._grad_norm
+        if norm is not None:
+            metrics["grad_norm"] = norm
         if self.loss_scaler is not None:
             metrics["loss_scale"] = self.loss_scaler.scale
         return metrics
@@ -381,13 +434,35 @@ def check_loss(loss: Any) -> None:
         raise GradientError(msg)
 
 
-def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | None) -> Tensor | None:
-    """Return a copy of a parameter's gradient with the optimizer's loss scale taken out; ``None`` where it has none.
+def unscaled_gradient(parameter: nn.Parameter, optimizer: Optimizer | Sequence[Optimizer] | None) -> Tensor | None:
+    """Return a copy of a parameter's gradient with the loss scale taken out; ``None`` where it has none.
 
-    Collective: none.
+    Args:
+        parameter: The parameter.
+        optimizer: The boosted optimizer, or all of the model.
     """
     if parameter.grad is None:
         return None
-    if isinstance(optimizer, OptimizerWrapper) and optimizer.loss_scaler is not None and not optimizer.is_unscaled:
-        return parameter.grad.detach() / optimizer.loss_scaler.scale
-    return parameter.grad.detach().clone()
+    scale = _scale_of(parameter, optimizer)
+    return parameter.grad.detach().clone() if scale is None else parameter.grad.detach() / scale
+
+
+def write_gradient(gradient: Tensor, values: Tensor, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Copy values into a gradient, with the loss scale that the optimizer will take out.
+
+    Args:
+        gradient: A whole gradient, or a part of one.
+        values: In its shape, without loss scale.
+        optimizer: The boosted optimizer, or all of the model.
+    """
+    scale = _scale_of(gradient, optimizer)
+    with torch.no_grad():
+        gradient.copy_(values if scale is None else values * scale)
+
+
+def _scale_of(tensor: Tensor, optimizer: Optimizer | Sequence[Optimizer] | None) -> float | None:
+    """Return the loss scale of a parameter's present gradient; ``None`` where it has none."""
+    boosted = [each for each in as_tuple(optimizer) if isinstance(each, OptimizerWrapper)]
+    holds = [each for each in boosted if id(tensor) in each.listed_parameters()] or boosted[:1]
+    scalers = [each.loss_scaler for each in holds if not each.is_unscaled]
+    return None if not scalers or scalers[0] is None else scalers[0].scale

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.plugin.interface import as_tuple
 from booster_core.precision import NARROW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -38,7 +39,7 @@ def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPoli
 
 def place_model(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     device: torch.device,
     policy: PrecisionPolicy,
     hollow: Container[int] = (),
@@ -50,7 +51,7 @@ def place_model(
 
     Args:
         model: The user's model.
-        optimizer: Its optimizer; state made before is brought along.
+        optimizer: Its optimizer, or several; state made before is brought along.
         device: Where forward runs.
         policy: Precision of the run.
         hollow: The ``id`` of tensors without values, which are on the device; they stay as they are.
@@ -60,8 +61,9 @@ def place_model(
     before = dict(model.named_parameters())
     model.to(device)
     after = dict(model.named_parameters())
-    if optimizer is not None:
-        rebind(optimizer, {before[name]: after[name] for name in before if before[name] is not after[name]})
+    optimizers = as_tuple(optimizer)
+    for each in optimizers:
+        rebind(each, {before[name]: after[name] for name in before if before[name] is not after[name]})
     for tensor in [*model.parameters(), *model.buffers()]:
         if (
             not (tensor.requires_grad or id(tensor) in hollow)
@@ -76,9 +78,9 @@ def place_model(
             tensor.data = tensor.data.to(dtype)
             if tensor.grad is not None:
                 tensor.grad = tensor.grad.to(dtype)
-    if optimizer is not None and optimizer.state:
-        # Loading its own state casts and moves every entry to its parameter's device and format.
-        optimizer.load_state_dict(optimizer.state_dict())
+    for each in optimizers:
+        if each.state:  # loading its own state casts and moves every entry to its parameter's device and format
+            each.load_state_dict(each.state_dict())
 
 
 def stored_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[Tensor], torch.dtype]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin.interface import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin
-from booster_core.plugin.optimizer import OptimizerWrapper
+from booster_core.plugin.interface import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, like
+from booster_core.plugin.optimizer import GradientScaling, OptimizerWrapper
 from booster_core.plugin.replicated import place_model
 from booster_core.plugin.wrappers import ModelWrapper
 from booster_core.ranks.environments import detect
@@ -28,8 +28,9 @@ class SingleDevicePlugin(Plugin):
     """
 
     name: ClassVar[str] = "single"
-    api_version: ClassVar[int] = 1
-    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING
+    api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = SYNCHRONOUS_TRAINING | {Capability.SEVERAL_OPTIMIZERS}
+    needs_process_group: ClassVar[bool] = False
 
     def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
         self.precision = precision
@@ -64,9 +65,8 @@ class SingleDevicePlugin(Plugin):
                     "choose a plugin, for example `Booster(plugin='ddp')`, or start the script by `python`."
                 )
                 raise ConfigError(msg)
-        place_model(objects.model, objects.optimizer, context.device, context.precision)
+        place_model(objects.model, objects.optimizers, context.device, context.precision)
         model = ModelWrapper(objects.model, precision=context.precision)
-        optimizer = objects.optimizer and OptimizerWrapper(
-            objects.optimizer, precision=context.precision, after_step=context.after_step
-        )
-        return objects._replace(model=model, optimizer=optimizer)
+        scaling = GradientScaling(context.precision)
+        optimizers = [OptimizerWrapper(each, context=context, scaling=scaling) for each in objects.optimizers]
+        return objects._replace(model=model, optimizer=like(objects.optimizer, optimizers))

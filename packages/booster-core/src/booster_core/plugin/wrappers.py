@@ -77,6 +77,11 @@ class ModelWrapper(nn.Module):
         self.__dict__["boosted_optimizers"] = tuple(optimizers)
         self.__dict__["boost_context"] = context
 
+    @property
+    def boosted_optimizer(self) -> OptimizerWrapper | None:
+        """The optimizer that was boosted with the model, the first of several; ``None`` where there is none."""
+        return self.boosted_optimizers[0] if self.boosted_optimizers else None
+
     def unwrap(self) -> nn.Module:
         """Return the user's own model.
 

@@ -51,7 +51,7 @@ class ReplicatedStateAdapter(StateAdapter):
 
     Args:
         model: The model, wrapped or not.
-        optimizer: Its optimizer, wrapped or not.
+        optimizer: Its optimizer, wrapped or not; or several, each with parameters of its own.
         coordinator: Tells rank and number of ranks.
         of_first: Names of parameters that may differ between ranks; the first rank's are saved.
         held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
@@ -64,7 +64,7 @@ class ReplicatedStateAdapter(StateAdapter):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         coordinator: DistCoordinator | Replica,
         *,
         of_first: Collection[str] = (),
@@ -73,13 +73,14 @@ class ReplicatedStateAdapter(StateAdapter):
         from booster_core.plugin import unwrap_model  # whose wrappers import the names of this package
 
         self._module = unwrap_model(model)
-        self._optimizer = None if optimizer is None else unwrap_optimizer(optimizer)
+        given = () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        self._optimizers = tuple(map(unwrap_optimizer, given))
         self._rank = coordinator.rank
         self._world_size = coordinator.world_size
         self._of_first = frozenset(of_first)
         self._held_by = held_by or {}
         self._masters: set[str] = set()
-        if self._optimizer is not None:
+        if self._optimizers:
             self._named_groups()
 
     @property
@@ -116,11 +117,11 @@ class ReplicatedStateAdapter(StateAdapter):
         return {name: scalars for name, _, scalars in self._states() if scalars}
 
     def unsaved_state(self) -> Sequence[str]:
-        return unsaved_state(self._required_optimizer())
+        return [key for optimizer in self._required_optimizers() for key in unsaved_state(optimizer)]
 
     def param_groups(self) -> Sequence[ParamGroup]:
         groups = []
-        for names, group in self._named_groups():
+        for names, group, _ in self._named_groups():
             options = {key: _as_number(value) for key, value in group.items() if key not in ("params", "param_names")}
             groups.append(ParamGroup(params=tuple(names), options=options))
         return groups
@@ -131,9 +132,8 @@ class ReplicatedStateAdapter(StateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
-        optimizer = self._required_optimizer()
         self._masters = set()
-        for (names, group), saved in zip(self._named_groups(), groups, strict=True):
+        for (names, group, optimizer), saved in zip(self._named_groups(), groups, strict=True):
             for key, value in saved.options.items():
                 _set_option(group, key, value)
             for name, parameter in zip(names, group["params"], strict=True):
@@ -159,24 +159,24 @@ class ReplicatedStateAdapter(StateAdapter):
                 yield name, state, tensor
         if not self._masters:
             return
-        for names, group in self._named_groups():
+        for names, group, _ in self._named_groups():
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in self._masters:
                     yield name, MASTER, parameter
 
     def _states(self) -> Iterator[tuple[str, dict[str, Tensor], dict[str, JSONValue]]]:
-        optimizer = self._required_optimizer()
-        for names, group in self._named_groups():
+        for names, group, optimizer in self._named_groups():
             for name, parameter in zip(names, group["params"], strict=True):
                 if parameter in optimizer.state:
                     tensors, scalars = flatten_state(name, optimizer.state[parameter])
                     yield name, tensors, scalars
 
-    def _named_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        """Return each parameter group with its parameters' names."""
+    def _named_groups(self) -> list[tuple[list[str], dict[str, Any], Optimizer]]:
+        """Return each parameter group, with its parameters' names and its optimizer."""
         name_of = self._name_of()
         groups = []
-        for index, group in enumerate(self._required_optimizer().param_groups):
+        listed = [(group, optimizer) for optimizer in self._required_optimizers() for group in optimizer.param_groups]
+        for index, (group, optimizer) in enumerate(listed):
             unknown = [position for position, parameter in enumerate(group["params"]) if id(parameter) not in name_of]
             if unknown:
                 msg = (
@@ -184,18 +184,18 @@ class ReplicatedStateAdapter(StateAdapter):
                     f"({type(self._module).__name__}). Build the optimizer from this model's parameters."
                 )
                 raise ConfigError(msg)
-            groups.append(([name_of[id(parameter)] for parameter in group["params"]], group))
+            groups.append(([name_of[id(parameter)] for parameter in group["params"]], group, optimizer))
         return groups
 
     def _name_of(self) -> Mapping[int, str]:
         """Return the names of the tensors that the groups may list, by ``id``."""
         return NamedTensors.of(self._module).name_of
 
-    def _required_optimizer(self) -> Optimizer:
-        if self._optimizer is None:
+    def _required_optimizers(self) -> tuple[Optimizer, ...]:
+        if not self._optimizers:
             msg = "There is no optimizer to save or load: none was passed with the model."
             raise CheckpointError(msg)
-        return self._optimizer
+        return self._optimizers
 
 
 def balanced_shards(

@@ -89,8 +89,7 @@ def shard_parameters(
             offloads=host is not None,
             waits_in_backward=not ranks_of,
             device=context.device,
-            precision=context.precision,
-            after_step=context.after_step,
+            context=context,
         )
     else:
         refuse_all_gradients(model)

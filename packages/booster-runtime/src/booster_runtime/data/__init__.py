@@ -11,9 +11,9 @@ from booster_runtime.data.containers import (
     tensors_of,
     with_fields,
 )
-from booster_runtime.data.dealing import deal_dataloader
 from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.shard import deal_dataloader, shard_dataloader
 
 __all__ = [
     "DistributedDataLoader",
@@ -26,6 +26,7 @@ __all__ = [
     "move_batch",
     "named_forward",
     "num_samples",
+    "shard_dataloader",
     "show_first_batch",
     "taken_by",
     "tensors_of",

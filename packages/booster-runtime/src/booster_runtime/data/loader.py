@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.utils.data import Dataset
-
-    from booster_core import Booster
 
 
 class DistributedDataLoader(DataLoader[Any], GlobalPosition):
@@ -63,8 +60,6 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self._start = 0
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
-        # Moves each batch to the device, where the run's Booster is to.
-        self.place: Callable[[Any], Any] | None = None
 
     @property
     def epoch(self) -> int:
@@ -110,7 +105,7 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
                 self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
             else:
                 self._count_batch(source, start, number)
-            yield batch if self.place is None else self.place(batch)
+            yield batch if self.device is None else move_batch(batch, self.device)
         self.set_epoch(self._epoch + 1)
         if source is not None:
             source.is_epoch_chosen = False
@@ -310,11 +305,3 @@ def _packed(state: torch.Tensor) -> str:
 
 def _unpacked(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
-
-
-def place_batches(booster: Booster, loader: Any) -> Any:
-    """Let loaders that deal samples hand out batches on the run's device, if the Booster is to, and return them."""
-    for each in loader if isinstance(loader, (list, tuple)) else [loader]:
-        if isinstance(each, DistributedDataLoader) and booster.device_placement:
-            each.place = functools.partial(move_batch, device=booster.device)
-    return loader

@@ -1,7 +1,7 @@
 """Dealing what a user's own sampler or batch sampler draws, in an order that all ranks share.
 
 The sampler runs on every rank under a seed that ranks agree on, apart from the run's own random numbers. A digest
-(`booster_runtime.data.dealing`) checks that ranks drew the same order: a sampler may have random numbers of its own.
+(`booster_runtime.data.shard`) checks that ranks drew the same order: a sampler may have random numbers of its own.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Union
 
 from booster_core.errors import ConfigError, LazyInitError
-from booster_core.plugin import place_model, rebind
+from booster_core.plugin import as_tuple, place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
 from booster_runtime.lazy.host_values import HostValues, StateOnHost, shards_from_host
 from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext, Boosted, Plugin
+    from booster_core.plugin import BoostContext, Boosted
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
     from booster_runtime.lazy.holders import Holder
     from booster_runtime.lazy.recorder import Recorder
+
+Values = Union["Recording", "HostValues"]
+"""How the values of placeholders are made, or where they are."""
 
 _RUN_EAGERLY = "_booster_run_eagerly"
 """Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
@@ -43,24 +46,28 @@ def check_not_taken(model: object) -> None:
         raise ConfigError(msg)
 
 
-def prepare_lazy(plugin: Plugin, objects: Boosted, context: BoostContext) -> None:
-    """Give a lazy model its values, or let the plugin do so with the same seeds on every rank.
+def begin_lazy(objects: Boosted, context: BoostContext, placeholders: Literal["device", "own"] | None) -> Values | None:
+    """Give a lazy model its values, or put placeholders in their place; see `Strategy.placeholders`.
+
+    Returns:
+        What fills the placeholders; ``None`` where the model has its values now, or all is left to the strategy.
 
     Collective: every rank of the world.
     """
     model = objects.model
-    if plugin.handles_lazy:
+    if placeholders is not None:
         agree_on_seeds(model, context.coordinator)
     with context.coordinator.together("boost"):
         elsewhere = find_elsewhere(model, objects.criterion)
         if is_lazy(model):
             model.__dict__[_RUN_EAGERLY] = Counter(Recording(model).run_eagerly)
-        if plugin.handles_lazy:
+        if placeholders is not None:
             # First, so that a strategy finds optimizer state with values; views of parameters are copies from now on,
             # as of an eager model, whose parameters move to other memory.
             fill_elsewhere(elsewhere)
         else:
-            materialize_objects(model, objects.optimizer, context.device, elsewhere)
+            materialize_objects(model, objects.optimizers, context.device, elsewhere)
+    return place_or_hollow(model, objects.optimizer, context) if placeholders == "device" else None
 
 
 def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
@@ -78,13 +85,16 @@ def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
 
 
 def materialize_objects(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, elsewhere: Sequence[Holder] = ()
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    device: torch.device,
+    elsewhere: Sequence[Holder] = (),
 ) -> None:
     """Give a lazy model its values on a device, whole, and keep its optimizer's hold on the parameters.
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or several.
         device: Where parameters and buffers go.
         elsewhere: Lazy tensors outside of its modules.
 
@@ -92,8 +102,8 @@ def materialize_objects(
     """
     recording = Recording(model, elsewhere)
     recording.fill((), device)
-    if optimizer is not None:
-        rebind(optimizer, recording.replaced)
+    for each in as_tuple(optimizer):
+        rebind(each, recording.replaced)
 
 
 def hollow_objects(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import OptimizerWrapper, PipelinePlugin, unwrap_model
+from booster_core.plugin import OptimizerWrapper, PipelinePlugin, as_tuple, unwrap_model
 from booster_core.ranks import NamedCall
 from booster_runtime import collectives
 from booster_runtime.data.batches import call_with, check_targets, move_batch, num_samples, taken_by
@@ -53,7 +53,7 @@ def train_batch(
     data_iter: Iterator[Any],
     model: nn.Module,
     criterion: Criterion | None,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     accumulation: int = 1,
     max_norm: float | None = None,
@@ -71,7 +71,7 @@ def train_batch(
         model: The boosted model.
         criterion: Called as ``criterion(outputs, batch)``, returns a mean; ``None`` takes the loss that the model's
             outputs have, as those of transformers do.
-        optimizer: The boosted optimizer.
+        optimizer: The boosted optimizer, or several of the model.
         accumulation: Number of batches to take for the step; fewer where no more are left.
         max_norm: Clip gradients to this global norm.
         weight: Counts what the criterion is a mean of in a batch or a part of one, such as labels that are not
@@ -90,8 +90,10 @@ def train_batch(
     Collective: every rank of the world.
     """
     model = booster.boosted_model(model, "train_batch")
-    if not isinstance(optimizer, OptimizerWrapper):
-        got = type(optimizer).__name__
+    optimizers = as_tuple(optimizer)
+    strange = [type(each).__name__ for each in optimizers or (optimizer,) if not isinstance(each, OptimizerWrapper)]
+    if strange:
+        got = strange[0]
         msg = f"`train_batch` needs the optimizer returned by `Booster.boost`; got `{got}`."
         raise TypeError(msg)
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
@@ -112,13 +114,15 @@ def train_batch(
     share = run.share_of(batches)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
-            run.forward(batch, share, optimizer)
+        with contextlib.nullcontext() if is_last else booster.no_sync(model):
+            run.forward(batch, share, optimizers[0])
     loss = run.mean_loss()
     if max_norm is not None:
-        optimizer.clip_grad_by_norm(max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+        optimizers[0].clip_grad_by_norm(max_norm)
+    for each in optimizers:
+        each.step()
+    for each in optimizers:
+        each.zero_grad()
     return loss
 
 

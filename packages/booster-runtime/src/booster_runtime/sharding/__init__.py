@@ -46,7 +46,7 @@ from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ran
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized
 from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
-from booster_runtime.sharding.written import not_optimized, write_gradient
+from booster_runtime.sharding.written import not_optimized
 
 __all__ = [
     "CONTAINERS",
@@ -96,5 +96,4 @@ __all__ = [
     "whole_shard",
     "without_split_ties",
     "working_dtypes",
-    "write_gradient",
 ]

@@ -153,7 +153,8 @@ class DTensorStateAdapter(ReplicatedStateAdapter):
     ) -> None:
         self._prepare()
         super().prepare_optimizer_load(tensors, scalars, groups)
-        state_of = self._required_optimizer().state
+        (optimizer,) = self._required_optimizers()
+        state_of = optimizer.state
         for parameter, state in state_of.items():
             if isinstance(parameter, DTensor):
                 for key, value in state.items():

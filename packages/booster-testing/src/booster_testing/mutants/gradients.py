@@ -15,8 +15,7 @@ from booster_testing.mutants.reference import ReferenceOptimizer, ReferencePlugi
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor
 
     from booster_core.plugin import BoostContext, Boosted
 
@@ -75,8 +74,9 @@ class _ForgetsToAverage(ReferenceOptimizer):
 
 class _NotesEvaluation(ModelWrapper):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training and self.__dict__["boosted_optimizer"] is not None:
-            self.__dict__["boosted_optimizer"].is_evaluated = True
+        optimizer: Any = self.boosted_optimizer
+        if not self.training and optimizer is not None:
+            optimizer.is_evaluated = True
         return super()._forward(*args, **kwargs)
 
 
@@ -91,7 +91,7 @@ class SyncsUnderNoSync(ReferencePlugin):
     """Communicates under ``no_sync`` as outside of it; the gradients are right."""
 
     @override
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -105,8 +105,9 @@ class SyncsModelThatWasBoostedFirst(ReferencePlugin):
         return boosted
 
     @override
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
-        return super().no_sync(model, self.last_optimizer)
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
+        last = self.last_optimizer
+        return last.accumulating() if isinstance(last, ReferenceOptimizer) else super().no_sync(model)
 
 
 class _NormOfOwnPart(ReferenceOptimizer):

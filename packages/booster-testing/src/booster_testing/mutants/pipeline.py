@@ -23,7 +23,7 @@ class ReferencePipelinePlugin(ReferencePlugin, PipelinePlugin):
     """Run microbatches through a pipeline whose one stage is the whole model; batches are dicts of tensors."""
 
     name: ClassVar[str] = "reference pipeline"
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int] = 2
     capabilities: ClassVar[frozenset[Capability]] = ReferencePlugin.capabilities | {Capability.PIPELINE}
 
     def execute_pipeline(

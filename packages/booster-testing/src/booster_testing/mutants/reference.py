@@ -15,11 +15,12 @@ from booster_core.plugin import (
     Capability,
     ModelWrapper,
     OptimizerWrapper,
-    Plugin,
+    like,
     place_model,
     unwrap_model,
 )
 from booster_core.state import MASTER, NamedTensors, ReplicatedStateAdapter, TensorShard, full_box
+from booster_runtime.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
     from booster_core.state import ParamGroup, StateAdapter, TensorMeta
+    from booster_runtime.strategy import Values
 
 
 class ReferenceOptimizer(OptimizerWrapper):
@@ -202,14 +204,15 @@ class ReferenceStateAdapter(ReplicatedStateAdapter):
         self.boosted_optimizer.round_parameters()
 
 
-class ReferencePlugin(Plugin):
+class ReferencePlugin(Strategy):
     """Train a full replica on every rank; gradients are averaged after backward."""
 
     name: ClassVar[str] = "reference"
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int] = 2
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.CPU,
+            Capability.LAZY_INIT,
             Capability.FP32,
             Capability.BF16,
             Capability.FP16,
@@ -224,25 +227,20 @@ class ReferencePlugin(Plugin):
     def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
         self.precision = precision
 
-    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
         """Take rank 0's values, and wrap model and optimizer.
 
         Collective: every rank of the world.
         """
-        model = objects.model
-        place_model(model, objects.optimizer, context.device, context.precision)
+        del values
+        model, given = objects.model, next(iter(objects.optimizers), None)
+        place_model(model, given, context.device, context.precision)
         self.make_equal(model)
         precision = self.precision_of_forward(context.precision)
-        optimizer = objects.optimizer and self.optimizer_class(
-            objects.optimizer,
-            model,
-            precision.compute_dtype if precision.uses_autocast else None,
-            precision=context.precision,
-            after_step=context.after_step,
-        )
+        rounded_to = precision.compute_dtype if precision.uses_autocast else None
+        optimizer = given and self.optimizer_class(given, model, rounded_to, context=context)
         wrapper = self.model_class(model, precision=precision)
-        wrapper.__dict__["boosted_optimizer"] = optimizer
-        return objects._replace(model=wrapper, optimizer=optimizer)
+        return objects._replace(model=wrapper, optimizer=like(objects.optimizer, [optimizer]))
 
     def make_equal(self, model: nn.Module) -> None:
         """Broadcast rank 0's parameters and buffers.
@@ -256,19 +254,22 @@ class ReferencePlugin(Plugin):
         """Return the precision in which forward computes."""
         return policy
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Leave gradients as they are on each rank; the next backward outside, or the step, averages them."""
+        optimizer = model.boosted_optimizer
         if isinstance(optimizer, ReferenceOptimizer):
             return optimizer.accumulating()
-        return super().no_sync(model, optimizer)
+        return super().no_sync(model)
 
-    def full_gradient(self, model: nn.Module, optimizer: Optimizer | None, name: str) -> Tensor | None:
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return a parameter's gradient, averaged over all ranks."""
+        optimizer = model.boosted_optimizer
         if isinstance(optimizer, ReferenceOptimizer):
             optimizer.average()
-        return super().full_gradient(model, optimizer, name)
+        return super().full_gradient(model, name)
 
-    def state_adapter(self, model: nn.Module, optimizer: Optimizer | None, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of the state that checkpoints are written against."""
+        optimizer = model.boosted_optimizer
         assert optimizer is None or isinstance(optimizer, ReferenceOptimizer)
         return self.adapter_class(model, optimizer, context.coordinator)

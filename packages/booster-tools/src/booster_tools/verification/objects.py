@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, check_boost_arguments
+from booster_core.plugin import Boosted, as_tuple, check_arguments
 from booster_core.precision import NARROW
 from booster_core.ranks import this_host
 from booster_runtime.lazy import is_lazy
@@ -114,12 +113,10 @@ def verify_objects(
 
 
 def _second_booster(booster: Booster) -> Booster:
-    """Return a Booster with the settings of another one, whose steps no hook observes."""
+    """Return a Booster with the settings of another one."""
     plugin = booster.plugin
     asked = booster.precision if plugin.precision is None else None  # what the plugin was asked for is not said twice
-    second = Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
-    second.context = replace(booster.context, after_step=None)
-    return second
+    return Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
 
 
 def checked_objects(objects: Boosted, dataloader: Any, *, what: str = "`verify_objects`") -> Boosted:
@@ -136,9 +133,8 @@ def checked_objects(objects: Boosted, dataloader: Any, *, what: str = "`verify_o
 
     Collective: none.
     """
-    loaders = list(dataloader) if isinstance(dataloader, (list, tuple)) else [dataloader]
-    objects = objects._replace(dataloader=loaders[0] if loaders else None)
-    check_boost_arguments(objects, further=loaders[1:])
+    check_arguments(objects._replace(dataloader=dataloader))
+    objects = objects._replace(dataloader=next(iter(as_tuple(dataloader)), None))
     if objects.optimizer is None or objects.dataloader is None:
         missing = "optimizer" if objects.optimizer is None else "data loader"
         msg = (

@@ -471,7 +471,7 @@ class ZeroOptimizer(OptimizerWrapper):
                 bucket.offload_state(states)
 
     def _clip_as_configured(self) -> None:
-        if self.config.max_norm > 0 and self._grad_norm is None:
+        if self.config.max_norm > 0 and self.scaling.norm is None:
             self.clip_grad_by_norm(self.config.max_norm)
 
     def end_step(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from booster_runtime.sharding import not_optimized, write_gradient
+from booster_core.plugin import write_gradient
+from booster_runtime.sharding import not_optimized
 from booster_zero.engine.home import Role
 from booster_zero.engine.optimizer import ZeroOptimizer
 

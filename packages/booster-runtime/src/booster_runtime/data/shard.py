@@ -1,4 +1,4 @@
-"""Dealing a user's data loader to data parallel ranks."""
+"""Splitting a user's data loader between data parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from booster_core.errors import ConfigError
+from booster_core.plugin import as_tuple, like
 from booster_core.ranks import name_ranks
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
@@ -20,7 +21,7 @@ from booster_runtime.data.user_order import UserOrder
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from booster_core.plugin import Plugin
+    from booster_core.plugin import BoostContext, Plugin
     from booster_core.ranks import DistCoordinator
 
 
@@ -78,6 +79,30 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
         return deal_dataset(loader.dataset, make=make, shuffle=shuffles, **settings)
     order = UserOrder(loader.sampler, drop_last=loader.drop_last, **place)
     return make(loader.dataset, sampler=order, **settings)
+
+
+def shard_dataloader(
+    loader: DataLoader[Any] | Sequence[DataLoader[Any]] | None, plugin: Plugin, context: BoostContext
+) -> Any:
+    """Split a user's data loader, or each of several, between data parallel ranks; ``None`` stays ``None``.
+
+    Batches are handed out on the run's device, unless the Booster leaves them. All ranks must draw the same order.
+
+    Args:
+        loader: The loader, or several in a list or tuple.
+        plugin: Tells which ranks see different samples.
+        context: Of the ``boost``.
+
+    Raises:
+        ConfigError: If a loader can't be split, or its sampler draws another order on some ranks.
+
+    Collective: every rank of the world.
+    """
+    made = [deal_dataloader(each, plugin, context.coordinator) for each in as_tuple(loader)]
+    for each in made:
+        if isinstance(each, DistributedDataLoader) and context.device_placement:
+            each.device = context.device
+    return like(loader, made)
 
 
 def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:

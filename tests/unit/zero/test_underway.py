@@ -1,0 +1,72 @@
+"""Reductions that are underway borrow memory, and give it back to later ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from booster_zero.engine.underway import Underway
+
+
+class FakeBucket:
+    """A bucket whose reduction and average are started and waited for by hand."""
+
+    def __init__(self, name, log, wire=torch.float32, numel=4):
+        self.name, self.log = name, log
+        self.format = SimpleNamespace(wire=wire)
+        self.scratch_numel = numel
+        self.awaits_average = True
+        self.lent = []
+
+    def start_reduction(self, gradients, scratch):
+        self.lent.append(scratch)
+        self.log.append(f"reduce {self.name}")
+        return SimpleNamespace(wait=lambda: self.log.append(f"reduced {self.name}"))
+
+    def start_average(self):
+        self.log.append(f"average {self.name}")
+        return SimpleNamespace(wait=lambda: self.log.append(f"averaged {self.name}"))
+
+
+def test_memory_of_a_reduction_that_has_ended_is_lent_again():
+    buckets = [FakeBucket(str(number), [], numel=number + 1) for number in range(3)]
+    underway = Underway(buckets)
+    for bucket in buckets:
+        underway.start(bucket, {})
+        underway.wait_until(1)
+    first, second, third = (bucket.lent[0] for bucket in buckets)
+    assert first.numel() == 3  # long enough for any bucket
+    assert first.data_ptr() != second.data_ptr()  # both are underway
+    assert third.data_ptr() == first.data_ptr()
+
+
+def test_memory_is_lent_to_buckets_of_its_type():
+    buckets = [FakeBucket("a", []), FakeBucket("b", [], wire=torch.bfloat16, numel=9)]
+    underway = Underway(buckets)
+    for bucket in buckets:
+        underway.start(bucket, {})
+        underway.wait_until(0)
+    assert [(bucket.lent[0].dtype, bucket.lent[0].numel()) for bucket in buckets] == [
+        (torch.float32, 4),
+        (torch.bfloat16, 9),
+    ]
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_the_oldest_are_waited_for_first_and_then_averaged(averages):
+    log = []
+    buckets = [FakeBucket(name, log) for name in "abc"]
+    underway = Underway(buckets)
+    underway.averages = averages
+    for bucket in buckets:
+        underway.start(bucket, {})
+    log.clear()
+    underway.wait_until(1)
+    assert log == (
+        ["reduced a", "average a", "reduced b", "average b", "averaged a"] if averages else ["reduced a", "reduced b"]
+    )
+    log.clear()
+    underway.wait_until(0)
+    assert log == (["reduced c", "average c", "averaged b", "averaged c"] if averages else ["reduced c"])
