@@ -8,6 +8,7 @@ from booster_core.state.names import (
     NamedTensors,
     check_model_is_saved_whole,
     compiled_module,
+    distinct,
     extra_state_modules,
     frozen_base,
     has_adapters,
@@ -17,7 +18,7 @@ from booster_core.state.names import (
     own_class,
     without_adapters,
 )
-from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole, distinct
+from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole
 from booster_core.state.optimizer_state import flatten_state, restore_state, unsaved_state
 from booster_core.state.random_state import capture_random_state, restore_random_state
 from booster_core.state.regions import (

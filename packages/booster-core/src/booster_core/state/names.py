@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -23,6 +23,12 @@ _EXTRA_STATE = "_extra_state"
 _COMPILED = "_orig_mod"
 _BASE_LAYER = "base_layer"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+_T = TypeVar("_T")
+
+
+def distinct(values: Iterable[_T]) -> list[_T]:
+    """Return values without repetitions of the same object, in their order."""
+    return list({id(value): value for value in values}.values())
 
 
 def natural_order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state.adapter import ParamGroup
 from booster_core.state.json_values import decode_json, encode_json
-from booster_core.state.names import natural_order
+from booster_core.state.names import distinct, natural_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from booster_core.state.adapter import StateAdapter
 
 FORMAT_VERSION = 1
 """Version of ``param_groups.json``."""
-_T = TypeVar("_T")
-
-
-def distinct(values: Iterable[_T]) -> list[_T]:
-    """Return values without repetitions of the same object, in their order."""
-    return list({id(value): value for value in values}.values())
 
 
 def check_optimizer_is_saved_whole(adapter: StateAdapter) -> None:
