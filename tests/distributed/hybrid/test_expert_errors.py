@@ -140,7 +140,7 @@ def boost_with(kind, options, rule):
     boost(kind, options, rule)
 
 
-@matrix(["parameters", "stage"], case=list(REFUSED))
+@matrix(["parameters", "counts", "stage"], case=list(REFUSED))
 def test_what_cannot_be_spread_is_refused_at_boost(case):
     kind, options, rule, num_ranks, message = REFUSED[case]
     expect_on_ranks(ConfigError, message, boost_with, num_ranks, kind, options, rule)

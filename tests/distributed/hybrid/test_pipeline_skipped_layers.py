@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from matrix import matrix, named
@@ -171,10 +172,15 @@ def python_draw():
     return random.random()
 
 
+def numpy_draw():
+    return np.random.rand()  # noqa: NPY002 - the generator that such models use
+
+
 def boost_drawing(draw, *, is_training=True, with_optimizer=True):
     torch.manual_seed(0)
     random.seed(0)
-    before = torch.get_rng_state(), random.getstate()
+    np.random.seed(0)  # noqa: NPY002 - the generator that such models use
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     model = Skipping(draw).train(is_training)
     torch.set_rng_state(before[0])
     modes = {name: module.training for name, module in model.named_modules()}
@@ -183,12 +189,13 @@ def boost_drawing(draw, *, is_training=True, with_optimizer=True):
     finally:
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]
+        assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
         assert modes == {name: module.training for name, module in model.named_modules()}
 
 
 @matrix(
-    ["python-train"],
-    draw=named([torch_draw, python_draw], ["torch", "python"]),
+    ["python-train", "numpy-train"],
+    draw=named([torch_draw, python_draw, numpy_draw], ["torch", "python", "numpy"]),
     is_training=named([True, False], ["train", "eval"]),
 )
 def test_layers_that_training_skips_at_random_are_refused_at_boost(draw, is_training):
