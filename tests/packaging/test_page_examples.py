@@ -46,7 +46,6 @@ EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.ma
         "docs/plugins/hybrid.md-python-4",
         "docs/plugins/index.md-python-0",
         "docs/sharding-policies.md-python-1",
-        "docs/sharding-policies.md-python-2",
         "docs/start.md-python-0",
         "docs/trainer.md-python-0",
         "docs/training-loops.md-python-7",

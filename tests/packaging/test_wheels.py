@@ -18,7 +18,8 @@ PROJECTS = {package.name: nox.project.load_toml(package / "pyproject.toml")["pro
 _TOOLKIT = {"booster-core", "booster-runtime"}
 NEEDED = {
     "booster-core": set(),
-    "booster-runtime": {"booster-core"},
+    "booster-checkpoint": {"booster-core"},
+    "booster-runtime": {"booster-core", "booster-checkpoint"},
     "booster-gemini": {*_TOOLKIT, "booster-zero"},
     "booster-hybrid": {*_TOOLKIT, "booster-zero"},
 }

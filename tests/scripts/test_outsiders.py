@@ -55,8 +55,8 @@ PLAIN = {
 }
 RAISING = {
     "accelerate_loop": (
-        "ConfigError",
-        r"needs the number of micro-batches.*`with booster\.accumulate\(model, steps=4",
+        "AttributeError",
+        r"`Booster` has no `accumulate`; call `booster_runtime\.accumulate\(booster, model, steps\)`\.",
         "all",
     ),
     "accelerate_prepare": ("AttributeError", r"`Booster` has no `prepare`; .*`.* = booster\.boost\(", "all"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from booster_checkpoint import CheckpointEngine
 from booster_core import Booster
 from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
@@ -20,9 +18,9 @@ class EngineCalls:
     def __init__(self, *, timeout_seconds=None, **options):
         booster = Booster("cpu")
         context = booster.context
-        if timeout_seconds is not None:
-            context = replace(context, timeout_seconds=timeout_seconds)
         self.engine = CheckpointEngine(booster.plugin, context, **options)
+        if timeout_seconds is not None:
+            self.engine._session._timeout_seconds = timeout_seconds
         self.saver = self.engine._saver
         self.write_folder = self.saver.save
         self.rank = context.coordinator.rank

@@ -2,13 +2,11 @@
 
 import contextlib
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from booster_core.ranks import observed_by
 from booster_runtime import collectives
-from booster_runtime.collectives.transports import override
 from booster_testing import run_on_ranks
 
 
@@ -47,23 +45,20 @@ def call_all():
     return results
 
 
-def observe(transport):
+def observe():
     sizes = Sizes()
-    with override(transport):
-        plain = call_all()
-        with observed_by(sizes):
-            observed = call_all()
-        assert call_all() == plain == observed
+    plain = call_all()
+    with observed_by(sizes):
+        observed = call_all()
+    assert call_all() == plain == observed
     return sizes.seen
 
 
-@pytest.mark.parametrize("transport", ["torch", "direct"])
-def test_collectives_are_shown_with_their_sizes(transport):
-    for rank, seen in enumerate(run_on_ranks(observe, 2, transport)):
+def test_collectives_are_shown_with_their_sizes():
+    for rank, seen in enumerate(run_on_ranks(observe, 2)):
         sent = 4 if rank == 0 else 12  # all but the own slice, of 3 elements and 1
-        rows = ("reduce_scatter_rows", 16, 0) if transport == "torch" else ("reduce_scatter_parts", 16, sent)
         calls = [
-            ("reduce_scatter", 16, sent), ("reduce_scatter_parts", 16, sent), rows, ("all_gather", 16, sent),
+            ("reduce_scatter", 16, sent), ("reduce_scatter_parts", 16, sent), ("reduce_scatter_rows", 16, 0), ("all_gather", 16, sent),
             ("all_reduce", 16, 16), ("broadcast", 16, 16), ("all_to_all", 16, 8),
         ]  # fmt: skip
         # Each is shown when it starts, and again, without bytes, when it is waited for.

@@ -157,7 +157,7 @@ def test_reading_a_split_gradient_raises_with_the_remedy(plugin):
     for found, said in run_on_ranks(reads, 2, plugin):
         wrong = [name for name, told in found if "`optimizer.clip_grad_by_norm(max_norm)`" not in told]
         assert wrong == []
-        assert all("`full_gradient(booster, model, '" in told for _, told in found)
+        assert all("`booster_runtime.full_gradient(booster, model, '" in told for _, told in found)
         shown = "ShardedGradient('head.weight', shape=(3, 6), dtype=torch.float32)"
         assert said == ((3, 6), torch.float32, "cpu", False, shown, shown, 18)
 

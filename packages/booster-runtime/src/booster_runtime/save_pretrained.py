@@ -61,7 +61,9 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     model = unwrap_model(boosted)
     if not hasattr(model, "save_pretrained"):
         return
-    holds_values = type(booster.state_adapter(boosted)) is ReplicatedStateAdapter  # one for shards may extend it
+    holds_values = (
+        type(booster.plugin.state_adapter(boosted, boosted.boost_context)) is ReplicatedStateAdapter
+    )  # one for shards may extend it
     if is_adapted(model):
         save: Callable[..., None] | None = _save_adapters
     else:

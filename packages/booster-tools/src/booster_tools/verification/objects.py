@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from booster_core import Booster
@@ -113,10 +115,23 @@ def verify_objects(
 
 
 def _second_booster(booster: Booster) -> Booster:
-    """Return a Booster with the settings of another one."""
+    """Return a Booster with the settings of another one, whose steps no hook observes."""
     plugin = booster.plugin
     asked = booster.precision if plugin.precision is None else None  # what the plugin was asked for is not said twice
-    return Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
+    second = Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
+    second.context = replace(second.context, hooks=_WithoutSteps(second.context.hooks))
+    return second
+
+
+class _WithoutSteps:
+    """The hooks of a run but ``after_step``: the steps of copies are nobody's."""
+
+    def __init__(self, hooks: Any) -> None:
+        self._hooks = hooks
+        self.after_step = SimpleNamespace(get_hookimpls=tuple)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hooks, name)
 
 
 def checked_objects(objects: Boosted, dataloader: Any, *, what: str = "`verify_objects`") -> Boosted:
