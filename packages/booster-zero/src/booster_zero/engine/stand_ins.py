@@ -115,8 +115,8 @@ class ShardedGradient(torch.Tensor):
             f"The gradient of '{name}' is split over the ranks, so that `parameter.grad` has no values to read or "
             "change. To clip, and for the norm, call `optimizer.clip_grad_by_norm(max_norm)`, or "
             "`optimizer.clip_grad_by_value`; `max_norm=float('inf')` returns the norm alone. To read the gradient, "
-            f"call `booster_runtime.full_gradient(booster, model, '{name}')` on every rank. `optimizer.zero_grad()` and "
-            "`parameter.grad = None` drop it."
+            f"call `booster_runtime.full_gradient(booster, model, '{name}')` on every rank. "
+            "`optimizer.zero_grad()` and `parameter.grad = None` drop it."
         )
         raise GradientError(msg)
 
