@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from booster_core import Booster, PrecisionPolicy
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -22,7 +22,7 @@ pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),

@@ -94,4 +94,5 @@ def environment_of(tmp_path_factory, third_parties):
 
 @pytest.fixture(scope="session")
 def core_and_ddp(build_wheel):
-    return [build_wheel(ROOT / "packages" / name) for name in ("booster-core", "booster-runtime", "booster-ddp")]
+    names = ("booster-core", "booster-checkpoint", "booster-runtime", "booster-ddp")
+    return [build_wheel(ROOT / "packages" / name) for name in names]

@@ -110,7 +110,7 @@ def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, co
     environment = environment_of(*core_and_ddp, *map(build_wheel, projects))
     lines = environment.run(environment.bin / "booster", "plugins", "--load", check=False).stdout.splitlines()
     rows = {line.split()[0]: line for line in lines[1:]}
-    assert len(lines) == 1 + 5
+    assert len(lines) == 1 + 6
     assert "strange-syntax" in rows["torn"]
     assert "could not be imported: SyntaxError: " in rows["torn"]
     assert "hooks.py, line 1)" in rows["torn"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import booster_runtime
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_testing.training import Training
@@ -29,7 +29,7 @@ def average_of_three_steps(training):
 
 
 def test_average_equals_one_process():
-    expected = run_on_ranks(average_of_three_steps, 1, Training(plugin_class=SingleDevicePlugin))[0]
+    expected = run_on_ranks(average_of_three_steps, 1, Training(plugin_class=SingleDeviceStrategy))[0]
     training = Training(plugin_class=TorchFSDPPlugin, options={"unit_min_numel": 1})
     for actual in run_on_ranks(average_of_three_steps, 2, training):
         assert actual == pytest.approx(expected, rel=tolerance_for(torch.float32).relative)

@@ -4,19 +4,19 @@ import torch
 from matrix import matrix
 
 from booster_core import Booster
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing, full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
@@ -60,7 +60,7 @@ def gradients_of_a_llama(plugin_class, options, how):
 
 
 def test_products_that_are_kept_are_summed_over_ranks_once():
-    expected, _ = gradients_of_a_llama(SingleDevicePlugin, {}, None)
+    expected, _ = gradients_of_a_llama(SingleDeviceStrategy, {}, None)
     for actual, _ in run_on_ranks(gradients_of_a_llama, 2, HybridParallelPlugin, {"tp_size": 2}, "keep"):
         assert_same_tensors(actual, expected, tolerance_for(torch.float32))
 
@@ -72,7 +72,7 @@ def test_products_that_are_kept_are_summed_over_ranks_once():
 )
 def test_gradients_and_names_equal_those_without(run, how):
     plugin_class, options, world_size = RUNS[run]
-    expected, _ = gradients_of_a_llama(SingleDevicePlugin, {}, None)
+    expected, _ = gradients_of_a_llama(SingleDeviceStrategy, {}, None)
     for actual, names in run_on_ranks(gradients_of_a_llama, world_size, plugin_class, options, how):
         assert_same_tensors(actual, expected, tolerance_for(torch.float32))
         assert set(names) <= {name for name, _ in tiny_llama().named_parameters()}

@@ -10,12 +10,12 @@ from compiler_warnings import ignore_compiler_warnings
 from matrix import matrix
 
 from booster_core import Booster
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing, full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -23,7 +23,7 @@ from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),

@@ -5,12 +5,12 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state, train_batch
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -74,7 +74,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "
 
 @pytest.mark.parametrize("name", ["zero1", "gemini", "tp2", *SLOW])  # those that cut tensors in ways of their own
 def test_values_and_later_steps_equal_one_process(name):
-    (expected,) = run_on_ranks(train, 1, SingleDevicePlugin, {}, None)
+    (expected,) = run_on_ranks(train, 1, SingleDeviceStrategy, {}, None)
     for found in run_on_ranks(train, 2, *PLUGINS[name], None):
         assert torch.equal(found["doubled"], 2 * found["average"])
         assert bool((found["embedding"][3] == 0.25).all())
@@ -150,7 +150,7 @@ SETS_BY_DEFAULT = ("fsdp", "zero1", "pp2")
     "name", [pytest.param(name, marks=[] if name in SETS_BY_DEFAULT else pytest.mark.slow) for name in SETS]
 )
 def test_set_gradients_are_those_of_one_process(name):
-    (expected,) = run_on_ranks(train_with_set_gradients, 1, SingleDevicePlugin, {}, None)
+    (expected,) = run_on_ranks(train_with_set_gradients, 1, SingleDeviceStrategy, {}, None)
     for found in run_on_ranks(train_with_set_gradients, 4 if name == "tp2pp2" else 2, *SETS[name], None):
         assert_same_tensors(found, expected, tolerance_for(torch.float32))
 

@@ -9,13 +9,13 @@ from matrix import matrix, named
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),

@@ -8,13 +8,13 @@ from torch import nn
 from booster_checkpoint.save.adapters import _file_names
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.names import NamedTensors, extra_state_modules
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_runtime import full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {"find_unused_parameters": True}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2}, 2),

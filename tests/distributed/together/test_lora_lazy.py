@@ -5,12 +5,12 @@ import torch
 from matrix import matrix
 
 from booster_core import Booster
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),

@@ -9,11 +9,11 @@ from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_is
 from matrix import matrix
 
 from booster_core import Booster
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_runtime import quantization
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
@@ -85,7 +85,7 @@ def save(number, plugin_class, options, folder):
 
 @matrix(["8-zero2"], number=[4, 8], run=RUNS)
 def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
-    (expected,) = run_on_ranks(train, 1, number, SingleDevicePlugin, {})
+    (expected,) = run_on_ranks(train, 1, number, SingleDeviceStrategy, {})
     assert expected[-1] != expected[0]
     for losses in run_on_ranks(train, 2, number, *RUNS[run]):
         assert losses == pytest.approx(expected, rel=1e-6)

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError
-from booster_core.plugin import SingleDevicePlugin
 from booster_core.ranks import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext, full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -198,7 +198,7 @@ def built():
 
 def verified(name):
     batch = {"input_ids": tokens(0), "labels": tokens(0)}
-    return verify(built, PLUGINS[name]() or SingleDevicePlugin(), batch)
+    return verify(built, PLUGINS[name]() or SingleDeviceStrategy(), batch)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "zero1", "gemini"])

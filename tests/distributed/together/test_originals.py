@@ -12,17 +12,17 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {}, 2),
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),

@@ -8,12 +8,12 @@ from matrix import matrix
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin.single import SingleDevicePlugin
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_runtime import full_gradient
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 RUNS = {
-    "single": (SingleDevicePlugin, {}, 1),
+    "single": (SingleDeviceStrategy, {}, 1),
     "ddp": (TorchDDPPlugin, {}, 2),
     "fsdp": (TorchFSDPPlugin, {"unit_min_numel": 32}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),

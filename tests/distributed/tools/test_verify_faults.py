@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.plugin.single import SingleDevicePlugin
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
@@ -38,7 +38,7 @@ def verify_plugin(plugin_class, precision):
 
 @pytest.mark.parametrize(
     ("plugin_class", "size", "precision"),
-    [(ReferencePlugin, 2, None), (SingleDevicePlugin, 1, "bf16"), (ReferencePipelinePlugin, 2, None)],
+    [(ReferencePlugin, 2, None), (SingleDeviceStrategy, 1, "bf16"), (ReferencePipelinePlugin, 2, None)],
 )
 def test_a_right_plugin_trains_as_one_process(plugin_class, size, precision):
     first, *others = run_on_ranks(verify_plugin, size, plugin_class, precision)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
-from booster_core.plugin.single import SingleDevicePlugin
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.mutants import ReferencePlugin
 from booster_tools import verify_objects
@@ -141,7 +141,7 @@ def reported(plugin_class, precision):
 
 
 @pytest.mark.parametrize(
-    ("plugin_class", "size", "precision"), [(ReferencePlugin, 2, None), (SingleDevicePlugin, 1, "bf16")]
+    ("plugin_class", "size", "precision"), [(ReferencePlugin, 2, None), (SingleDeviceStrategy, 1, "bf16")]
 )
 def test_it_says_how_long_it_took(plugin_class, size, precision):
     for text in run_on_ranks(reported, size, plugin_class, precision):
