@@ -87,7 +87,7 @@ def test_core_alone_trains_on_one_device_and_names_what_to_install(build_wheel, 
 def test_core_and_ddp_alone_train(core_and_ddp, environment_of):
     environment = environment_of(*core_and_ddp)
     assert environment.run("-c", TRAIN).stdout == "trained TorchDDPPlugin\n"
-    assert "doctor" in environment.booster("--help").stdout  # a verb of booster-runtime
+    assert "inspect" in environment.booster("--help").stdout  # a verb of booster-checkpoint
 
 
 def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, environment_of):
