@@ -39,7 +39,8 @@ def stand_in():
 @pytest.mark.parametrize("read", READS)
 def test_reading_and_changing_raise_with_the_remedy(read):
     with pytest.raises(
-        GradientError, match=r"gradient of 'layer\.weight' is split.*`booster_runtime\.full_gradient\(booster, model, 'la"
+        GradientError,
+        match=r"gradient of 'layer\.weight' is split.*`booster_runtime\.full_gradient\(booster, model, 'la",
     ):
         READS[read](stand_in())
 
