@@ -1,0 +1,73 @@
+"""What a plugin that only extends core's `Plugin` can't train rightly is refused by core, on every rank."""
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin import Capability, ModelWrapper, OptimizerWrapper, Plugin
+from booster_core.ranks import DistCoordinator
+from booster_testing import expect_on_ranks, run_on_ranks
+
+
+class Bare(Plugin):
+    name = "bare"
+    api_version = 2
+    capabilities = frozenset({Capability.CPU, Capability.FP32, Capability.DATA_PARALLEL})
+
+    def configure(self, objects, context):
+        optimizer = objects.optimizer and OptimizerWrapper(objects.optimizer, context=context)
+        return objects._replace(model=ModelWrapper(objects.model), optimizer=optimizer)
+
+
+def boost(make_model, dataloader=None):
+    model = make_model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Booster("cpu", plugin=Bare()).boost(model, torch.optim.SGD(trained, lr=0.1), dataloader=dataloader)
+
+
+def make_linear():
+    return nn.Sequential(nn.Linear(4, 2))
+
+
+def make_without_values():
+    with torch.device("meta"):
+        return make_linear()
+
+
+def make_on_one_rank_without_values():
+    return make_without_values() if DistCoordinator().rank else make_linear()
+
+
+def make_adapted():
+    return peft.get_peft_model(make_linear(), peft.LoraConfig(target_modules=["0"]))
+
+
+@pytest.mark.parametrize("make_model", [make_without_values, make_on_one_rank_without_values])
+def test_a_model_without_values_is_refused(make_model):
+    expect_on_ranks(ConfigError, r"have no values, such as '0\.weight'.*`Capability\.LAZY_INIT`", boost, 2, make_model)
+
+
+def test_a_model_with_adapters_is_refused():
+    expect_on_ranks(ConfigError, r"'bare' does not train adapters.*`Capability\.LORA`", boost, 2, make_adapted)
+
+
+def boost_with_whole_loader():
+    boost(make_linear, DataLoader(torch.ones(8, 4), batch_size=2))
+
+
+def test_a_loader_that_stays_whole_is_refused():
+    expect_on_ranks(PluginError, "split", boost_with_whole_loader, 2)
+
+
+def boost_with_split_loader():
+    data = torch.ones(8, 4)
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+    return sum(len(batch) for batch in boost(make_linear, loader).dataloader)
+
+
+def test_a_loader_that_is_split_is_left_to_the_user():
+    assert run_on_ranks(boost_with_split_loader, 2) == [4, 4]
