@@ -145,7 +145,7 @@ class Meeting:
         return json.loads(store.get(done)), is_late
 
     def _give_up(self, number: int, name: str, timeout_seconds: float) -> dict[str, Any]:
-        """Decide that the meeting failed for want of ranks, unless the last one has come just now."""
+        """Decide that the meeting failed because ranks are missing, unless the last one has come just now."""
         missing = self._missing(number)
         places = [[rank, self._last_call(rank)] for rank in missing[:_MAX_NAMED]]
         verdict = {"ok": False, "name": name, "by": self._rank, "seconds": timeout_seconds, "missing": places}
