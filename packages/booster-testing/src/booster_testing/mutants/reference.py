@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -58,8 +59,9 @@ class ReferenceOptimizer(OptimizerWrapper):
         self.masters: dict[nn.Parameter, Tensor] = {}
         self.is_accumulating = False
         self.has_local_gradients = False
+        notice = weakref.WeakMethod(self._notice)  # the collector can't follow what autograd holds
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._notice)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(lambda each: notice()(each))  # type: ignore[no-untyped-call]
         if rounded_to is not None:
             self.masters = {parameter: parameter.detach().clone() for parameter in self.parameters}
             self.round_parameters()
