@@ -66,5 +66,5 @@ def boost_with_budget_of_rank(folder):
 
 
 def test_different_budgets_are_refused_everywhere(tmp_path):
-    match = r"`memory_budget_bytes` differs between ranks \(rank 0: 1000000, rank 1: 2000000\)\. Pass the same on all"
+    match = "disagree about `memory_budget_bytes`: 1000000 on rank 0, 2000000 on rank 1, in `boost`"
     expect_on_ranks(ConfigError, match, boost_with_budget_of_rank, 2, str(tmp_path))

@@ -114,9 +114,7 @@ def policies_apart():
 
 
 def test_ranks_with_different_policies_are_named():
-    message = (
-        r"different settings: `custom_policy` is ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank\(s\) 0,"
-    )
+    message = r"disagree about `custom_policy`: ShardingPolicy\(rules=\(\), layers=\('layers',\).* on rank 0,"
     expect_on_ranks(ConfigError, message, policies_apart, 2)
 
 

@@ -141,7 +141,7 @@ def built_apart():
 
 
 def test_ranks_with_different_settings_are_named():
-    message = r"different settings: `pipeline.style` is '1f1b' on rank\(s\) 0, 'gpipe' on rank\(s\) 1"
+    message = "Ranks disagree about `pipeline.style`: '1f1b' on rank 0, 'gpipe' on rank 1, in `boost`"
     expect_on_ranks(ConfigError, message, built_apart, 2)
 
 

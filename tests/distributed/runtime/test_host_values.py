@@ -5,13 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_core.state import TensorShard, full_box
 from booster_runtime.lazy import host_values
 from booster_runtime.lazy.boosting import take_values
 from booster_runtime.lazy.host_values import HostValues, shards_from_host
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 
 CPU = torch.device("cpu")
 
@@ -99,21 +98,3 @@ def possible(case):
 @pytest.mark.parametrize(("case", "expected"), [("plain", True), ("host", False), ("expanded", False)])
 def test_ranks_agree_on_whether_it_is_possible(case, expected):
     assert run_on_ranks(possible, 2, case) == [expected] * 2
-
-
-def build_different(attribute):
-    model = Model(width=6 + dist.get_rank()) if attribute == "width" else Model()
-    if attribute == "number" and dist.get_rank():
-        del model.dropped
-    shards_from_host(model, torch.device("meta"), DistCoordinator())
-
-
-@pytest.mark.parametrize(
-    ("attribute", "message"),
-    [
-        ("width", r"Rank 1 built another model than rank 0: parameter 'tied' of \(5, 7\) .*there .*\(5, 6\)"),
-        ("number", r"Rank 1 built another model than rank 0: 4 parameters, there 6"),
-    ],
-)
-def test_different_models_are_told(attribute, message):
-    expect_on_ranks(ConfigError, message, build_different, 2, attribute)

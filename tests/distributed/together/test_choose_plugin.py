@@ -158,7 +158,10 @@ def unknown_precision():
         (boosted_before, "This `Sequential` is already boosted"),
         (no_number_on_one_rank, "`memory_budget_bytes='7 MiB'` is no positive number of bytes"),
         (no_positive_number, "`memory_budget_bytes=0` is no positive number of bytes"),
-        (other_budgets, "`memory_budget_bytes` differs between ranks: from 1048576 to 2097152"),
+        (
+            other_budgets,
+            "`memory_budget_bytes`: 1048576 on rank 0, 2097152 on rank 1, in `choose_plugin`",
+        ),
         (unknown_device_on_one_rank, "`device='cpuu'` is not a device"),
         (unknown_precision, "Unknown precision 'bf61'"),
     ],

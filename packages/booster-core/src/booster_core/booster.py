@@ -242,7 +242,7 @@ class Booster:
             check_values(model, self.plugin, self.device)
             policy = precision_for(self.precision, objects, self.plugin)
             self.plugin.check_objects(objects, self.context)
-        coordinator.agree("boost", {"plugin": self.plugin.name, "precision": policy.name, **outline(objects)})
+        coordinator.agree("boost", outline(objects, self.plugin, policy))
         context = replace(self.context, precision=policy)
         norm_dtype = gradient_norm_dtype(model, policy)  # ranks may have parts of the model from here on
         dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}

@@ -250,6 +250,10 @@ class GeminiPlugin(Strategy):
         names = [each if isinstance(each, str) else each.__qualname__ for each in self.config.leaf_modules]
         return {**asdict(self.config), "leaf_modules": names}
 
+    def agreed_options(self) -> Mapping[str, object]:
+        """Return what ranks must have alike: all options but the folder, which may be another on each host."""
+        return {**self.describe(), "offload_dir": self.config.offload_dir is not None}
+
     def _chunk_bytes(self, model: nn.Module, ranks: ShardingRanks, format_of: Callable[[nn.Parameter], Format]) -> int:
         formats = {id(parameter): format_of(parameter) for parameter in model.parameters()}
         itemsize = min((format_.wire.itemsize for format_ in formats.values()), default=4)

@@ -26,7 +26,6 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors, Replica
-from booster_hybrid.agreement import check_same_settings
 from booster_hybrid.boosting import HybridSetup, SetupOptions
 from booster_hybrid.config import (
     ExpertConfig,
@@ -236,13 +235,12 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:
-            ConfigError: If ranks have different settings, the sizes do not divide the world, the model has no policy or
+            ConfigError: If the sizes do not divide the world, the model has no policy or
                 can't be split, an embedding changes its table, or the optimizer needs matrices that are split.
 
         Collective: every rank of the world.
         """
         del values
-        check_same_settings(self._settings(context), context.coordinator)
         self._warn_of_plain_data_parallelism()
         axes = self._axes_of_world()
         passed, objects = objects, objects._replace(optimizer=next(iter(objects.optimizers), None))
@@ -482,13 +480,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             **({"splits": "nothing, as under plugin 'ddp'"} if self._splits_nothing else {}),
         }
 
-    def _settings(self, context: BoostContext) -> Mapping[str, object]:
-        """Return what must be the same on every rank; a folder may be another on each host."""
-        settings = dict(self.describe())
-        del settings["unchecked_layers"]
+    def agreed_options(self) -> Mapping[str, object]:
+        """Return what ranks must have alike; a folder may be another on each host, and layers are not checked yet."""
+        options = {**self.describe(), "custom_policy": self.custom_policy}
+        del options["unchecked_layers"]
         if self.config.zero is not None:
-            settings["zero"] = {**asdict(self.config.zero), "offload_dir": None}
-        return {**settings, "custom_policy": self.custom_policy, "precision": asdict(context.precision)}
+            options["zero"] = {**asdict(self.config.zero), "offload_dir": None}
+        return options
 
     def _options(self) -> SetupOptions:
         return SetupOptions(

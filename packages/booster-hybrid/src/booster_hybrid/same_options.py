@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_hybrid.agreement import differing_settings, printed_settings
+from booster_core.ranks import DistCoordinator
 from booster_hybrid.same_batch import checksum_of
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,13 +49,8 @@ def check_same_options(
     """
     options = _resolved(_named(method, args, kwargs), inner)
     own = {name: _printable(value) for name, value in options.items() if not isinstance(value, torch.Tensor)}
-    found = differing_settings(collectives.all_gather_object(printed_settings(own), replica.group), replica.ranks)
-    if found:
-        msg = (
-            f"Ranks that generate one text together were given different options: {'; '.join(found)}. Pass the same "
-            "on each, also in the model's `generation_config`."
-        )
-        raise ConfigError(msg)
+    remedy = "These ranks generate one text together: pass the same on each, also in the model's `generation_config`."
+    DistCoordinator().agree("generate", own, remedy=remedy, process_group=replica.group)
     if replica.size > 1 and inner is not None and _reads_clock(options):
         msg = (
             "`max_time` ends the loop by a clock, which each of the ranks that generate one text together reads for "

@@ -277,6 +277,10 @@ class LowLevelZeroPlugin(Strategy):
         """Return the options and their values."""
         return asdict(self.config)
 
+    def agreed_options(self) -> Mapping[str, object]:
+        """Return what ranks must have alike: all options but the folder, which may be another on each host."""
+        return {**self.describe(), "offload_dir": self.config.offload_dir is not None}
+
     def _home(self, context: BoostContext) -> Home:
         """Return what keeps the shards; a folder is tried out on every rank first."""
         if self.config.offload_dir is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from booster_core.plugin.interface import Plugin
+    from booster_core.precision import PrecisionPolicy
 
 _WRAPPED_ELSEWHERE = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 _ORDER = "`boost(model, optimizer, criterion, dataloader, lr_scheduler)`"
@@ -105,10 +107,11 @@ def check_values(model: nn.Module, plugin: Plugin, device: torch.device) -> None
         raise ConfigError(msg)
 
 
-def outline(objects: Boosted) -> dict[str, Any]:
-    """Return what every rank must pass to ``boost`` alike: names, shapes and formats of parameters, and groups.
+def outline(objects: Boosted, plugin: Plugin, policy: PrecisionPolicy) -> dict[str, Any]:
+    """Return what every rank must bring to ``boost`` alike: the plugin and its options, the precision, the objects.
 
-    Parameters that a model declares to be a rank's own, by ``_ddp_params_and_buffers_to_ignore``, are left out.
+    Of these the names, shapes and formats of parameters, and the groups. Parameters that a model declares to be a
+    rank's own, by ``_ddp_params_and_buffers_to_ignore``, are left out.
     """
     named = NamedTensors.of(objects.model)
     own = set(getattr(objects.model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -122,7 +125,8 @@ def outline(objects: Boosted) -> dict[str, Any]:
         [type(each).__name__, *(len(group["params"]) for group in each.param_groups)] for each in objects.optimizers
     ]
     passed = {name: getattr(objects, name) is not None for name in ("criterion", "dataloader", "lr_scheduler")}
-    return {**forms, "optimizers and their groups": [] if own else groups, "passed": passed}
+    options = {"plugin": plugin.name, "precision": asdict(policy), **plugin.agreed_options()}
+    return {**options, **forms, "optimizers and their groups": [] if own else groups, "passed": passed}
 
 
 def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:

@@ -432,6 +432,13 @@ class Plugin(ABC):
         """Return the plugin's options and their values, for `Booster.describe`."""
         return {}
 
+    def agreed_options(self) -> Mapping[str, object]:
+        """Return the options that `boost` compares between ranks, and raises where they differ: all by default.
+
+        Leave out what may be another on each host, such as a folder.
+        """
+        return self.describe()
+
 
 class PipelinePlugin(Plugin):
     """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""

@@ -161,7 +161,14 @@ class DistCoordinator:
         """
         return _Together(self, name, process_group, timeout_seconds)
 
-    def agree(self, name: str, value: Any, *, process_group: ProcessGroup | None = None) -> None:
+    def agree(
+        self,
+        name: str,
+        value: Any,
+        *,
+        remedy: str = "Pass the same on all ranks.",
+        process_group: ProcessGroup | None = None,
+    ) -> None:
         """Raise on every rank unless all have the same ``value``.
 
         Values are compared by `digest`. The error names the ranks that differ and, of mappings, the keys.
@@ -169,6 +176,7 @@ class DistCoordinator:
         Args:
             name: What the user called; appears in messages.
             value: The same on every rank, as `digest` takes it.
+            remedy: The end of the message: what to do about a difference.
             process_group: The ranks that take part.
 
         Raises:
@@ -182,7 +190,9 @@ class DistCoordinator:
             comparing.digest = digest(plain)
         if comparing.differs:
             values = self.all_gather_object(plain, process_group=process_group, name=name)
-            raise ConfigError(describe_differences(name, values, self._ranks(process_group)))
+            found = describe_differences(name, values, self._ranks(process_group))
+            msg = f"{found} {remedy}"
+            raise ConfigError(msg)
 
     def block_all(
         self,

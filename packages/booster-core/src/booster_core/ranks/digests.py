@@ -102,7 +102,7 @@ def describe_differences(name: str, values: Sequence[Any], ranks: Sequence[int])
         ranks: What these ranks are called.
     """
     if not all(isinstance(value, dict) for value in values):
-        return f"Ranks disagree about what `{name}` gets: {_holders(values, ranks)}. Pass the same on all ranks."
+        return f"Ranks disagree about what `{name}` gets: {_holders(values, ranks)}."
     flat = [_flat(value) for value in values]
     found = []
     for key in dict.fromkeys(key for of_rank in flat for key in of_rank):
@@ -111,7 +111,7 @@ def describe_differences(name: str, values: Sequence[Any], ranks: Sequence[int])
             found.append(f"`{key}`: {_holders(of_key, ranks)}")
     more = [f"and {len(found) - _MOST_LISTED} more"] if len(found) > _MOST_LISTED else []
     shown = "; ".join(found[:_MOST_LISTED] + more)
-    return f"Ranks disagree about {shown}, in `{name}`. Pass the same on all ranks."
+    return f"Ranks disagree about {shown}, in `{name}`."
 
 
 def _holders(values: Sequence[Any], ranks: Sequence[int]) -> str:

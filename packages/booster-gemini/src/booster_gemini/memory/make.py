@@ -47,23 +47,13 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
         context: Device and ranks.
 
     Raises:
-        ConfigError: If the memories that are asked for are not there, or ranks were given different budgets.
+        ConfigError: If the memories that are asked for are not there.
         PluginError: If nobody knows a placement policy of the name.
 
     Collective: every rank of the world, in step: an error on one is raised on all.
     """
-    _check_budgets(config, context)
     with context.coordinator.together("boost"):
         return _make(config, context)
-
-
-def _check_budgets(config: GeminiConfig, context: BoostContext) -> None:
-    """Raise on every rank where budgets differ: chunks are cut, and gathered ahead, by what all know."""
-    budgets = context.coordinator.all_gather_object(config.memory_budget_bytes, name="boost")
-    if len(set(budgets)) > 1:
-        told = ", ".join(f"rank {rank}: {budget}" for rank, budget in enumerate(budgets))
-        msg = f"`memory_budget_bytes` differs between ranks ({told}). Pass the same on all, such as the least of them."
-        raise ConfigError(msg)
 
 
 def most_chunk_numel(config: GeminiConfig, formats: Iterable[Format], shard_size: int) -> int | None:

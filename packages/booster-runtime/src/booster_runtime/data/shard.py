@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import as_tuple, like
-from booster_core.ranks import name_ranks
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.loader_classes import iterates_itself, maker_like
@@ -19,10 +18,17 @@ from booster_runtime.data.prepare import deal_dataset
 from booster_runtime.data.user_order import UserOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from booster_core.plugin import BoostContext, Plugin
     from booster_core.ranks import DistCoordinator
+
+_REMEDY = (
+    "Samples can't be dealt to ranks: some would be seen twice, others never, or a rank would wait for batches that "
+    "others don't have. Pass the whole data set, and a sampler that draws alike on every rank, its random numbers "
+    "seeded alike. Where the script splits samples by rank itself, leave that out, or leave the loader out of `boost`, "
+    "or make its sampler a `torch.utils.data.DistributedSampler`."
+)
 
 
 def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, seed: int) -> DataLoader[Any]:
@@ -127,18 +133,7 @@ def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
         loader = split_dataloader(loader, rank=rank, world_size=world_size, seed=seed)
         digest = loader.order_digest() if isinstance(loader, DistributedDataLoader) else None
         lengths = _lengths_of(loader)
-    told = coordinator.all_gather_object((digest, lengths), name="boost")
-    _check_lengths([each for _, each in told])
-    digests = [each for each, _ in told]
-    apart = [other for other, theirs in enumerate(digests) if theirs != digests[0]]
-    if apart:
-        msg = (
-            f"The data loader's sampler draws another order on {name_ranks(apart)} than on rank 0, so that samples "
-            "can't be dealt to ranks: some would be seen twice, others never. Make it alike on every rank, and seed "
-            "random numbers of its own alike. If it splits samples by rank itself, leave the loader out of `boost`, or "
-            "make it a `torch.utils.data.DistributedSampler`."
-        )
-        raise ConfigError(msg)
+    coordinator.agree("boost", {**lengths, "order of the data loader's sampler": digest}, remedy=_REMEDY)
     if isinstance(loader, DistributedDataLoader):
         watch = watch_passes(coordinator.world_size)
         loader.on_batch = None if watch is None else watch.at_batch
@@ -154,35 +149,7 @@ def _lengths_of(loader: DataLoader[Any]) -> dict[str, int | None]:
     with contextlib.suppress(TypeError, NotImplementedError):  # not all have one
         num_samples = len(dataset)
     num_entries = loader.num_samples if isinstance(loader, DistributedDataLoader) else None
-    return {"data set": num_samples, "sampler": num_entries}
-
-
-def _check_lengths(lengths: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise where ranks would take differently many batches, and wait for each other at the end.
-
-    Args:
-        lengths: Of each rank's loader.
-
-    Raises:
-        ConfigError: If they differ.
-    """
-    for what, unit in (("data set", "samples"), ("sampler", "entries")):
-        ranks: dict[int | None, list[int]] = {}
-        for rank, of_rank in enumerate(lengths):
-            ranks.setdefault(of_rank[what], []).append(rank)
-        if len(ranks) == 1:
-            continue
-        each = [
-            f"{'no length' if length is None else f'{length} {unit}'} on {name_ranks(which)}"
-            for length, which in ranks.items()
-        ]
-        msg = (
-            f"The data loader's {what} has {', '.join(each[:-1])} and {each[-1]}, so that samples can't be split "
-            "between ranks: some ranks would wait for batches that others don't have. Where the script splits samples "
-            "by rank, leave that out. Pass the whole data set, which is split here, or a loader with a "
-            "`torch.utils.data.DistributedSampler` over the whole data set."
-        )
-        raise ConfigError(msg)
+    return {"length of the data loader's data set": num_samples, "length of its sampler": num_entries}
 
 
 def _is_plain_shuffle(loader: DataLoader[Any]) -> bool:

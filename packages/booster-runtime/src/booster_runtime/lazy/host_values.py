@@ -5,21 +5,19 @@ Moved whole, a model that is larger than a device would end in `boost`.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_core.state import box_numel, box_shape, full_box, intersect, regions_of, slices_of
 from booster_runtime.lazy.holders import Holder, loosened
 from booster_runtime.sharding.agreement import send_first
 from booster_runtime.sharding.hosting import is_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -41,32 +39,12 @@ def shards_from_host(model: nn.Module, device: torch.device, coordinator: DistCo
         device: Where the model will run.
         coordinator: The ranks.
 
-    Raises:
-        ConfigError: If ranks built different models.
-
     Collective: every rank of the world, where ``device`` is not the CPU.
     """
     if device.type == "cpu":
         return False
     is_possible = all(map(_is_plain, model.parameters()))
-    shapes = [f"'{name}' of {tuple(each.shape)} and {each.dtype}" for name, each in model.named_parameters()]
-    digest = hashlib.sha256("\n".join(shapes).encode()).digest()
-    every = coordinator.all_gather_object((is_possible, digest), name="boost")
-    if not all(possible for possible, _ in every):
-        return False
-    other = next((rank for rank, (_, of_rank) in enumerate(every) if of_rank != every[0][1]), None)
-    if other is not None:
-        raise _different_models(other, coordinator.all_gather_object(shapes, name="boost"))
-    return True
-
-
-def _different_models(rank: int, shapes: Sequence[Sequence[str]]) -> ConfigError:
-    here, there = shapes[0], shapes[rank]
-    first = next((index for index, pair in enumerate(zip(here, there, strict=False)) if len({*pair}) > 1), None)
-    found = f"{len(there)} parameters, there {len(here)}"
-    if first is not None:
-        found = f"parameter {there[first]}, there {here[first]}"
-    return ConfigError(f"Rank {rank} built another model than rank 0: {found}. Build the same model on every rank.")
+    return all(coordinator.all_gather_object(is_possible, name="boost"))
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

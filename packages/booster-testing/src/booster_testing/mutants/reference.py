@@ -59,9 +59,16 @@ class ReferenceOptimizer(OptimizerWrapper):
         self.masters: dict[nn.Parameter, Tensor] = {}
         self.is_accumulating = False
         self.has_local_gradients = False
-        notice = weakref.WeakMethod(self._notice)  # the collector can't follow what autograd holds
+        own = weakref.ref(self)  # the collector can't follow what autograd holds
+
+        def notice(parameter: Tensor) -> None:
+            del parameter
+            optimizer = own()
+            if optimizer is not None:
+                optimizer.has_local_gradients = True
+
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda each: notice()(each))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
         if rounded_to is not None:
             self.masters = {parameter: parameter.detach().clone() for parameter in self.parameters}
             self.round_parameters()
@@ -133,10 +140,6 @@ class ReferenceOptimizer(OptimizerWrapper):
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 parameter.copy_(master.to(self.rounded_to))
-
-    def _notice(self, parameter: Tensor) -> None:
-        del parameter
-        self.has_local_gradients = True
 
 
 class ReferenceStateAdapter(ReplicatedStateAdapter):

@@ -76,13 +76,13 @@ def choose_plugin(
     Collective: every rank of the world.
     """
     coordinator = ensure_process_group()
-    budgets = coordinator.all_gather_object(memory_budget_bytes, name="choose_plugin")
     found: Planned | None = None
     with coordinator.together("choose_plugin"):
-        _check_budgets(budgets)
+        _check_budget(memory_budget_bytes)
         objects = checked_objects(Boosted(model, optimizer, criterion), dataloader, what="`choose_plugin`")
         policy = None if mixed_precision is None else PrecisionPolicy.parse(mixed_precision)
         on_host = Booster(device).device.type == "cpu"
+    coordinator.agree("choose_plugin", {"memory_budget_bytes": memory_budget_bytes})
     with coordinator.together("choose_plugin"):
         if coordinator.rank == 0:
             devices = Devices(number=coordinator.world_size, memory_bytes=memory_budget_bytes)
@@ -90,23 +90,16 @@ def choose_plugin(
     return _made_on_all(found, coordinator)
 
 
-def _check_budgets(budgets: list[Any]) -> None:
-    """Raise where a rank's budget is no number of bytes, or another one than rank 0's.
+def _check_budget(budget: Any) -> None:
+    """Raise where a budget is no number of bytes.
 
     Raises:
-        ConfigError: With the first such budget.
+        ConfigError: Naming it.
     """
-    for budget in budgets:
-        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-            msg = (
-                f"`memory_budget_bytes={budget!r}` is no positive number of bytes. Pass what a rank may hold at the "
-                "peak of a training step, such as `memory_budget_bytes=60 * 2**30`."
-            )
-            raise ConfigError(msg)
-    if len(set(budgets)) > 1:
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         msg = (
-            f"`memory_budget_bytes` differs between ranks: from {min(budgets)} to {max(budgets)}. Pass the same on "
-            "all, such as the least of them."
+            f"`memory_budget_bytes={budget!r}` is no positive number of bytes. Pass what a rank may hold at the "
+            "peak of a training step, such as `memory_budget_bytes=60 * 2**30`."
         )
         raise ConfigError(msg)
 
