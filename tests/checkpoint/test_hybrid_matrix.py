@@ -12,8 +12,7 @@ from matrix import matrix
 from model_zoo import get_model
 from safetensors.torch import load_file
 
-from booster_core import Booster
-from booster_core.plugin import discovery
+from booster_core import Booster, discovery
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from matrix import matrix, named
 
-from booster_core import Booster
-from booster_core.plugin import discovery
+from booster_core import Booster, discovery
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model

@@ -7,8 +7,7 @@ import torch
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster
-from booster_core.plugin import discovery
+from booster_core import Booster, discovery
 from booster_testing import run_on_ranks
 
 OFFLOADING = {

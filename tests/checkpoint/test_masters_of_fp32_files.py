@@ -7,8 +7,7 @@ import torch
 from matrix import matrix
 from safetensors.torch import load_file, save_file
 
-from booster_core import Booster
-from booster_core.plugin import discovery
+from booster_core import Booster, discovery
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import slices_of
 from booster_testing import run_on_ranks

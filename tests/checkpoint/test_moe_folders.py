@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import booster_runtime
-from booster_core import Booster
-from booster_core.plugin import discovery
+from booster_core import Booster, discovery
 from booster_core.state import slices_of
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import load_pretrained

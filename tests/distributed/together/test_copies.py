@@ -12,9 +12,8 @@ from matrix import matrix, named
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from booster_core import Booster
+from booster_core import Booster, discovery
 from booster_core.errors import CheckpointError, ConfigError, GradientError
-from booster_core.plugin import discovery
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 

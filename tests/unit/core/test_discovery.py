@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import booster_core.plugin
+from booster_core import Plugin, discovery
 from booster_core.errors import PluginError, PluginNotInstalledError
-from booster_core.plugin import Plugin, discovery
 
 
 def listed(name):
@@ -31,9 +31,7 @@ def test_a_listing_imports_nothing_of_the_plugin(install):
 
 
 def test_a_listing_does_not_import_torch():
-    code = (
-        "import sys; from booster_core.plugin import discovery; discovery.installed(); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from booster_core import discovery; discovery.installed(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from booster_core import discovery
 from booster_core.errors import ConfigError
-from booster_core.plugin import discovery
 from booster_fsdp import TorchFSDPPlugin
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from booster_core.plugin import discovery
+from booster_core import discovery
 from booster_gemini import GeminiPlugin
 
 

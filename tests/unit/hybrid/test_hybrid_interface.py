@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from booster_core import discovery
 from booster_core.errors import ConfigError
-from booster_core.plugin import discovery
 from booster_core.precision import LossScaleConfig
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPolicy
 from booster_zero import ZeroConfig

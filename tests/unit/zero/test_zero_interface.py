@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from booster_core import discovery
 from booster_core.errors import ConfigError
-from booster_core.plugin import discovery
 from booster_zero import LowLevelZeroPlugin
 
 

@@ -30,16 +30,16 @@ from booster_core.checkpoint_io import (
     checkpoint_io_class,
     resolved,
 )
+from booster_core.discovery import check_api_version, load, load_default
 from booster_core.errors import ConfigError
+from booster_core.plugin.call_guard import mark_boosted
 from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
-from booster_core.plugin.discovery import check_api_version, load, load_default
 from booster_core.plugin.hooks import hook_relay
 from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin, as_tuple
+from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.originals import mark_boosted
-from booster_core.plugin.replicated import gradient_norm_dtype
+from booster_core.plugin.placement import gradient_norm_dtype
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
-from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator

@@ -1,4 +1,4 @@
-"""The entry point through which `booster_core.plugin.discovery` finds this package's plugin."""
+"""The entry point through which `booster_core.discovery` finds this package's plugin."""
 
 from __future__ import annotations
 

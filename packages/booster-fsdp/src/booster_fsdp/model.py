@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import ModelWrapper, through_door
+from booster_core.plugin import ModelWrapper, through_guard
 from booster_core.ranks import NamedCall
 from booster_runtime.local_state import refuse_pickle
 
@@ -122,7 +122,7 @@ class FSDPModel(ModelWrapper):
         if self.optimizer is None and not torch.compiler.is_compiling():
             self.units.notice_updates()
 
-    @through_door
+    @through_guard
     def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._notice_updates()
         precision = self.precision

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import through_door
+from booster_core.plugin import through_guard
 from booster_core.ranks import NamedCall
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.tensor_parallel.group import refuse_copy
@@ -80,7 +80,7 @@ class HybridModel(ZeroModel):
                 self._has_compared = True
             return self._forward(*args, **kwargs)
 
-    @through_door
+    @through_guard
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:
         """Run the active stage in the run's number formats.
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import importlib_metadata
 
-from booster_core.plugin import discovery
+from booster_core import discovery
 from booster_core.ranks.environments import variables
 
 _THIRD_PARTY = ("torch", "safetensors", "transformers", "peft", "numpy", "pluggy", "importlib_metadata")

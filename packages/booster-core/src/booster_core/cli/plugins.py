@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from booster_core import discovery
 from booster_core.errors import PluginError
-from booster_core.plugin import discovery
 
 
 @click.command()

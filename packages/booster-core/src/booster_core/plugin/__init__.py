@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
+    from booster_core.discovery import PluginListing, installed, load
+    from booster_core.plugin.call_guard import through_guard
     from booster_core.plugin.checks import check_arguments
-    from booster_core.plugin.discovery import PluginListing, installed, load
     from booster_core.plugin.hooks import hook_relay, register_hooks, unregister_hooks
     from booster_core.plugin.hookspecs import hookimpl
     from booster_core.plugin.interface import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         as_tuple,
         like,
     )
+    from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.plugin.optimizer import (
         GradientScaling,
         OptimizerWrapper,
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
         unscaled_gradient,
         write_gradient,
     )
-    from booster_core.plugin.originals import through_door
-    from booster_core.plugin.replicated import (
+    from booster_core.plugin.placement import (
         check_no_masters,
         normalisation_parameters,
         place_model,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
         stored_dtypes,
     )
     from booster_core.plugin.single import SingleDevicePlugin
-    from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.state import StateAdapter, TensorShard
 
 __all__ = [
@@ -74,7 +74,7 @@ __all__ = [
     "rebind",
     "register_hooks",
     "stored_dtypes",
-    "through_door",
+    "through_guard",
     "unregister_hooks",
     "unscaled_gradient",
     "unwrap_model",
@@ -86,7 +86,7 @@ _import, __dir__ = public_names(
     {
         "booster_core.state": ["StateAdapter", "TensorShard"],
         ".checks": ["check_arguments"],
-        ".discovery": ["PluginListing", "installed", "load"],
+        "booster_core.discovery": ["PluginListing", "installed", "load"],
         ".hooks": ["hook_relay", "register_hooks", "unregister_hooks"],
         ".hookspecs": ["hookimpl"],
         ".interface": [
@@ -100,8 +100,8 @@ _import, __dir__ = public_names(
             "as_tuple",
             "like",
         ],
-        ".originals": ["through_door"],
-        ".replicated": [
+        ".call_guard": ["through_guard"],
+        ".placement": [
             "check_no_masters",
             "normalisation_parameters",
             "place_model",
@@ -110,7 +110,7 @@ _import, __dir__ = public_names(
         ],
         ".single": ["SingleDevicePlugin"],
         ".optimizer": ["GradientScaling", "OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],
-        ".wrappers": ["ModelWrapper", "boosted_inside", "unwrap_model"],
+        ".model": ["ModelWrapper", "boosted_inside", "unwrap_model"],
     },
 )
 
@@ -122,6 +122,6 @@ def __getattr__(name: str) -> Any:
     if not name[:1].isupper():  # no class: Python asks for submodules here before it imports them
         msg = f"module 'booster_core.plugin' has no attribute '{name}'"
         raise AttributeError(msg)
-    from booster_core.plugin.discovery import plugin_class
+    from booster_core.discovery import plugin_class
 
     return plugin_class(name)

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin.call_guard import was_boosted
 from booster_core.plugin.interface import Boosted, Capability, as_tuple
+from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
-from booster_core.plugin.originals import was_boosted
-from booster_core.plugin.wrappers import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state.names import NamedTensors, has_adapters, own_class, without_adapters
 

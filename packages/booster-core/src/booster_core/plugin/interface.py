@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from booster_core.booster import Booster
-    from booster_core.plugin.wrappers import ModelWrapper
+    from booster_core.plugin.model import ModelWrapper
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.state.adapter import StateAdapter
@@ -226,7 +226,7 @@ class Plugin(ABC):
         Raises:
             ConfigError: If the plugin can't keep the formats that the policy names.
         """
-        from booster_core.plugin.replicated import check_no_masters
+        from booster_core.plugin.placement import check_no_masters
 
         return check_no_masters(policy, self.name)
 
@@ -290,7 +290,7 @@ class Plugin(ABC):
 
         Collective: none.
         """
-        from booster_core.plugin.wrappers import unwrap_model
+        from booster_core.plugin.model import unwrap_model
         from booster_core.state.names import NamedTensors
 
         module = unwrap_model(model)
@@ -311,8 +311,8 @@ class Plugin(ABC):
 
         Collective: every rank of the plugin's mesh, in step.
         """
+        from booster_core.plugin.model import unwrap_model
         from booster_core.plugin.optimizer import unscaled_gradient
-        from booster_core.plugin.wrappers import unwrap_model
 
         return unscaled_gradient(unwrap_model(model).get_parameter(name), model.boosted_optimizers)
 
@@ -332,8 +332,8 @@ class Plugin(ABC):
 
         Collective: every rank of the plugin's mesh, in step.
         """
+        from booster_core.plugin.model import unwrap_model
         from booster_core.plugin.optimizer import write_gradient
-        from booster_core.plugin.wrappers import unwrap_model
 
         if type(self).full_gradient is not Plugin.full_gradient:
             msg = f"Plugin '{self.name}' keeps gradients in its own way, and has no `set_full_gradient`."

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from booster_core.errors import ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
+from booster_core.plugin.call_guard import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.plugin.interface import as_tuple
-from booster_core.plugin.originals import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
 from booster_core.ranks.calls import NamedCall
 
@@ -113,7 +113,7 @@ class OptimizerWrapper(Optimizer):
     ) -> None:
         # Optimizer.__init__ is not called: it would make groups and state of its own.
         self.optim = optim
-        self._door = guard_step(optim)
+        self._guard = guard_step(optim)
         share_zero_grad(optim, self)
         self._context = context
         self.scaling = GradientScaling(None if context is None else context.precision) if scaling is None else scaling
@@ -388,12 +388,12 @@ class OptimizerWrapper(Optimizer):
 
     def _update(self, closure: Callable[[], float] | None) -> Any:
         """Update the parameters; only meanwhile may the optimizer inside step."""
-        before = self._door.is_open
-        self._door.is_open = True
+        before = self._guard.is_open
+        self._guard.is_open = True
         try:
             return self.update_parameters(closure)
         finally:
-            self._door.is_open = before
+            self._guard.is_open = before
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
         """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""

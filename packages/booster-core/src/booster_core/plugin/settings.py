@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_core.discovery import names_of_plugins
 from booster_core.errors import ConfigError
-from booster_core.plugin.discovery import names_of_plugins
 from booster_core.plugin.interface import Boosted, Plugin
 from booster_core.precision import PrecisionPolicy
 from booster_core.precision.policy import dtype_name

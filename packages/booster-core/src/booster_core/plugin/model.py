@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from booster_core.attribute_hints import OF_ENGINES, no_attribute
-from booster_core.plugin.originals import guard_forward, through_door
+from booster_core.plugin.call_guard import guard_forward, through_guard
 from booster_core.precision.casting import cast_floating
 from booster_core.ranks.calls import NamedCall
 from booster_core.state.names import compiled_module
@@ -40,7 +40,7 @@ class ModelWrapper(nn.Module):
     ``state_dict``, ``load_state_dict`` and attributes are those of the user's model, under its own names, and so are
     items, length and iteration of a container, such as ``nn.Sequential``. Methods other
     than ``forward`` (``generate``) run on the user's model directly. One that calls the model itself raises in training
-    (`booster_core.plugin.originals`), because that forward would bypass the strategy.
+    (`booster_core.plugin.call_guard`), because that forward would bypass the strategy.
     """
 
     boosted_optimizers: tuple[OptimizerWrapper, ...] = ()
@@ -52,7 +52,7 @@ class ModelWrapper(nn.Module):
         """Let a strategy's own forward run the user's model."""
         super().__init_subclass__(**kwargs)
         if "forward" in vars(cls):
-            cls.forward = through_door(cls.forward)  # type: ignore[method-assign]
+            cls.forward = through_guard(cls.forward)  # type: ignore[method-assign]
 
     def __init__(
         self, module: nn.Module, original: nn.Module | None = None, *, precision: PrecisionPolicy | None = None
@@ -61,7 +61,7 @@ class ModelWrapper(nn.Module):
         self.module = module
         # Kept out of the module tree: registered a second time, every parameter would be listed twice.
         self.__dict__["_original"] = module if original is None else original
-        self.__dict__["_door"] = guard_forward(self.__dict__["_original"])
+        self.__dict__["_guard"] = guard_forward(self.__dict__["_original"])
         self.__dict__["_methods"] = _Methods()
         first = next(chain(module.parameters(), module.buffers()), None)
         self._device_type = "cpu" if first is None else first.device.type
@@ -90,7 +90,7 @@ class ModelWrapper(nn.Module):
         original: nn.Module = self.__dict__["_original"]
         return original
 
-    @through_door
+    @through_guard
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; under autocast, floating outputs come back in the policy's ``output_dtype``.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Door:
+class CallGuard:
     """Whether a call of the user's own object comes from the boosted one.
 
     Attributes:
@@ -38,14 +38,14 @@ class Door:
 
 
 class _Forwards:
-    """A forward pre-hook on a user's model that lets training forwards through an open door only."""
+    """A forward pre-hook on a user's model that lets training forwards through an open guard only."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, guard: CallGuard) -> None:
+        self.guard = guard
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
-        # In this order, so that compiled code depends on the door only where it decides.
-        if module.training and torch.is_grad_enabled() and not self.door.is_open:
+        # In this order, so that compiled code depends on the guard only where it decides.
+        if module.training and torch.is_grad_enabled() and not self.guard.is_open:
             name = own_class(module).__name__
             msg = (
                 f"`{name}` was called in training, but not through the model that `boost` returned: its gradients "
@@ -61,13 +61,13 @@ class _Forwards:
 
 
 class _Steps:
-    """A step pre-hook on a user's optimizer that lets steps through an open door only."""
+    """A step pre-hook on a user's optimizer that lets steps through an open guard only."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, guard: CallGuard) -> None:
+        self.guard = guard
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not self.door.is_open:
+        if not self.guard.is_open:
             name = type(optimizer).__name__
             msg = (
                 f"`{name}.step` was called on the optimizer that was passed to `boost`, which does not see the run's "
@@ -77,28 +77,28 @@ class _Steps:
             raise ConfigError(msg)
 
 
-def guard_forward(model: nn.Module) -> Door:
+def guard_forward(model: nn.Module) -> CallGuard:
     """Let a user's model run in training through the boosted model only.
 
     Evaluation, generation and other forwards without gradients stay possible, as does a frozen model's forward, whose
-    door stays open.
+    guard stays open.
 
     Args:
         model: The user's model; one that was compiled, or given adapters, is guarded with the model inside of it.
 
     Returns:
-        The door that the boosted model's forward opens; the same where a `boost` that raised had made one.
+        The guard that the boosted model's forward opens; the same where a `boost` that raised had made one.
 
     Collective: none.
     """
-    found = _doors(model)
+    found = _guards(model)
     if found:
         return found[0]
-    door = Door()
-    door.is_open = not any(parameter.requires_grad for parameter in model.parameters())
+    guard = CallGuard()
+    guard.is_open = not any(parameter.requires_grad for parameter in model.parameters())
     for module in _layers_of(model):
-        module.register_forward_pre_hook(_Forwards(door), prepend=True)
-    return door
+        module.register_forward_pre_hook(_Forwards(guard), prepend=True)
+    return guard
 
 
 def mark_boosted(model: nn.Module) -> None:
@@ -106,8 +106,8 @@ def mark_boosted(model: nn.Module) -> None:
 
     Collective: none.
     """
-    for door in _doors(model):
-        door.is_boosted = True
+    for guard in _guards(model):
+        guard.is_boosted = True
 
 
 def was_boosted(model: nn.Module) -> bool:
@@ -115,7 +115,7 @@ def was_boosted(model: nn.Module) -> bool:
 
     Collective: none.
     """
-    return any(door.is_boosted for door in _doors(model))
+    return any(guard.is_boosted for guard in _guards(model))
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
@@ -124,30 +124,30 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return list({id(each): each for each in (model, inner, without_adapters(inner))}.values())
 
 
-def _doors(model: nn.Module) -> list[Door]:
+def _guards(model: nn.Module) -> list[CallGuard]:
     hooks = [hook for module in _layers_of(model) for hook in module._forward_pre_hooks.values()]  # noqa: SLF001 - torch has no public way to ask
-    return [hook.door for hook in hooks if isinstance(hook, _Forwards)]
+    return [hook.guard for hook in hooks if isinstance(hook, _Forwards)]
 
 
-def guard_step(optimizer: Optimizer) -> Door:
+def guard_step(optimizer: Optimizer) -> CallGuard:
     """Let a user's optimizer step through the boosted optimizer only.
 
     Schedulers that count its steps work on, and copies of the optimizer are free.
 
     Returns:
-        The door that the boosted optimizer opens; the same for an optimizer that is boosted twice.
+        The guard that the boosted optimizer opens; the same for an optimizer that is boosted twice.
 
     Collective: none.
     """
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if hooks is None:  # an optimizer that never called `Optimizer.__init__` has none
-        return Door()
-    found = [hook.door for hook in hooks.values() if isinstance(hook, _Steps)]
+        return CallGuard()
+    found = [hook.guard for hook in hooks.values() if isinstance(hook, _Steps)]
     if found:
         return found[0]
-    door = Door()
-    optimizer.register_step_pre_hook(_Steps(door))
-    return door
+    guard = CallGuard()
+    optimizer.register_step_pre_hook(_Steps(guard))
+    return guard
 
 
 class _ZeroGrad:
@@ -186,25 +186,25 @@ def zero_grad_inside(optimizer: Optimizer, *, set_to_none: bool) -> None:
         method(set_to_none)
 
 
-def through_door(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of a boosted model run the user's model; the method's object holds the `Door` as ``_door``.
+def through_guard(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a boosted model run the user's model; the method's object holds the `CallGuard` as ``_guard``.
 
     Collective: as the method.
     """
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        door = self.__dict__["_door"]
-        before = door.is_open
-        door.is_open = True
+        guard = self.__dict__["_guard"]
+        before = guard.is_open
+        guard.is_open = True
         if torch.compiler.is_compiling():
-            # Graphs can't break inside of a `try`. An error leaves the door open, which can hide a later mistake only.
+            # Graphs can't break inside of a `try`. An error leaves the guard open, which can hide a later mistake only.
             outputs = method(self, *args, **kwargs)
-            door.is_open = before
+            guard.is_open = before
             return outputs
         try:
             return method(self, *args, **kwargs)
         finally:
-            door.is_open = before
+            guard.is_open = before
 
     return run
