@@ -56,10 +56,7 @@ _MET, _MISSED, _PLAIN, _GRID = "#2f7d4f", "#b3401f", "#1f5a94", "#e4e4e4"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return when and on what the benchmarks run.
-
-    Collective: none.
-    """
+    """Return when and on what the benchmarks run."""
     versions = {}
     for name in DISTRIBUTIONS:
         try:

@@ -39,10 +39,7 @@ class ThreadGroup:
         return values
 
     def subgroup(self, ranks: tuple[int, ...]) -> ThreadGroup:
-        """Return this rank's view of a group of some of the threads, of which it is one.
-
-        Collective: none.
-        """
+        """Return this rank's view of a group of some of the threads, of which it is one."""
         with self._shared.lock:
             shared = self._shared.subgroups.setdefault(ranks, _Shared(len(ranks)))
         return ThreadGroup(ranks.index(self.rank), len(ranks), shared)

@@ -108,8 +108,6 @@ class Booster:
             of the plugin interface.
         ConfigError: If precision is asked for twice with two answers, plugin, precision and device don't fit, or
             ``plugin="auto"``, which `booster_tools.choose_plugin` takes the place of.
-
-    Collective: none.
     """
 
     def __init__(
@@ -431,27 +429,18 @@ class Booster:
         return result
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
-        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
-
-        Collective: none.
-        """
+        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments."""
         loader = self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
         if self.device_placement and isinstance(loader, GlobalPosition):
             loader.device = self.device
         return loader
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own model of a boosted one.
-
-        Collective: none.
-        """
+        """Return the user's own model of a boosted one."""
         return unwrap_model(self.boosted_model(model, "Booster.unwrap"))
 
     def describe(self) -> str:
-        """Return, and print on the master rank, the run's plugin, ranks, device and number formats.
-
-        Collective: none.
-        """
+        """Return, and print on the master rank, the run's plugin, ranks, device and number formats."""
         models = self.boosted_models
         notes = list(dict.fromkeys(line for model in models for line in self.plugin.describe_model(model)))
         is_said = any(line.startswith("reduction") for line in notes)  # what is asked for is not all there is to say
@@ -479,8 +468,6 @@ class Booster:
         Args:
             model: The boosted model, or a plain one that every rank holds whole.
             optimizer: The boosted optimizer; that of the boosted model when left out.
-
-        Collective: none.
         """
         boosted = self._boosted_model(model)
         if boosted is None:

@@ -536,8 +536,6 @@ def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     Raises:
         ConfigError: If none has this name, or several have.
         PluginError: If it can't be imported, or is no `CheckpointIO`.
-
-    Collective: none.
     """
     entries = list(importlib_metadata.entry_points(group=CHECKPOINT_GROUP))
     named = [entry for entry in entries if entry.name == name]

@@ -59,18 +59,13 @@ def installed() -> list[PluginListing]:
 
     Returns:
         One listing for each entry point: of two distributions that use one name, both, each with the problem.
-
-    Collective: none.
     """
     by_name = entry_points_by_name(PLUGIN_GROUP)
     return [_listing(entry, by_name[name]) for name in sorted(by_name) for entry in by_name[name]]
 
 
 def names_of_plugins() -> set[str]:
-    """Return the names of installed plugins and of our own, installed or not.
-
-    Collective: none.
-    """
+    """Return the names of installed plugins and of our own, installed or not."""
     return {*entry_points_by_name(PLUGIN_GROUP), *(name for name, _ in _OURS.values())}
 
 
@@ -132,8 +127,6 @@ def plugin_class(class_name: str) -> type[Plugin]:
         PluginNotInstalledError: If it is a class of one of Booster's own distributions, which is not installed.
         PluginError: If it is installed, but cannot be loaded.
         AttributeError: If no installed plugin has a class of that name.
-
-    Collective: none.
     """
     by_name = entry_points_by_name(PLUGIN_GROUP)
     if class_name in _OURS:
@@ -239,8 +232,6 @@ def check_api_version(plugin_class: type[Plugin], plugin: str, *, inherits: bool
 
     Raises:
         PluginError: If the version is another one, or is not stated.
-
-    Collective: none.
     """
     stated: int | None = getattr(plugin_class, "api_version", None)
     if stated not in (API_VERSION, None):

@@ -20,8 +20,6 @@ def public_names(
     Args:
         package: The package's own ``__name__``.
         modules: Which names each module defines, by the module's name: whole, or relative as in ``".interface"``.
-
-    Collective: none.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 

@@ -55,8 +55,6 @@ def configure_log() -> None:
 
     Raises:
         ConfigError: If `BOOSTER_LOG` lists anything but one level and ``all``.
-
-    Collective: none.
     """
     words = [word.strip().lower() for word in os.environ.get(_VARIABLE, "").split(",") if word.strip()]
     levels = [word for word in words if word != _ALL]

@@ -55,8 +55,6 @@ def check_comm_hook(hook: str | Callable[..., Any] | None) -> None:
     Raises:
         ConfigError: If it is an unknown name.
         TypeError: If it is neither a name nor a function.
-
-    Collective: none.
     """
     names = sorted([*_STATELESS, _POWER_SGD])
     if isinstance(hook, str) and hook not in names:

@@ -72,10 +72,7 @@ class FirstStep:
             self.is_accumulating = before
 
     def note_users(self, counts: Sequence[int]) -> None:
-        """Record how many ranks had a gradient of each parameter when gradients were averaged.
-
-        Collective: none.
-        """
+        """Record how many ranks had a gradient of each parameter when gradients were averaged."""
         self._is_used_in_part |= any(0 < count < dist.get_world_size() for count in counts)
 
     def finish(self) -> None:

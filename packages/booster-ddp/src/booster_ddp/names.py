@@ -16,10 +16,7 @@ _PREFIX = "module."
 
 
 def with_users_names(wrapper: _ModuleT) -> _ModuleT:
-    """Let ``state_dict`` and ``load_state_dict`` of a wrapper have the names of the model in its ``module``.
-
-    Collective: none.
-    """
+    """Let ``state_dict`` and ``load_state_dict`` of a wrapper have the names of the model in its ``module``."""
     wrapper.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
     wrapper.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
     return wrapper

@@ -43,8 +43,6 @@ class RankLocal:
 
         Raises:
             ConfigError: If a listed name is that of no parameter or buffer.
-
-        Collective: none.
         """
         listed = {name.removeprefix(".") for name in getattr(model, _ATTRIBUTE, ())}
         if not listed:
@@ -75,10 +73,7 @@ class RankLocal:
 
     @contextlib.contextmanager
     def known_to_ddp(self, model: nn.Module) -> Iterator[None]:
-        """Let a `DistributedDataParallel` that is constructed inside this context ignore these tensors.
-
-        Collective: none.
-        """
+        """Let a `DistributedDataParallel` that is constructed inside this context ignore these tensors."""
         if not self.ids:
             yield
             return

@@ -89,8 +89,6 @@ def convert_sync_batchnorm(model: nn.Module, device_type: str) -> None:
     Raises:
         ConfigError: If the model itself is a BatchNorm layer, or a layer's class overrides ``forward``, which the
             replacement would not run.
-
-    Collective: none.
     """
     if isinstance(model, _BatchNorm):
         msg = (

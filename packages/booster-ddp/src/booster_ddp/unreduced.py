@@ -43,8 +43,6 @@ class UnreducedGradients:
     Attributes:
         exist: Whether there are such gradients. The same on every rank that makes the same calls, even if ranks use
             different parameters.
-
-    Collective: none.
     """
 
     def __init__(
@@ -74,10 +72,7 @@ class UnreducedGradients:
             parameter.register_post_accumulate_grad_hook(self._notice)  # type: ignore[no-untyped-call]
 
     def follow(self, ddp: DistributedDataParallel) -> None:
-        """Watch the reductions of a DDP model.
-
-        Collective: none.
-        """
+        """Watch the reductions of a DDP model."""
         ddp.register_forward_hook(self._after_forward)
         if ddp.find_unused_parameters:
             self._searches = True
@@ -88,8 +83,6 @@ class UnreducedGradients:
 
         Raises:
             GradientError: If it waits for gradients of parameters that the last backward did not use.
-
-        Collective: none.
         """
         ddp = self._ddp() if self._is_reducer_ready else None
         if ddp is None:
@@ -113,8 +106,6 @@ class UnreducedGradients:
         Args:
             num_inputs: Number of parameters that get a gradient.
             num_reduced: Number of parameters whose gradients are averaged.
-
-        Collective: none.
         """
         ddp = self._ddp() if self._is_reducer_ready else None
         if ddp is None or num_inputs == num_reduced:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def use_runtime_collectives(module: FSDPModule) -> None:
-    """Let a unit use the collectives of booster-runtime, if this version of torch supports that.
-
-    Collective: none.
-    """
+    """Let a unit use the collectives of booster-runtime, if this version of torch supports that."""
     if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
         module.set_custom_all_gather(cast("AllGather", _AllGather()))
         module.set_custom_reduce_scatter(cast("ReduceScatter", _ReduceScatter()))

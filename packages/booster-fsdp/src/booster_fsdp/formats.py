@@ -26,8 +26,6 @@ def resolve_formats(config: FSDPConfig, asked: PrecisionPolicy) -> PrecisionPoli
 
     Raises:
         ConfigError: If they differ, or ``autocast=False`` would change nothing.
-
-    Collective: none.
     """
     theirs = config.mixed_precision
     if theirs is None:

@@ -36,10 +36,7 @@ class ForwardWrites:
         self._samples: dict[int, Tensor] = {}  # of gathered parameters, by the ids of torch's objects for them
 
     def take(self, group: Any) -> None:
-        """Remember a unit's gathered parameters before its forward.
-
-        Collective: none.
-        """
+        """Remember a unit's gathered parameters before its forward."""
         left = self._forwards_left.setdefault(id(group), _COMPARED_FORWARDS)
         if not left or torch.compiler.is_compiling():
             return
@@ -52,8 +49,6 @@ class ForwardWrites:
 
         Raises:
             ConfigError: If forward has written to one of them.
-
-        Collective: none.
         """
         for inner, whole in self._gathered(group):
             before = self._samples.pop(id(inner), None) if self._samples else None

@@ -34,10 +34,7 @@ _OF_PARAMETERS = ("_module_info", "_param_fqn", "reset_sharded_param", "sharded_
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
-    """Yield torch's groups of the parameters of a sharded module.
-
-    Collective: none.
-    """
+    """Yield torch's groups of the parameters of a sharded module."""
     state = module._get_fsdp_state()  # noqa: SLF001 - see the module's docstring; also below
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.12 there was only one
@@ -50,8 +47,6 @@ def check_internals(modules: Sequence[FSDPModule]) -> None:
 
     Raises:
         ConfigError: If it is not: gradients could be wrong.
-
-    Collective: none.
     """
     found = next(_differences(modules), None)
     if found is not None:
@@ -63,19 +58,13 @@ def check_internals(modules: Sequence[FSDPModule]) -> None:
 
 
 def gradient_of(inner: Any) -> torch.Tensor | None:
-    """Return the gradient of a gathered parameter that is not reduced yet.
-
-    Collective: none.
-    """
+    """Return the gradient of a gathered parameter that is not reduced yet."""
     apart: torch.Tensor | None = _apart(inner)
     return inner._unsharded_param.grad if apart is None else apart  # noqa: SLF001
 
 
 def drop_gradient(inner: Any) -> None:
-    """Drop the gradient of a parameter that is not reduced yet, if there is one.
-
-    Collective: none.
-    """
+    """Drop the gradient of a parameter that is not reduced yet, if there is one."""
     if _keeps_apart(inner):
         inner.unsharded_accumulated_grad = None
     whole = getattr(inner, "_unsharded_param", None)
@@ -84,10 +73,7 @@ def drop_gradient(inner: Any) -> None:
 
 
 def fill_gradients(gathered: Sequence[Any]) -> None:
-    """Set the missing gradients of a unit's gathered parameters to zero.
-
-    Collective: none.
-    """
+    """Set the missing gradients of a unit's gathered parameters to zero."""
     # Under `no_sync`, torch before 2.15 accumulates in the reduction's dtype; all gradients of a unit need the same.
     summed = next((apart for apart in map(_apart, gathered) if apart is not None), None)
     for inner in gathered:

@@ -70,10 +70,7 @@ class FSDPModel(ModelWrapper):
         self.__dict__["optimizer"] = optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, reduced or not.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients, reduced or not."""
         self.units.reshard()
         self.units.forget()
         super().zero_grad(set_to_none)

@@ -48,8 +48,6 @@ class FSDPOptimizer(OptimizerWrapper):
 
     Raises:
         ConfigError: If the optimizer can't step on parts.
-
-    Collective: none.
     """
 
     def __init__(
@@ -101,10 +99,7 @@ class FSDPOptimizer(OptimizerWrapper):
             self.views.add_whole(whole.wholes)
 
     def is_stepped_whole(self, parameter: Tensor) -> bool:
-        """Return whether one rank of a replica steps the whole parameter, and alone has its state.
-
-        Collective: none.
-        """
+        """Return whether one rank of a replica steps the whole parameter, and alone has its state."""
         return not self._takes_rows and isinstance(parameter, DTensor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -232,10 +227,7 @@ class FSDPOptimizer(OptimizerWrapper):
         return gradient
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, reduced or not.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients, reduced or not."""
         trained = self._trained()
         self._units.forget({id(parameter) for parameter in trained})
         # torch zeroes a group's gradients in one call, which takes no mixture of DTensors and others.

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Let a module copy outputs that are views with a gradient; call this before ``fully_shard``.
-
-    Collective: none.
-    """
+    """Let a module copy outputs that are views with a gradient; call this before ``fully_shard``."""
     module.register_forward_hook(_without_views)
 
 
@@ -37,8 +34,6 @@ def refuse_stale_backward(output: Any, version: Callable[[], object]) -> None:
     Args:
         output: The unit's output, in any nesting.
         version: Returns a value that changes with the parameters.
-
-    Collective: none.
     """
     if not torch.is_grad_enabled():
         return

@@ -157,8 +157,6 @@ class TorchFSDPPlugin(Strategy):
         Raises:
             ConfigError: If the policy asks for masters in another dtype than the parameters, or for other dtypes than
                 ``mixed_precision``, or ``autocast=False`` would change nothing.
-
-        Collective: none.
         """
         return resolve_formats(self.config, super().resolve_precision(policy))
 

@@ -75,10 +75,7 @@ def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMe
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardingRanks:
-    """Return this rank's position on a mesh that `make_mesh` returned.
-
-    Collective: none.
-    """
+    """Return this rank's position on a mesh that `make_mesh` returned."""
     last = mesh.ndim - 1
     return ShardingRanks(
         shard_group=mesh.get_group(last),
@@ -113,8 +110,6 @@ def check_parameters(model: nn.Module) -> None:
 
     Raises:
         ConfigError: If one has hooks or sparse gradients, or two parameters share memory.
-
-    Collective: none.
     """
     name_of = NamedTensors.of(model).name_of
     for name, parameter in model.named_parameters():

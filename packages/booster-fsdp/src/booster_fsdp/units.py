@@ -69,19 +69,13 @@ class Units:
             cast("nn.Module", root).register_forward_hook(self._after_root, prepend=True)
 
     def note_update(self) -> None:
-        """Record that shards have new values: backward through earlier graphs raises from now on.
-
-        Collective: none.
-        """
+        """Record that shards have new values: backward through earlier graphs raises from now on."""
         self._num_updates += 1
         # Parameters that a forward without backward left gathered have old values.
         self.reshard()
 
     def notice_updates(self) -> None:
-        """Detect whether shards have new values; for a model whose optimizer is not ours.
-
-        Collective: none.
-        """
+        """Detect whether shards have new values; for a model whose optimizer is not ours."""
         versions = sum(_version_of(group) for group in self._groups())
         if versions != self._seen_versions:
             self._seen_versions = versions
@@ -93,8 +87,6 @@ class Units:
         Args:
             settle: The function.
             whole: Trained parameters that are replicated, and so belong to no unit.
-
-        Collective: none.
         """
         self._settle = settle
         for parameter in whole:
@@ -127,10 +119,7 @@ class Units:
             raise GradientError(msg)
 
     def reshard(self) -> None:
-        """Reshard all parameters: forward without backward leaves some gathered.
-
-        Collective: none.
-        """
+        """Reshard all parameters: forward without backward leaves some gathered."""
         for module in self.modules:
             module.reshard()
 
@@ -139,8 +128,6 @@ class Units:
 
         Args:
             parameters: Ids of the sharded parameters; ``None`` for all.
-
-        Collective: none.
         """
         for group in self._groups():
             group._partial_reduce_output = None  # noqa: SLF001 - see the module's docstring; also below
@@ -152,10 +139,7 @@ class Units:
         self.used = set() if parameters is None else self.used - parameters
 
     def take_parameters(self) -> None:
-        """Tell torch about parameters that were registered in place of those it created.
-
-        Collective: none.
-        """
+        """Tell torch about parameters that were registered in place of those it created."""
         # Where a user has asked for swapped parameters, torch takes others for a fault.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(False)

@@ -41,10 +41,7 @@ class Views:
         self._rows: dict[nn.Parameter, None] = {}
 
     def add_rows(self, parameter: nn.Parameter) -> None:
-        """Show this rank's rows of a parameter, and bring its rows of the state that there is to their device.
-
-        Collective: none.
-        """
+        """Show this rank's rows of a parameter, and bring its rows of the state that there is to their device."""
         if not isinstance(parameter, DTensor):
             self.of[parameter] = parameter
             return
@@ -64,8 +61,6 @@ class Views:
 
         Args:
             wholes: What is shown for each parameter; ``None`` for those that other ranks step.
-
-        Collective: none.
         """
         for parameter, whole in wholes.items():
             if whole is not None:
@@ -77,17 +72,12 @@ class Views:
         """Move state that is not cut to the devices and formats of the parameters, as `place_model` does.
 
         It is small, or of a parameter that this rank steps whole. What `add_rows` has cut is there.
-
-        Collective: none.
         """
         if self._optimizer.state:
             self._optimizer.load_state_dict(self._optimizer.state_dict())
 
     def point_at_rows(self) -> None:
-        """Let the views of rows have the current memory of the rows and their gradients.
-
-        Collective: none.
-        """
+        """Let the views of rows have the current memory of the rows and their gradients."""
         for parameter in self._rows:
             view, rows = self.of[parameter], _local(parameter)
             if rows.data_ptr() != view.data_ptr():
@@ -96,10 +86,7 @@ class Views:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Let the optimizer's groups and state hold the views, with plain tensors as their state.
-
-        Collective: none.
-        """
+        """Let the optimizer's groups and state hold the views, with plain tensors as their state."""
         optimizer, held = self._optimizer, self._optimizer.state
         lists = [self._show_group(group) for group in optimizer.param_groups]
         known: dict[int, DTensor] = {}

@@ -49,8 +49,6 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
 
     Raises:
         ConfigError: If a name matches no module or parameter.
-
-    Collective: none.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored: set[nn.Parameter] = set()
@@ -71,10 +69,7 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
 
 
 def head_of(model: nn.Module, chosen: Sequence[str]) -> str | None:
-    """Return the name of the unit that is the output head of a transformers model.
-
-    Collective: none.
-    """
+    """Return the name of the unit that is the output head of a transformers model."""
     heads = _named_by(model, "get_output_embeddings")
     return next((name for name, module in model.named_modules() if name in chosen and id(module) in heads), None)
 

@@ -23,8 +23,6 @@ def find_leaves(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> di
 
     Raises:
         ConfigError: If an entry fits no module, or only lists that are above everything that has a forward.
-
-    Collective: none.
     """
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}

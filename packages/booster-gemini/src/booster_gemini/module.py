@@ -48,10 +48,7 @@ class GeminiModel(GatheringModel):
         raise copy_error()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, those in shards as well.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients, those in shards as well."""
         super().zero_grad(set_to_none)
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none)

@@ -34,8 +34,6 @@ def search_chunk_numel(numels: Sequence[int], world_size: int, min_numel: int, m
 
     Returns:
         The smallest size that wastes next to nothing; where there is none, the one that wastes least.
-
-    Collective: none.
     """
     span = (_LARGEST - 1) * min_numel
     if max_numel is not None:

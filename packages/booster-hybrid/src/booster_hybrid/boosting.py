@@ -266,8 +266,6 @@ class HybridSetup:
 
         Raises:
             ConfigError: If the model has no policy, or sizes that can't be split.
-
-        Collective: none.
         """
         split = TensorParallelModel()
         if self._experts:
@@ -320,8 +318,6 @@ class HybridSetup:
 
         Args:
             plan: How it is cut.
-
-        Collective: none.
         """
         copies = plan.copies(self._model)
         # Layers' forwards that split their backward are called by those that stages put around layers.

@@ -267,8 +267,6 @@ class HybridConfig:
 
         Args:
             max_norm: Global norm to clip by where the state is replicated.
-
-        Collective: none.
         """
         if self.zero is not None:
             return self.zero
@@ -299,8 +297,6 @@ def check_used(
 
     Raises:
         ConfigError: If there is one.
-
-    Collective: none.
     """
     pp_size = config.pipeline.size
     is_split = config.sequence.mode is not None

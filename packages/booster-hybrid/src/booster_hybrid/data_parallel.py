@@ -54,8 +54,6 @@ class DataParallelConfig:
 
         Raises:
             ConfigError: If a value is out of range.
-
-        Collective: none.
         """
         return ZeroConfig(max_norm=max_norm, **asdict(self))
 
@@ -71,8 +69,6 @@ def zero_options(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, c
 
     Raises:
         ConfigError: If options are given in both ways, or ask for what can't be.
-
-    Collective: none.
     """
     if zero is None:
         if zero_stage not in (0, 1, 2, 3):

@@ -50,8 +50,6 @@ def replace_generate(model: HybridModel, device: torch.device, *, splits_sequenc
         model: The boosted model.
         device: Where it computes.
         splits_sequences: Whether ranks have parts of each sequence.
-
-    Collective: none.
     """
     if callable(getattr(model.unwrap(), "generate", None)):
         model.replace_method("generate", functools.partial(_bound, device=device, splits_sequences=splits_sequences))

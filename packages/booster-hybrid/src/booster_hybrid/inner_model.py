@@ -17,7 +17,5 @@ def inner_model(model: nn.Module) -> nn.Module:
 
     Args:
         model: The user's model.
-
-    Collective: none.
     """
     return without_adapters(compiled_module(model) or model)

@@ -63,8 +63,6 @@ class LocalModel:
 
         Args:
             model: The user's model, split.
-
-        Collective: none.
         """
         name_of = NamedTensors.of(model).name_of
         shapes = {}
@@ -75,10 +73,7 @@ class LocalModel:
         return shapes
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the whole model's shape, for a parameter that is here.
-
-        Collective: none.
-        """
+        """Return this rank's part of a tensor of the whole model's shape, for a parameter that is here."""
         for splits in (self.expert_splits, self.splits):
             split = splits.get(name)
             if split is not None:

@@ -41,8 +41,6 @@ def check_order(order: Sequence[str]) -> tuple[str, ...]:
 
     Raises:
         ConfigError: If it does not name each of them once.
-
-    Collective: none.
     """
     if isinstance(order, str) or sorted(map(str, order)) != sorted(AXES):
         listed = repr(order) if isinstance(order, str) else f"({', '.join(map(repr, order))})"
@@ -64,8 +62,6 @@ def mesh_shape(sizes: Mapping[str, int], order: Sequence[str], world_size: int) 
 
     Raises:
         ConfigError: If the sizes' product does not divide the number of ranks.
-
-    Collective: none.
     """
     return fill_axis({name: sizes.get(name, 1) for name in order}, "dp", world_size)
 
@@ -79,8 +75,6 @@ def with_experts(shape: MeshShape, ep_size: int) -> MeshShape:
 
     Raises:
         ConfigError: If it does not divide the data parallel size.
-
-    Collective: none.
     """
     size = shape.sizes["dp"]
     if size % ep_size:
@@ -99,8 +93,6 @@ def with_rings(shape: MeshShape, ring_size: int) -> MeshShape:
     Args:
         shape: The mesh; its ranks keep their numbers.
         ring_size: Number of ranks of an inner ring, neighbours along the sequence axis, whose size it divides.
-
-    Collective: none.
     """
     return _with_two(shape, "sp", {"hosts": shape.sizes["sp"] // ring_size, "ring": ring_size})
 
@@ -144,8 +136,6 @@ def meshes_to_plan(world_size: int) -> list[dict[str, Any]]:
 
     Args:
         world_size: Number of ranks.
-
-    Collective: none.
     """
     sizes = [size for size in (2, 4, 8) if world_size % size == 0]
     both = [size for size in sizes if world_size % size**2 == 0]

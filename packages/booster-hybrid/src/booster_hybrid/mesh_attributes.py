@@ -48,8 +48,6 @@ class PipelinePosition:
 
         Raises:
             ConfigError: If it is not.
-
-        Collective: none.
         """
         _check_chunk(ignore_chunk=ignore_chunk)
         return self.stage == self.first
@@ -62,8 +60,6 @@ class PipelinePosition:
 
         Raises:
             ConfigError: If it is not.
-
-        Collective: none.
         """
         _check_chunk(ignore_chunk=ignore_chunk)
         return self.stage == self.last

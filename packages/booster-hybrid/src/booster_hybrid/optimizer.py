@@ -58,8 +58,6 @@ class HybridOptimizer(ZeroOptimizer):
 
         Raises:
             ConfigError: If it can't.
-
-        Collective: none.
         """
         sizes = {"tp_size": self.local.tensor_group.size, "ep_size": self.local.expert_group.size}
         check_elementwise(self.unwrap(), sizes, [group])
@@ -85,10 +83,7 @@ class HybridOptimizer(ZeroOptimizer):
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def begin_batch(self) -> None:
-        """Make ready for the backwards of one batch.
-
-        Collective: none.
-        """
+        """Make ready for the backwards of one batch."""
         self.gathers.wait()
         self.reducer.watch()
         self._rescale_gradients()
@@ -191,10 +186,7 @@ class HybridOptimizer(ZeroOptimizer):
         return sorted(held, key=lambda item: (item[1], self.names[item[0].plan.slots[0].index]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, reduced or not.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients, reduced or not."""
         super().zero_grad(set_to_none)
         self._joined = False
 

@@ -34,10 +34,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def draws(model: nn.Module) -> bool:
-    """Return whether a model drops anything, by its modules or by a number in a configuration.
-
-    Collective: none.
-    """
+    """Return whether a model drops anything, by its modules or by a number in a configuration."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return _drops(model) or any(_has_dropout(config) for config in configs.values())
 

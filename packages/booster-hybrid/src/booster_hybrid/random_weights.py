@@ -17,8 +17,6 @@ def random_weights(layer: nn.Module, device: torch.device, seed: int) -> dict[st
         layer: The layer.
         device: Where they are made.
         seed: Of their generator.
-
-    Collective: none.
     """
     generator = torch.Generator(device).manual_seed(seed)
     found = {}

@@ -33,8 +33,6 @@ def checksum_of(batch: Any, turn: int = 0) -> int:
     Args:
         batch: Tensors in any nest of dicts, lists and tuples; what is no tensor is not looked at.
         turn: The number of the batch: of large tensors, other values are looked at in each.
-
-    Collective: none.
     """
     found = 0
     for leaf in pytree.tree_leaves(batch):

@@ -29,8 +29,6 @@ def check_elementwise(
 
     Raises:
         ConfigError: If the optimizer does not treat every element alike.
-
-    Collective: none.
     """
     name = next((name for name, size in sizes.items() if size > 1), None)
     if optimizer is not None and name is not None and partition_for(optimizer, "auto", groups) != "flat":
@@ -48,8 +46,6 @@ def cut_state(model: nn.Module, optimizer: Optimizer | None, splits: Mapping[str
         model: The model, whose parameters are split.
         optimizer: The user's optimizer.
         splits: Which parameters are, by name.
-
-    Collective: none.
     """
     if optimizer is None:
         return
@@ -62,10 +58,7 @@ def cut_state(model: nn.Module, optimizer: Optimizer | None, splits: Mapping[str
 
 
 def leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Drop from an optimizer what has left the model; groups stay, empty ones too.
-
-    Collective: none.
-    """
+    """Drop from an optimizer what has left the model; groups stay, empty ones too."""
     if optimizer is None:
         return
     present = {id(parameter) for parameter in model.parameters()}

@@ -111,8 +111,6 @@ def check_unchanged(kept: Kept | None, what: str) -> None:
 
     Raises:
         ConfigError: If so.
-
-    Collective: none.
     """
     if kept is not None and version_of(kept.tensor) != kept.version:
         msg = (

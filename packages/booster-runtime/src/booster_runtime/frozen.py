@@ -54,8 +54,6 @@ class FrozenParameters:
 
         Raises:
             GradientError: If one does.
-
-        Collective: none.
         """
         if not any(tensor.requires_grad for tensor in self._tensors.values()):
             return

@@ -43,8 +43,6 @@ def refuse_pickle() -> NoReturn:
 
     Raises:
         CheckpointError: Always.
-
-    Collective: none.
     """
     msg = (
         "A boosted model of this strategy can't be pickled, as `torch.save(model, path)` does: this process may hold a "
@@ -55,10 +53,7 @@ def refuse_pickle() -> NoReturn:
 
 
 def mark_as_local(model: nn.Module) -> None:
-    """Let ``state_dict()`` of a model, of which this rank holds a part, be a `LocalState`.
-
-    Collective: none.
-    """
+    """Let ``state_dict()`` of a model, of which this rank holds a part, be a `LocalState`."""
     # The public hook can't return another dict.
     model._register_state_dict_hook(_as_local)  # type: ignore[no-untyped-call] # noqa: SLF001
 

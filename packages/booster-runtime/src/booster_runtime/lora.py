@@ -51,10 +51,7 @@ def add_adapters(
     pretrained_dir: str | Path | None,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PeftModel:
-    """Return a model with low-rank adapters, all else of it frozen; see `Booster.enable_lora`.
-
-    Collective: none.
-    """
+    """Return a model with low-rank adapters, all else of it frozen; see `Booster.enable_lora`."""
     _check_plugin(plugin)
     if not isinstance(model, nn.Module):
         msg = f"`enable_lora` needs a torch.nn.Module; got `{type(model).__name__}`."
@@ -96,8 +93,6 @@ def check_adapters(model: nn.Module, optimizers: Sequence[Optimizer], plugin: Pl
 
     Raises:
         ConfigError: If the plugin does not train adapters, or the optimizer was made before they were.
-
-    Collective: none.
     """
     if not has_adapters(model):
         return
@@ -126,8 +121,6 @@ def drop_frozen(model: nn.Module, optimizer: Optimizer | None) -> None:
 
     ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
     master weights of it, which never change.
-
-    Collective: none.
     """
     if optimizer is None or not has_adapters(model):
         return

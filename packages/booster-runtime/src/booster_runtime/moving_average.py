@@ -88,8 +88,6 @@ class ExponentialAverage:
 
         Raises:
             ConfigError: If ``decay`` is out of range, or the averages are applied.
-
-        Collective: none.
         """
         decay = self.decay if decay is None else decay
         if not 0.0 <= decay <= 1.0:
@@ -151,17 +149,12 @@ class ExponentialAverage:
 
         Raises:
             ConfigError: If the averages are applied: the model's own values are elsewhere meanwhile.
-
-        Collective: none.
         """
         self._refuse_if_applied("state_adapter")
         return _AveragesAdapter(self)
 
     def shards(self) -> Iterator[TensorShard]:
-        """Yield the averages as shards of the model; ``data`` is readable and writable.
-
-        Collective: none.
-        """
+        """Yield the averages as shards of the model; ``data`` is readable and writable."""
         for shard, average in self._pairs():
             yield TensorShard(
                 name=shard.name,

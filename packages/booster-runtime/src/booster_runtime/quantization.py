@@ -25,8 +25,6 @@ def check_quantization(config: Any, device: torch.device) -> BitsAndBytesConfig:
     Raises:
         TypeError: If ``config`` is no ``transformers.BitsAndBytesConfig``.
         ConfigError: If the device is not CUDA, or bitsandbytes or transformers are not installed.
-
-    Collective: none.
     """
     if device.type != "cuda":
         msg = f"A base can be quantised on CUDA only, and this run's device is '{device}'. Leave out `quantize`."
@@ -57,8 +55,6 @@ def quantize_linears(model: nn.Module, config: BitsAndBytesConfig) -> None:
 
     Raises:
         ConfigError: If other layers hold matrices, which transformers' integration does not quantise.
-
-    Collective: none.
     """
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.pytorch_utils import Conv1D

@@ -72,8 +72,6 @@ def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
 
     Raises:
         AssertionError: If names or shapes differ, or a tensor differs by more than the tolerance.
-
-    Collective: none.
     """
     only_actual, only_expected = sorted(actual.keys() - expected.keys()), sorted(expected.keys() - actual.keys())
     if only_actual or only_expected:

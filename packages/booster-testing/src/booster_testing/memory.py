@@ -48,8 +48,6 @@ def peak_memory(*, maps_files: bool = False) -> Iterator[MemoryPeak]:
     Args:
         maps_files: Set if the block maps large files: anonymous memory is then sampled every millisecond, which may
             miss shorter peaks.
-
-    Collective: none.
     """
     _settle()
     (_SELF / "clear_refs").write_text(_RESET_PEAK)
@@ -102,8 +100,6 @@ def data_limit(num_bytes: int) -> Iterator[None]:
 
     Args:
         num_bytes: Bytes above the current ``VmData``.
-
-    Collective: none.
     """
     _settle()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

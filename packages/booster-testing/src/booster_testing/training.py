@@ -156,8 +156,6 @@ class PlainRun:
     Args:
         training: The settings.
         world_size: Number of ranks of the boosted run that it is compared with.
-
-    Collective: none.
     """
 
     is_boosted = False
@@ -318,10 +316,7 @@ class BoostedRun(PlainRun):
 
 
 def train_plainly(training: Training, world_size: int) -> Trained:
-    """Train in this process on whole batches, with plain torch and on the CPU, whatever the device of the training.
-
-    Collective: none.
-    """
+    """Train in this process on whole batches, with plain torch and on the CPU, whatever the device of the training."""
     return train(PlainRun(replace(training, device="cpu"), world_size))
 
 

@@ -19,8 +19,6 @@ def free_port() -> int:
 
     Raises:
         LaunchError: If none of a hundred ports is free.
-
-    Collective: none.
     """
     # A generator of its own: the script's is not to be advanced.
     for port in random.Random().sample(range(10_000, 32_000), _TRIES):  # noqa: S311 - below what Linux gives out

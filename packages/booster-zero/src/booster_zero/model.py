@@ -53,10 +53,7 @@ class ZeroModel(ModelWrapper):
         return plain.__reduce_ex__(protocol)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
-
-        Collective: none.
-        """
+        """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         with ObservedCall("forward"):  # not counted: replicas may evaluate on more or fewer batches than others
@@ -93,10 +90,7 @@ class ZeroModel(ModelWrapper):
             gathers.wait()
 
     def unwrap(self) -> nn.Module:
-        """Return the user's own model.
-
-        Collective: none.
-        """
+        """Return the user's own model."""
         self._wait()
         return super().unwrap()
 
@@ -120,10 +114,7 @@ class ZeroModel(ModelWrapper):
         return super().__getattr__(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, those in shards as well.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients, those in shards as well."""
         super().zero_grad(set_to_none)
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none)

@@ -108,8 +108,6 @@ def blocks_of_file(path: Path, sizes: Sequence[int], begin: int = 0) -> list[Blo
 
     Raises:
         OSError: If the file cannot be read.
-
-    Collective: none.
     """
     hasher, left = BlockHasher(sizes), sum(sizes)
     if isinstance(path, RemotePath):

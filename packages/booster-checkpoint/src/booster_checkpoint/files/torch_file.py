@@ -36,8 +36,6 @@ def create_torch_file(path: Path, specs: Sequence[TensorSpec], values: Mapping[s
         path: The file; replaced if it exists.
         specs: The tensors, in the order of their values.
         values: Other entries of the dict: encoded JSON (`booster_core.state.json_values`) by name.
-
-    Collective: none.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
 
@@ -49,10 +47,7 @@ def create_torch_file(path: Path, specs: Sequence[TensorSpec], values: Mapping[s
 
 
 def offsets_in_torch_file(path: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return where in a file that `create_torch_file` has made each tensor's values begin, in bytes.
-
-    Collective: none.
-    """
+    """Return where in a file that `create_torch_file` has made each tensor's values begin, in bytes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

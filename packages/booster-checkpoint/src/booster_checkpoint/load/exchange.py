@@ -47,8 +47,6 @@ def digests_of(
         shards: What this rank fills.
         homes: For each shard, by its key, the name of the tensor that it is filled from.
         kinds: Filled with the shards of each kind.
-
-    Collective: none.
     """
     for shard in shards:
         kind = f"{'box' if shard.flat is None else 'flat'} {shard.dtype}" if shard.data.is_contiguous() else _ALONE
@@ -57,10 +55,7 @@ def digests_of(
 
 
 def digest_of(shards: Iterable[TensorShard], homes: Mapping[str, str]) -> str:
-    """Return a digest of which parts of which tensors shards are filled from, in their order.
-
-    Collective: none.
-    """
+    """Return a digest of which parts of which tensors shards are filled from, in their order."""
     listed = [(shard.key, homes[shard.key], shard.global_shape, shard.box, shard.flat) for shard in shards]
     return hashlib.blake2b(repr(listed).encode(), digest_size=16).hexdigest()
 
@@ -71,8 +66,6 @@ def mates_by_kind(digests: Sequence[Mapping[str, str]], hosts: Sequence[Host]) -
     Args:
         digests: Every rank's.
         hosts: Every rank's.
-
-    Collective: none.
     """
     mates: dict[tuple[Host, str, str], list[int]] = {}
     found = []

@@ -39,8 +39,6 @@ def as_model_names(
     Raises:
         ConfigError: If ``rename`` is no function and no valid mapping, or ``exclude`` no sequence of patterns.
         CheckpointError: If two tensors get one name.
-
-    Collective: none.
     """
     new_name = _renamer(rename)
     inside = {key for value in source.values.values() for key in tensor_references(value)}

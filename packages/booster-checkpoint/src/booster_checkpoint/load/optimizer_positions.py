@@ -43,8 +43,6 @@ def by_name(
     Raises:
         CheckpointError: If the file is damaged, its groups have other numbers of parameters, or no rank knows the
             positions of all parameters.
-
-    Collective: none.
     """
     if any([group.params for group in groups] != [group.params for group in here.groups] for groups in groups_of_ranks):
         msg = (

@@ -36,8 +36,6 @@ def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, s
         source: A checkpoint at a URL.
         shards: The shards that will be filled.
         stored: For each of them that is a tensor of the files as it is stored, by its key, that tensor's name.
-
-    Collective: none.
     """
     files: dict[int, int] = {}
     placed: list[tuple[tuple[int, int], Located]] = []
@@ -67,7 +65,5 @@ def read_ahead(located: Iterable[Located], most_bytes: int) -> None:
     Args:
         located: The shards.
         most_bytes: Memory for what has been read and is not in its shard yet.
-
-    Collective: none.
     """
     ReadAhead((each for one in located for each in one.ranges), most_bytes)

@@ -71,10 +71,7 @@ class ShardReader:
         self._stages = []
 
     def fill(self, shard: TensorShard, key: str) -> None:
-        """Read a shard's values from the checkpoint's tensor ``key``, which has the shard's global shape.
-
-        Collective: none.
-        """
+        """Read a shard's values from the checkpoint's tensor ``key``, which has the shard's global shape."""
         meta = self._source.tensors[key]
         data = shard.data.detach()
         is_direct = data.device.type == "cpu" and data.dtype == meta.dtype and data.is_contiguous()

@@ -30,8 +30,6 @@ def converted(module: nn.Module | None, stored: Mapping[str, Layout], known: Ite
 
     Raises:
         CheckpointError: If tensors that make up one of the model don't fit together.
-
-    Collective: none.
     """
     known_names = set(known)
     named = dict(stored)

@@ -36,8 +36,6 @@ class Leases:
 
         Raises:
             OSError: If it can't be written.
-
-        Collective: none.
         """
         found = _read(steps)
         self._held.add(steps.root)
@@ -61,8 +59,6 @@ class Leases:
         Raises:
             CheckpointError: If another job took it since.
             OSError: If it can't be written.
-
-        Collective: none.
         """
         found = _read(steps)
         is_lost = found is not None and found.get("token") != _token(os.getpid())

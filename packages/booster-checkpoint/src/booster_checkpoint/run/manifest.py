@@ -92,10 +92,7 @@ class Manifest:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into its folder and sync both.
-
-        Collective: none.
-        """
+        """Write the manifest into its folder and sync both."""
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "step": self.step,
@@ -116,8 +113,6 @@ class Manifest:
 
         Raises:
             CheckpointError: If there is none, or it is damaged or of a newer format.
-
-        Collective: none.
         """
         path = folder / MANIFEST
         if folder.is_dir() and not path.exists():
@@ -144,10 +139,7 @@ class Manifest:
         return cls(step=step, files=files, facts=content)
 
     def size_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
-        """Return which of the named files are missing or have another size, in words.
-
-        Collective: none.
-        """
+        """Return which of the named files are missing or have another size, in words."""
         problems = []
         for name in names:
             entry = self.files[name]
@@ -213,8 +205,6 @@ def verify_folder(folder: Path) -> None:
 
     Raises:
         CheckpointError: If anything is missing or differs; the message names the files.
-
-    Collective: none.
     """
     manifest = Manifest.read(folder)
     problems = manifest.size_problems(folder, manifest.files) or manifest.content_problems(folder, manifest.files)

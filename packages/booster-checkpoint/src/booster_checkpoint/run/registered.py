@@ -90,8 +90,6 @@ def chosen_states(
 
     Raises:
         CheckpointError: If they don't fit.
-
-    Collective: none.
     """
     if not isinstance(saved, dict) or not all(
         isinstance(entry, dict) and isinstance(entry.get("states"), list) and entry["states"]
@@ -137,8 +135,6 @@ def restore_registered(
         objects: What is to be loaded.
         rank: This rank.
         read: Reads tensors by their names.
-
-    Collective: none.
     """
     for name, (item, _) in objects.stateful().items():
         if name in chosen:

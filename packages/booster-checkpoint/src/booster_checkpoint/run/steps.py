@@ -355,8 +355,6 @@ def arrange(folder: Path, home: Callable[[str], str], names: list[str]) -> dict[
         folder: The folder of the files.
         home: Tells the name of a file's folder; ``""`` leaves it where it is.
         names: The files.
-
-    Collective: none.
     """
     placed, folders = {}, set[Path]()
     for name in names:

@@ -27,18 +27,13 @@ def open_steps(root: str | Path) -> Steps:
 
     Raises:
         CheckpointError: If there is no storage for the URL.
-
-    Collective: none.
     """
     path = path_at(root)
     return RemoteSteps(path) if isinstance(path, RemotePath) else LocalSteps(path)
 
 
 def folder_of(steps: Steps, name: str) -> Path:
-    """Return the folder of a step.
-
-    Collective: none.
-    """
+    """Return the folder of a step."""
     if isinstance(steps, RemoteSteps):
         return (steps.path / name).alone()  # not by a list of everything below the root
     assert isinstance(steps, LocalSteps), "there are two kinds"

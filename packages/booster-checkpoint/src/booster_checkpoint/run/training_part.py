@@ -194,8 +194,6 @@ class SavedTraining:
         """Put back the states of schedulers, loss scale, data loader and registered objects.
 
         A loss scale that was not saved (the run was not fp16) stays as it is.
-
-        Collective: none.
         """
         for scheduler, content in zip(objects.schedulers, self._content["lr_schedulers"], strict=False):
             scheduler_from_json(scheduler, content, str(self._where))
@@ -206,19 +204,13 @@ class SavedTraining:
         restore_registered(self._states, objects, rank, self._read)
 
     def restore_random_state(self, device: torch.device, rank: int) -> None:
-        """Put back this rank's random states; with another number of ranks, those of rank ``rank % saved``.
-
-        Collective: none.
-        """
+        """Put back this rank's random states; with another number of ranks, those of rank ``rank % saved``."""
         saved = self._content["random"]
         state = saved[rank % len(saved)]
         restore_random_state(device, state, self._read(tensor_references(state)))
 
     def extra(self) -> Any:
-        """Return the user's own values, tensors on the CPU.
-
-        Collective: none.
-        """
+        """Return the user's own values, tensors on the CPU."""
         value = self._content["extra"]
         return decode_json(value, self._read(tensor_references(value)))
 

@@ -40,8 +40,6 @@ def adapted_model(model: nn.Module | None) -> PeftModel:
 
     Raises:
         ConfigError: If it is none of peft's.
-
-    Collective: none.
     """
     if model is not None and is_adapted(model):
         return cast("PeftModel", model)

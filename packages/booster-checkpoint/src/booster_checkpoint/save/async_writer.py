@@ -44,8 +44,6 @@ class SnapshotBuffers:
 
         Returns:
             The copies, in the dtype of the file, ready to be written.
-
-        Collective: none.
         """
         used = 0
 
@@ -115,10 +113,7 @@ class BackgroundWriter:
         atexit.register(self._at_exit)
 
     def follow(self, call: Callable[[], object]) -> None:
-        """Call something when the job has ended well: in its thread, or at once where it has ended already.
-
-        Collective: none.
-        """
+        """Call something when the job has ended well: in its thread, or at once where it has ended already."""
         with self._lock:
             if not self._is_over:
                 self._followers.append(call)
@@ -138,18 +133,12 @@ class BackgroundWriter:
             call()
 
     def settle(self) -> None:
-        """Wait for the job, if there is one, and leave its error for the next `join`.
-
-        Collective: none.
-        """
+        """Wait for the job, if there is one, and leave its error for the next `join`."""
         if self._thread is not None:
             self._thread.join()
 
     def join(self) -> Exception | None:
-        """Wait for the job, if there is one, and return its error, if it has one; then forget both.
-
-        Collective: none.
-        """
+        """Wait for the job, if there is one, and return its error, if it has one; then forget both."""
         if self._thread is None:
             return None
         self._thread.join()

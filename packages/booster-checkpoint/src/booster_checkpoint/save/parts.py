@@ -329,8 +329,6 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     Args:
         model: The user's own model. It is not changed.
         dtype: The dtype that its weights are written in, where it is not their own.
-
-    Collective: none.
     """
     files = {}
     model = without_adapters(model)

@@ -51,8 +51,6 @@ class OwnedTensors:
 
         Raises:
             CheckpointError: If shards of one tensor have different shapes.
-
-        Collective: none.
         """
         specs: dict[str, tuple[tuple[int, ...], str]] = {}
         numels: dict[str, int] = {}
@@ -91,10 +89,7 @@ class SpecTables:
         self._known: dict[str, tuple[bytes, list[TensorSpec]]] = {}
 
     def tell(self, part: Part, owned: OwnedTensors) -> _Told:
-        """Return what `merge` needs from every rank.
-
-        Collective: none.
-        """
+        """Return what `merge` needs from every rank."""
         known, _ = self._known.get(part.names.index, (b"", []))
         return (*owned.digests(), known)
 

@@ -38,8 +38,6 @@ class PretrainedNames:
 
         So they have where a conversion takes several of the model's tensors for one of a file, or does more than
         moving boxes: transformers reads the modules' names just as well.
-
-        Collective: none.
         """
         model = pretrained_model(module)
         if model is None:

@@ -94,8 +94,6 @@ def fill_buckets(
         next_buffer: Returns an empty uint8 buffer on the CPU, at least 16 bytes long. It is asked for one when the
             last one has been handed on, so it may return the same one again.
         copies_ready: Copy fragments that are ready, too. ``False`` yields them as they are, one at a time.
-
-    Collective: none.
     """
     buffer: torch.Tensor | None = None
     used, held = 0, list[Fragment]()
@@ -144,8 +142,6 @@ def write_directly(
 
     Returns:
         The files that this rank has written to.
-
-    Collective: none.
     """
     buffers: list[torch.Tensor] = []
 
@@ -199,8 +195,6 @@ class EarlySync:
 
         Raises:
             OSError: If what was written before could not be put on disk.
-
-        Collective: none.
         """
         if descriptor != self._descriptor:
             self._descriptor, self._num_bytes = descriptor, 0
@@ -216,17 +210,12 @@ class EarlySync:
 
         Raises:
             OSError: As `note` does.
-
-        Collective: none.
         """
         self._pool.shutdown()
         self._settle()
 
     def abandon(self) -> None:
-        """Wait for what is under way, whatever comes of it.
-
-        Collective: none.
-        """
+        """Wait for what is under way, whatever comes of it."""
         self._pool.shutdown()
 
     def _settle(self) -> None:
@@ -249,10 +238,7 @@ def _sync(descriptor: int) -> None:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Wait until what was written to files is on disk.
-
-    Collective: none.
-    """
+    """Wait until what was written to files is on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

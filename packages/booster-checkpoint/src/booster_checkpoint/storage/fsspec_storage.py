@@ -24,8 +24,6 @@ def storage_of_driver(scheme: str) -> Storage:
 
     Raises:
         CheckpointError: If fsspec or the driver is not installed, or fsspec does not know the scheme.
-
-    Collective: none.
     """
     try:
         import fsspec

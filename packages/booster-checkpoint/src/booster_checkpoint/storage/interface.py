@@ -62,8 +62,6 @@ def storage_for(scheme: str) -> Storage:
     Raises:
         CheckpointError: If a hook returned something else, fsspec or its driver is not installed, or nobody knows
             the scheme.
-
-    Collective: none.
     """
     from booster_core.plugin import hook_relay
 

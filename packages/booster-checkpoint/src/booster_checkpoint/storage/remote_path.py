@@ -42,8 +42,6 @@ def path_at(checkpoint: str | Path) -> Path:
 
     Raises:
         CheckpointError: If there is no storage for the URL's scheme, or the URL is refused.
-
-    Collective: none.
     """
     if isinstance(checkpoint, RemotePath):
         return checkpoint

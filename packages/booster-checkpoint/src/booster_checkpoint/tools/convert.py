@@ -49,8 +49,6 @@ def kinds_at(path: Path) -> list[str]:
 
     Raises:
         CheckpointError: If it is neither, or damaged.
-
-    Collective: none.
     """
     if path.is_dir() and (path / MANIFEST).is_file():
         msg = f"'{path}' holds a whole training state. Pass '{path / MODEL}' or '{path / OPTIMIZER}'."

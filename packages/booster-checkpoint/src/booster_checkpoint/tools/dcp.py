@@ -290,10 +290,7 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
 
 
 def clear_temporaries(path: Path) -> None:
-    """Remove what killed writers of a file or folder have left next to it, as far as possible.
-
-    Collective: none.
-    """
+    """Remove what killed writers of a file or folder have left next to it, as far as possible."""
     left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
     for entry in list(path.parent.iterdir()):
         if left.fullmatch(entry.name):

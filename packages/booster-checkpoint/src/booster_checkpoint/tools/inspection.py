@@ -67,8 +67,6 @@ def inspect(path: Path) -> Inspection:
 
     Raises:
         CheckpointError: If it is no checkpoint, or its headers are damaged.
-
-    Collective: none.
     """
     if is_root(path):
         return _inspect_root(path)

@@ -60,8 +60,6 @@ def load(verb: str, entries: list[EntryPoint]) -> click.Command:
 
     Raises:
         click.ClickException: If several distributions bring the verb, its module can't be imported, or has no command.
-
-    Collective: none.
     """
     if len(entries) > 1:
         msg = f"Verb '{verb}': {_doubled(entries)}"

@@ -72,8 +72,6 @@ def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:
 
     Raises:
         ConfigError: If ``clip_value`` is negative or NaN.
-
-    Collective: none.
     """
     if not clip_value >= 0:
         msg = f"`clip_value={clip_value}` must be 0 or more; it is the largest magnitude that a gradient keeps."

@@ -88,8 +88,6 @@ def guard_forward(model: nn.Module) -> CallGuard:
 
     Returns:
         The guard that the boosted model's forward opens; the same where a `boost` that raised had made one.
-
-    Collective: none.
     """
     found = _guards(model)
     if found:
@@ -102,19 +100,13 @@ def guard_forward(model: nn.Module) -> CallGuard:
 
 
 def mark_boosted(model: nn.Module) -> None:
-    """Remember that a user's model is boosted, for as long as it lives; copies of it are not.
-
-    Collective: none.
-    """
+    """Remember that a user's model is boosted, for as long as it lives; copies of it are not."""
     for guard in _guards(model):
         guard.is_boosted = True
 
 
 def was_boosted(model: nn.Module) -> bool:
-    """Return whether `boost` has been given a user's model before, by any Booster.
-
-    Collective: none.
-    """
+    """Return whether `boost` has been given a user's model before, by any Booster."""
     return any(guard.is_boosted for guard in _guards(model))
 
 
@@ -136,8 +128,6 @@ def guard_step(optimizer: Optimizer) -> CallGuard:
 
     Returns:
         The guard that the boosted optimizer opens; the same for an optimizer that is boosted twice.
-
-    Collective: none.
     """
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if hooks is None:  # an optimizer that never called `Optimizer.__init__` has none
@@ -165,20 +155,14 @@ class _ZeroGrad:
 
 
 def share_zero_grad(optimizer: Optimizer, boosted: Optimizer) -> None:
-    """Let ``zero_grad`` of a user's optimizer do what that of the boosted one does. Copies are free.
-
-    Collective: none.
-    """
+    """Let ``zero_grad`` of a user's optimizer do what that of the boosted one does. Copies are free."""
     present = vars(optimizer).get("zero_grad")
     if present is None or isinstance(present, _ZeroGrad):  # else a script has replaced it
         optimizer.zero_grad = _ZeroGrad(optimizer, boosted)  # type: ignore[method-assign]
 
 
 def zero_grad_inside(optimizer: Optimizer, *, set_to_none: bool) -> None:
-    """Drop the gradients that an optimizer lists itself.
-
-    Collective: none.
-    """
+    """Drop the gradients that an optimizer lists itself."""
     method: Any = optimizer.zero_grad
     if isinstance(method, _ZeroGrad):
         type(optimizer).zero_grad(optimizer, set_to_none)

@@ -134,8 +134,6 @@ def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:
 
     Raises:
         PluginError: If it is not a `Boosted` of wrappers that holds all that was passed.
-
-    Collective: none.
     """
     problem = None
     if not isinstance(boosted, Boosted):

@@ -28,8 +28,6 @@ def hook_relay() -> HookRelay:
     """Return the relay on which Booster calls its hooks, such as ``hook_relay().after_step(...)``.
 
     The first call loads the hooks of installed distributions; a broken one is warned about, by distribution and cause.
-
-    Collective: none.
     """
     return _manager().hook
 
@@ -63,10 +61,7 @@ def unregister_hooks(hooks: object) -> None:
 
 
 def entry_points_by_name(group: str) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of a group, without importing anything; of a name that is used twice there are several.
-
-    Collective: none.
-    """
+    """Return the entry points of a group, without importing anything; of a name used twice there are several."""
     found: defaultdict[str, list[EntryPoint]] = defaultdict(list)
     for entry in importlib_metadata.entry_points(group=group):
         found[entry.name].append(entry)

@@ -287,8 +287,6 @@ class Plugin(ABC):
 
         Args:
             model: The boosted model.
-
-        Collective: none.
         """
         from booster_core.plugin.model import unwrap_model
         from booster_core.state.names import NamedTensors
@@ -404,8 +402,6 @@ class Plugin(ABC):
             TypeError: If ``seed`` is no integer.
             ConfigError: If ``batch_size`` is below 1, the data set has fewer samples than there are ranks, or it is an
                 iterable one.
-
-        Collective: none.
         """
         from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -444,10 +440,7 @@ class PipelinePlugin(Plugin):
     """A plugin whose forward and backward are interleaved over stages, so that it drives the step itself."""
 
     def has_pipeline(self, model: nn.Module) -> bool:
-        """Return whether a boosted model runs through `execute_pipeline`, as opposed to being called.
-
-        Collective: none.
-        """
+        """Return whether a boosted model runs through `execute_pipeline`, as opposed to being called."""
         del model
         return True
 

@@ -83,10 +83,7 @@ class ModelWrapper(nn.Module):
         return self.boosted_optimizers[0] if self.boosted_optimizers else None
 
     def unwrap(self) -> nn.Module:
-        """Return the user's own model.
-
-        Collective: none.
-        """
+        """Return the user's own model."""
         original: nn.Module = self.__dict__["_original"]
         return original
 
@@ -102,10 +99,7 @@ class ModelWrapper(nn.Module):
             return self._forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the user's model in place, with the arguments of ``torch.compile``; the strategy's part is not.
-
-        Collective: none.
-        """
+        """Compile the user's model in place, with the arguments of ``torch.compile``; the strategy's part is not."""
         self.unwrap().compile(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,10 +160,7 @@ class ModelWrapper(nn.Module):
         return unwrap_model(self)
 
     def replace_method(self, name: str, make: Callable[[ModelWrapper], Any]) -> None:
-        """Let an attribute of the user's model be what ``make`` returns for this wrapper; copies are not affected.
-
-        Collective: none.
-        """
+        """Let an attribute of the user's model be what ``make`` returns for this wrapper; copies are not affected."""
         self.__dict__["_methods"][name] = make
 
 
@@ -184,8 +175,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the user's own module: below our wrappers, ``DistributedDataParallel`` and ``torch.compile``.
 
     A model with adapters is the user's own, and is returned as it is.
-
-    Collective: none.
     """
     while True:
         if isinstance(model, ModelWrapper):
@@ -200,9 +189,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def boosted_inside(model: nn.Module) -> nn.Module:
-    """Return the boosted model that ``torch.compile`` was called on; ``model`` itself where it is anything else.
-
-    Collective: none.
-    """
+    """Return the boosted model that ``torch.compile`` was called on; ``model`` itself where it is anything else."""
     inner = compiled_module(model) if isinstance(model, nn.Module) else None
     return inner if isinstance(inner, ModelWrapper) else model

@@ -148,10 +148,7 @@ class OptimizerWrapper(Optimizer):
         return self.scaling.found_overflow
 
     def unwrap(self) -> Optimizer:
-        """Return the optimizer inside.
-
-        Collective: none.
-        """
+        """Return the optimizer inside."""
         return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim
 
     # Read and set by schedulers, torch.amp and users.
@@ -181,10 +178,7 @@ class OptimizerWrapper(Optimizer):
         self.optim.add_param_group(param_group)
 
     def listed_parameters(self) -> set[int]:
-        """Return the ids of the model's parameters that the groups list; strategies that step on others say which.
-
-        Collective: none.
-        """
+        """Return the ids of the model's parameters that the groups list; strategies that step on others say which."""
         return {id(parameter) for group in self.param_groups for parameter in group["params"]}
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,10 +190,7 @@ class OptimizerWrapper(Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients of the model.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients of the model."""
         self.is_unscaled = False
         if not any(optimizer.is_unscaled for optimizer in self.scaling.optimizers):
             self.scaling.found_overflow = False
@@ -414,8 +405,6 @@ def check_loss(loss: Any) -> None:
     Raises:
         TypeError: If it is not a tensor.
         GradientError: If it is not a scalar, or has no gradient.
-
-    Collective: none.
     """
     if not isinstance(loss, torch.Tensor):
         msg = f"`backward` needs a scalar tensor; got `{type(loss).__name__}`. With transformers, pass `outputs.loss`."

@@ -25,8 +25,6 @@ def check_no_masters(policy: PrecisionPolicy, plugin_name: str) -> PrecisionPoli
 
     Raises:
         ConfigError: If it asks for master weights in another format than the parameters.
-
-    Collective: none.
     """
     if policy.param_dtype is not None and policy.master_dtype != policy.param_dtype:
         msg = (
@@ -55,8 +53,6 @@ def place_model(
         device: Where forward runs.
         policy: Precision of the run.
         hollow: The ``id`` of tensors without values, which are on the device; they stay as they are.
-
-    Collective: none.
     """
     before = dict(model.named_parameters())
     model.to(device)
@@ -92,8 +88,6 @@ def stored_dtypes(model: nn.Module, policy: PrecisionPolicy) -> Callable[[Tensor
     Args:
         model: The user's model.
         policy: Precision of the run.
-
-    Collective: none.
     """
     dtype = policy.param_dtype
     own = normalisation_parameters(model) if dtype in NARROW else set()
@@ -117,8 +111,6 @@ def gradient_norm_dtype(model: nn.Module, policy: PrecisionPolicy) -> torch.dtyp
     Args:
         model: The user's model, whole.
         policy: Precision of the run.
-
-    Collective: none.
     """
     dtype_of = stored_dtypes(model, policy)
     trained = {dtype_of(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -126,10 +118,7 @@ def gradient_norm_dtype(model: nn.Module, policy: PrecisionPolicy) -> torch.dtyp
 
 
 def normalisation_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of batch normalization, whose kernel on the CPU needs the format of statistics.
-
-    Collective: none.
-    """
+    """Return the ids of parameters of batch normalization, whose kernel on the CPU needs the format of statistics."""
     return {
         id(parameter)
         for module in model.modules()
@@ -142,8 +131,6 @@ def rebind(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) 
     """Replace parameters in an optimizer's groups and state by those that took their place.
 
     ``Module.to`` makes new parameters where a tensor can't change its device in place, as for meta.
-
-    Collective: none.
     """
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]

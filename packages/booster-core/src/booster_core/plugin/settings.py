@@ -28,8 +28,6 @@ def resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> Pr
 
     Raises:
         ConfigError: If the two answers differ, or the plugin does not support the precision.
-
-    Collective: none.
     """
     own = None if plugin.precision is None else PrecisionPolicy.parse(plugin.precision)
     given = None if asked is None else PrecisionPolicy.parse(asked)
@@ -52,8 +50,6 @@ def precision_for(policy: PrecisionPolicy, objects: Boosted, plugin: Plugin) -> 
 
     Raises:
         ConfigError: If the plugin does not support the format of the model's trained parameters.
-
-    Collective: none.
     """
     wanted = policy if objects.optimizer is None else policy.for_model(objects.model)
     if wanted is policy:
@@ -74,8 +70,6 @@ def supported_precision(policy: PrecisionPolicy, plugin: Plugin) -> PrecisionPol
 
     Raises:
         ConfigError: If the plugin does not support it.
-
-    Collective: none.
     """
     supported = sorted({"fp32", "bf16", "fp16"} & {capability.value for capability in plugin.capabilities})
     if policy.name not in supported:
@@ -98,8 +92,6 @@ def describe_precision(
         model: The boosted model, whose tensors say what they are; ``None`` where nothing is boosted yet.
         masters: Format of the copies that its optimizer updates, if there are any.
         says_reduce: Whether to name the format of sums over ranks.
-
-    Collective: none.
     """
     formats = policy.describe()
     if not says_reduce:
@@ -128,8 +120,6 @@ def check_device(asked: object, plugin: Plugin) -> torch.device | None:
     Raises:
         TypeError: If it is no device.
         ConfigError: If torch does not know it or does not have it, or the plugin does not run there.
-
-    Collective: none.
     """
     if asked is None:
         return None
@@ -192,8 +182,6 @@ def own_device(asked: torch.device | None, plugin: Plugin) -> torch.device:
 
     Raises:
         ConfigError: If that is not known yet, or the plugin does not run on the CPU and there is no other device.
-
-    Collective: none.
     """
     if asked is None:
         has_cuda = torch.cuda.is_available() and plugin.supports_device("cuda")

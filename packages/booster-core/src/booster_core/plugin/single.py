@@ -46,8 +46,6 @@ class SingleDevicePlugin(Plugin):
         Raises:
             ConfigError: If several ranks were launched, or several processes started by a launcher that would each
                 train a model of their own.
-
-        Collective: none.
         """
         world_size = context.coordinator.world_size
         if world_size > 1:

@@ -23,8 +23,6 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     Args:
         value: A model's output or input.
         dtype: Floating dtype to cast to; ``None`` returns ``value`` itself.
-
-    Collective: none.
     """
     if dtype is None or all(tensor.dtype == dtype for tensor in _floating_tensors(value)):
         return value

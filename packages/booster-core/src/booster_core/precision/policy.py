@@ -178,8 +178,5 @@ class PrecisionPolicy:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the short name of a format, such as ``"bf16"``.
-
-    Collective: none.
-    """
+    """Return the short name of a format, such as ``"bf16"``."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

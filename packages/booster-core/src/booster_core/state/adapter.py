@@ -71,8 +71,6 @@ class StateAdapter(ABC):
         """Yield the shards of parameters and persistent buffers held here. ``data`` is readable and writable.
 
         Tied tensors are yielded once, under their first name; `tied_names` tells the others.
-
-        Collective: none.
         """
 
     def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
@@ -80,8 +78,6 @@ class StateAdapter(ABC):
 
         Args:
             dtypes: The element type of tensors in the file, by name; those without one are written as they are.
-
-        Collective: none.
         """
         del dtypes
         return self.model_shards()
@@ -110,8 +106,6 @@ class StateAdapter(ABC):
         Elementwise state (``exp_avg``) has the parameter's global shape; any other has its own, held and owned like a
         replicated tensor. A parameter's state that is a list of tensors is listed by path: ``"old_dirs/3"``. Master
         weights, where the run keeps them, are the state ``"master"``.
-
-        Collective: none.
         """
 
     @abstractmethod

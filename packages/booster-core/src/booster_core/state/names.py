@@ -46,8 +46,6 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
     Yields:
         The name; the path by which the module is found in ``module``; the module. Parents come before children.
-
-    Collective: none.
     """
     yield from _named_modules(module, "", "", peft_wrappers())
 
@@ -74,19 +72,13 @@ def _inner_attribute(module: nn.Module, wrappers: tuple[tuple[type, str], ...]) 
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
-    """Return the module inside a compiled one; ``None`` where ``torch.compile`` did not make ``model``.
-
-    Collective: none.
-    """
+    """Return the module inside a compiled one; ``None`` where ``torch.compile`` did not make ``model``."""
     # Not by attribute: a module may forward unknown attributes to one inside of it.
     return model._modules.get(_COMPILED)  # noqa: SLF001 - torch's class costs the import of its compiler
 
 
 def own_class(model: nn.Module) -> type[nn.Module]:
-    """Return the class of a user's model; ``fully_shard`` gives modules a class of its own that extends theirs.
-
-    Collective: none.
-    """
+    """Return the class of a user's model; ``fully_shard`` gives modules a class of its own that extends theirs."""
     kind = type(model)
     while len(kind.__bases__) > 1 and kind.__bases__[0].__name__ == "FSDPModule":
         kind = kind.__bases__[1]
@@ -192,10 +184,7 @@ def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def peft_wrappers() -> tuple[tuple[type, str], ...]:
-    """Return peft's classes that hold a module of the user's, each with the attribute that it is under.
-
-    Collective: none.
-    """
+    """Return peft's classes that hold a module of the user's, each with the attribute that it is under."""
     if "peft" not in sys.modules:
         return ()
     from peft import PeftModel
@@ -214,8 +203,6 @@ def without_adapters(model: nn.Module) -> nn.Module:
     """Return the model that peft was given; ``model`` itself where it was given none.
 
     Its layers have their adapters all the same: peft puts them there in place.
-
-    Collective: none.
     """
     if "peft" not in sys.modules:
         return model
@@ -225,10 +212,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether a user's own model is one of peft's.
-
-    Collective: none.
-    """
+    """Return whether a user's own model is one of peft's."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -237,10 +221,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether peft has put adapters into a model.
-
-    Collective: none.
-    """
+    """Return whether peft has put adapters into a model."""
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -249,10 +230,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def frozen_base(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that are frozen next to adapters; none for a model without adapters.
-
-    Collective: none.
-    """
+    """Return the ids of the parameters that are frozen next to adapters; none for a model without adapters."""
     if not has_adapters(model):
         return set()
     return {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
@@ -265,8 +243,6 @@ def check_model_is_saved_whole(model: nn.Module) -> None:
 
     Raises:
         CheckpointError: If so; the message names the entries.
-
-    Collective: none.
     """
     if not any(_adds_entries(module) for module in model.modules()):
         return

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def unsaved_state(optimizer: Optimizer) -> list[str]:
-    """Return names of an optimizer's state that belongs to no parameter, and so is in no checkpoint.
-
-    Collective: none.
-    """
+    """Return names of an optimizer's state that belongs to no parameter, and so is in no checkpoint."""
     found = [f"optimizer.state[{key!r}]" for key in optimizer.state if not isinstance(key, torch.Tensor)]
     has_own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
     if has_own or optimizer._optimizer_state_dict_post_hooks:  # noqa: SLF001 - torch lists them nowhere else

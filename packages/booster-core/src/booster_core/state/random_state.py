@@ -22,8 +22,6 @@ def capture_random_state(device: torch.device, name: str, tensors: dict[str, tor
         device: The rank's device; its generator is included where it is a CUDA device.
         name: Where the tensors' names begin.
         tensors: Filled with the tensors.
-
-    Collective: none.
     """
     version, internal, gauss_next = random.getstate()
     states: dict[str, Any] = {
@@ -43,8 +41,6 @@ def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str,
 
     Raises:
         CheckpointError: If a state is not one of these generators.
-
-    Collective: none.
     """
     states = decode_json(state, tensors)
     try:

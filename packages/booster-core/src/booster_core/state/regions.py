@@ -47,8 +47,6 @@ def regions_of(box: Box, flat: tuple[int, int] | None = None) -> list[Region]:
 
     Returns:
         At most ``2 * len(box) - 1`` non-empty regions; their ``start`` counts from the beginning of the range.
-
-    Collective: none.
     """
     numel = box_numel(box)
     start, stop = (0, numel) if flat is None else flat
@@ -154,8 +152,6 @@ def pack(data: torch.Tensor, start: int, stop: int, out: torch.Tensor, *, non_bl
         stop: One past the last element.
         out: Contiguous, shape ``(stop - start,)``; any dtype and device, values are converted.
         non_blocking: Return before copies between devices have ended, as ``copy_`` does.
-
-    Collective: none.
     """
     if data.is_contiguous():
         out.copy_(data.view(-1)[start:stop], non_blocking=non_blocking)
@@ -166,10 +162,7 @@ def pack(data: torch.Tensor, start: int, stop: int, out: torch.Tensor, *, non_bl
 
 
 def unpack(source: torch.Tensor, data: torch.Tensor, start: int, stop: int) -> None:
-    """Copy ``source`` into the row-major flattened elements ``[start, stop)`` of ``data``: the inverse of `pack`.
-
-    Collective: none.
-    """
+    """Copy ``source`` into the row-major flattened elements ``[start, stop)`` of ``data``: the inverse of `pack`."""
     for region in regions_of(full_box(tuple(data.shape)), (start, stop)):
         values = source[region.start : region.start + region.numel].view(box_shape(region.box))
         data[slices_of(region.box)].copy_(values)

@@ -208,8 +208,6 @@ def balanced_shards(
         rank: This rank.
         world_size: Number of ranks that hold the same.
         of_first: Names of tensors that the first rank owns whole, besides its share, because ranks' values may differ.
-
-    Collective: none.
     """
     listed = list(tensors)
     total = sum(tensor.numel() * tensor.element_size() for name, _, tensor in listed if name not in of_first)
@@ -252,10 +250,7 @@ def _shard(
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the user's own optimizer, below our wrappers.
-
-    Collective: none.
-    """
+    """Return the user's own optimizer, below our wrappers."""
     while callable(getattr(optimizer, "unwrap", None)):
         inner = optimizer.unwrap()
         if inner is optimizer:

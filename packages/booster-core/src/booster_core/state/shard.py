@@ -54,8 +54,6 @@ class TensorShard:
     Raises:
         ConfigError: If the box does not fit the shape, the flat range does not fit the box, or the
             shape of ``data`` is not the one they say.
-
-    Collective: none.
     """
 
     name: str

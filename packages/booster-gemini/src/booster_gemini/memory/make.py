@@ -68,8 +68,6 @@ def most_chunk_numel(config: GeminiConfig, formats: Iterable[Format], shard_size
 
     Returns:
         ``None`` where no budget was given.
-
-    Collective: none.
     """
     budget = config.memory_budget_bytes
     if budget is None:

@@ -112,8 +112,6 @@ def read_records(folder: Path) -> list[Record]:
 
     Raises:
         ConfigError: If there is none, or one can't be read.
-
-    Collective: none.
     """
     paths = sorted(folder.glob("memory-rank*.jsonl"), key=lambda path: (len(path.name), path.name))
     if not paths:

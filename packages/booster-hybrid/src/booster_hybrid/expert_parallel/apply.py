@@ -71,8 +71,6 @@ def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> li
     Raises:
         ConfigError: If there are none, or one can't be spread: it has adapters, its parameters don't have a part for
             each expert, or the ranks do not divide their number.
-
-    Collective: none.
     """
     model = inner_model(model)
     names = ModuleNames(model)
@@ -112,8 +110,6 @@ def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: Te
         model: The user's model.
         experts: As `find_experts` returns them.
         group: The ranks to spread them over.
-
-    Collective: none.
     """
     names_of = ModuleNames(inner_model(model)).names_of
     result = SpreadExperts()

@@ -39,8 +39,6 @@ def check_experts(experts: Sequence[ExpertsModule], device: torch.device) -> Non
 
     Raises:
         ConfigError: Naming the first module that does, or that can't be called.
-
-    Collective: none.
     """
     checked = set()
     is_host = device.type == "cpu"

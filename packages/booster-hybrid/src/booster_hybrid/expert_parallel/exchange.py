@@ -94,8 +94,6 @@ def without_rows(rows: Tensor, weights: Tensor, parameters: Sequence[Tensor]) ->
         rows: The experts' inputs, shape ``(0, width)``.
         weights: Shape ``(0, 1)``.
         parameters: Those of the experts.
-
-    Collective: none.
     """
     result: Tensor = _WithoutRows.apply(rows, weights, *parameters)  # type: ignore[no-untyped-call]
     return result

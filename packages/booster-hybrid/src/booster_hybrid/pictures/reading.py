@@ -111,8 +111,6 @@ def read_pipelines(folder: Path) -> list[Pipeline]:
 
     Raises:
         ConfigError: If there are none, or a file is not such a record.
-
-    Collective: none.
     """
     files = sorted(folder.glob("pipeline-rank*.jsonl"))
     if not files:

@@ -34,24 +34,15 @@ class ArgumentNames:
         self._variable = variable[0] if variable else ""
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by their names, in the order in which they were given.
-
-        Collective: none.
-        """
+        """Return the arguments of a call by their names, in the order in which they were given."""
         return {**{self._name(index): value for index, value in enumerate(args)}, **kwargs}
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the tensors among the arguments of a call, those in containers as well, by path.
-
-        Collective: none.
-        """
+        """Return the tensors among the arguments of a call, those in containers as well, by path."""
         return {path: leaf for path, leaf in self.leaves(args, kwargs) if isinstance(leaf, torch.Tensor)}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """Return what the arguments of a call consist of, by path.
-
-        Collective: none.
-        """
+        """Return what the arguments of a call consist of, by path."""
         return [leaf for name, value in self.named(args, kwargs).items() for leaf in _leaves(value, name)]
 
     def replaced(
@@ -67,8 +58,6 @@ class ArgumentNames:
 
         Raises:
             ConfigError: If an argument has no such path, as it is of another form than in the dry run.
-
-        Collective: none.
         """
         left = dict(values)
         new_args = tuple(_with(value, self._name(index), left) for index, value in enumerate(args))
@@ -148,8 +137,6 @@ class PassedThrough:
 
         Returns:
             ``None`` if there is no tensor in it, or only in containers of other classes.
-
-        Collective: none.
         """
         found: list[bool] = []
         form = _source(output, dict(arguments), found)
@@ -160,8 +147,6 @@ class PassedThrough:
 
         Args:
             arguments: What the arguments of the call consist of, by path.
-
-        Collective: none.
         """
         return _filled(self._form, arguments)
 

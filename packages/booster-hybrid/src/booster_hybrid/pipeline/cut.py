@@ -106,8 +106,6 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
         modules: The model's modules by name.
         trace: What a dry run of it has seen; a module that was not called is needed everywhere.
         stages: The stages.
-
-    Collective: none.
     """
     elsewhere = {
         layer.name

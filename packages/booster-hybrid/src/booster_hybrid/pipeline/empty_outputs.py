@@ -26,10 +26,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, t
 
 
 def is_plain(leaf: Any) -> bool:
-    """Return whether something in a call's arguments or results is a tensor, or can't change.
-
-    Collective: none.
-    """
+    """Return whether something in a call's arguments or results is a tensor, or can't change."""
     return isinstance(leaf, (torch.Tensor, *_PLAIN))
 
 
@@ -56,8 +53,6 @@ class EmptyOutputs:
 
         Raises:
             UnknownShapeError: If that can't be told. It is not tried again.
-
-        Collective: none.
         """
         leaves, form = pytree.tree_flatten((args, dict(kwargs)))
         if self._is_unknown or not all(map(is_plain, leaves)):

@@ -29,8 +29,6 @@ def example_batch(model: nn.Module, dataloader: DataLoader[Any] | None, given: A
 
     Raises:
         ConfigError: If there is none.
-
-    Collective: none.
     """
     batch = batch_at_hand(dataloader, given)
     if batch is not None:
@@ -54,8 +52,6 @@ def batch_at_hand(dataloader: DataLoader[Any] | None, given: Any = None) -> Any:
     Args:
         dataloader: As for `example_batch`.
         given: A batch that the user has given for this, which wins.
-
-    Collective: none.
     """
     dataset = None if dataloader is None else dataloader.dataset
     if given is not None or dataloader is None or isinstance(dataset, IterableDataset) or not len(dataset):  # type: ignore[arg-type]
@@ -77,8 +73,6 @@ def check_entries(dataloader: DataLoader[Any] | None) -> list[dict[str, int]]:
 
     Raises:
         ConfigError: Naming the first such tensor.
-
-    Collective: none.
     """
     if dataloader is None or isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
         return []
@@ -112,10 +106,7 @@ def _dummy_image(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def dry_run_failed(model: nn.Module, error: Exception) -> ConfigError:
-    """Return the error of a model that can't be run on fake tensors and other numbers of samples and positions.
-
-    Collective: none.
-    """
+    """Return the error of a model that can't be run on fake tensors and other numbers of samples and positions."""
     msg = (
         f"The dry run of {type(model).__name__}, which finds out in which order its layers run and what they get, "
         f"failed with {type(error).__name__}: {error}. A model is cut only where that is known: use `pp_size=1` and "

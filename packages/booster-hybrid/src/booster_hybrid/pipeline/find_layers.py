@@ -51,8 +51,6 @@ def find_layers(model: nn.Module, batch: Any, num_stages: int) -> list[str]:
 
     Raises:
         ConfigError: If there are fewer layers than stages, or none; with the reason.
-
-    Collective: none.
     """
     watch = _Watch(model, in_order=not num_stages)
     run_dry(model, batch, watch.run, FixedDraws())

@@ -131,8 +131,6 @@ class Flow:
 
         Raises:
             ConfigError: If a stage needs what can't be sent to it.
-
-        Collective: none.
         """
         found: list[Crossing] = []
         needed: set[Extra] = set()
@@ -213,10 +211,7 @@ def _covered(entries: Mapping[str, _Edge], sent: set[_Edge]) -> set[str]:
 
 
 def edge_of(tensor: torch.Tensor) -> _Edge:
-    """Return where a differentiable tensor is in the graph: the node that made it, and which result of it.
-
-    Collective: none.
-    """
+    """Return where a differentiable tensor is in the graph: the node that made it, and which result of it."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn, tensor.output_nr
     edge = torch.autograd.graph.get_gradient_edge(tensor)

@@ -59,8 +59,6 @@ def check_sendable(tensor: Tensor, what: str) -> None:
 
     Raises:
         ConfigError: If its format is none that is sent, or it has too many dimensions.
-
-    Collective: none.
     """
     if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMS:
         msg = (
@@ -81,10 +79,7 @@ class Sent:
         self._parts: deque[tuple[Any, Tensor]] = deque(parts)
 
     def finish(self) -> None:
-        """Return once the message has left, and keep its tensors alive no longer.
-
-        Collective: none.
-        """
+        """Return once the message has left, and keep its tensors alive no longer."""
         while self._parts:
             work, _ = self._parts.popleft()
             work.wait()
@@ -209,8 +204,6 @@ class Link:
         Args:
             sender: Position of the rank. All that was expected of it before must have been received.
             kind: As the sender gives it to `send`.
-
-        Collective: none.
         """
         header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._header_device)
         layout = self._usual_from[sender].of(kind)
@@ -259,18 +252,12 @@ class Link:
         return {name: tensor.requires_grad_(needs) for name, (tensor, needs) in tensors.items()}
 
     def release(self, sent: Sent) -> None:
-        """Return once a message has left, and keep its tensors alive no longer.
-
-        Collective: none.
-        """
+        """Return once a message has left, and keep its tensors alive no longer."""
         self._sent.pop(sent, None)
         sent.finish()
 
     def finish(self) -> None:
-        """Return once everything that was sent has left.
-
-        Collective: none.
-        """
+        """Return once everything that was sent has left."""
         for sent in [*self._sent]:
             self.release(sent)
 

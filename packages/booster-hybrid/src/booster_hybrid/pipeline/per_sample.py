@@ -27,10 +27,7 @@ _REMEDY = "What is for all samples, such as class weights, belongs into the crit
 
 
 def lengths_of(batch: Any) -> dict[str, int]:
-    """Return the first dimension of each tensor of a batch by the tensor's path; scalars are left out.
-
-    Collective: none.
-    """
+    """Return the first dimension of each tensor of a batch by the tensor's path; scalars are left out."""
     return {path: tensor.shape[0] for path, tensor in _entries(batch).items()}
 
 
@@ -69,8 +66,6 @@ class SampleEntries:
 
         Raises:
             ConfigError: Naming the first such tensor, with the remedy.
-
-        Collective: none.
         """
         leaves, form = pytree.tree_flatten(batch)
         shapes = form, [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -74,8 +74,6 @@ def check_no_layer_is_skipped(model: nn.Module, trace: Trace, called: Callable[[
 
     Raises:
         ConfigError: If it does.
-
-    Collective: none.
     """
     with _training(model):
         before = _states()
@@ -127,10 +125,7 @@ def _states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Put the generators of Python and numpy back to where they were.
-
-    Collective: none.
-    """
+    """Put the generators of Python and numpy back to where they were."""
     numpy = sys.modules.get("numpy")
     host, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

@@ -61,8 +61,6 @@ class StageMap:
 
         Raises:
             ConfigError: If the layers can't be shared out so.
-
-        Collective: none.
         """
         ranges = share_layers(len(trace.layers), placement.num_stages, asked)
         modules = dict(model.named_modules())
@@ -119,8 +117,6 @@ def find_crossings(
     Raises:
         ConfigError: If the layers can't be shared out so, a stage needs what is not or can't be sent to it, or writes
             in place to what it receives or lacks.
-
-    Collective: none.
     """
     num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
     ranges = share_layers(len(trace.layers), num_stages, config.num_layers_per_stage)
@@ -183,8 +179,6 @@ class StagePlan:
 
         Raises:
             ConfigError: If the layers can't be shared out so.
-
-        Collective: none.
         """
         placement = make_schedule(config.style, config.size, 1, config.num_chunks).placement
         stages = StageMap.of(model, trace, placement, config.num_layers_per_stage)
@@ -210,8 +204,6 @@ class StagePlan:
 
         Raises:
             ConfigError: If the model does so by itself already.
-
-        Collective: none.
         """
         modules = dict(model.named_modules())
         chosen = [
@@ -237,8 +229,6 @@ class StagePlan:
             index: The rank's position in the pipeline.
             dtype_of: Tells the format in which the run works with a parameter.
             has_collectives: Whether modules communicate in forward, so that their outputs' shapes can't be told alone.
-
-        Collective: none.
         """
         ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
         idle = None if has_collectives else self.idle

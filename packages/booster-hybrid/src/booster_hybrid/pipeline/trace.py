@@ -85,8 +85,6 @@ def members(modules: Mapping[str, nn.Module], names: Sequence[str]) -> dict[str,
     Args:
         modules: The model's modules by name.
         names: Names of a `ModuleList`, `ModuleDict` or `Sequential` each; ``""`` is the model itself.
-
-    Collective: none.
     """
     found = [name for name in names if isinstance(modules.get(name), CONTAINERS)]
     return {
@@ -122,8 +120,6 @@ def trace_flow(
     Raises:
         ConfigError: If there is no list of layers, a layer is called more than once, or what it returns is no tensor
             or tuple.
-
-    Collective: none.
     """
     modules = dict(model.named_modules())
     found = members(modules, lists)
@@ -153,8 +149,6 @@ def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]
 
     Returns:
         What puts the forward back.
-
-    Collective: none.
     """
     before, forward = module.__dict__.get("forward"), module.forward
     signature = named_forward(module)
@@ -322,8 +316,6 @@ def run_dry(
     Raises:
         ConfigError: What the function refuses, at once.
         Exception: What it raised on real tensors.
-
-    Collective: none.
     """
     batch = taken_by(model, batch)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _kept_attributes(model):
@@ -372,8 +364,6 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torc
         mode: Makes it.
         tensor: The other one.
         narrow: Whether floating tensors become bf16.
-
-    Collective: none.
     """
     dtype = torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
     if is_repeated(tensor):
@@ -390,10 +380,7 @@ def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., tor
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, and such buffers as have no values.
-
-    Collective: none.
-    """
+    """Return a copy of a model that shares its parameters, and such buffers as have no values."""
     shared = [*model.parameters(), *(each for each in model.buffers() if is_repeated(each))]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
@@ -419,8 +406,6 @@ def at_every_place(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dic
     Args:
         model: The model.
         tensors: What to put in the place of each parameter and buffer, by its first name.
-
-    Collective: none.
     """
     instead = {id(tensor): tensors[name] for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     return {
@@ -437,8 +422,6 @@ def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -
         model: The model.
         tensors: As `stand_ins` returns them.
         batch: See `call_with`.
-
-    Collective: none.
     """
     every = at_every_place(model, tensors)
 
@@ -450,10 +433,7 @@ def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging what a fake run can't do; the real run follows.
-
-    Collective: none.
-    """
+    """Keep torch from logging what a fake run can't do; the real run follows."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True

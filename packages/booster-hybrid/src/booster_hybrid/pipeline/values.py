@@ -78,8 +78,6 @@ def add_values(
 
     Raises:
         ConfigError: If a stage needs a value that is not an argument of its first layer; with the layer that makes it.
-
-    Collective: none.
     """
     modules = dict(model.named_modules())
     found: tuple[Crossing, ...] = ()

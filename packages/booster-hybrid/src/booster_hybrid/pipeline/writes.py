@@ -63,8 +63,6 @@ def check_writes(
 
     Raises:
         ConfigError: If so, naming the parameter or value.
-
-    Collective: none.
     """
     for mode in (True, False):
         try:
@@ -94,10 +92,7 @@ def check_writes(
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Return what tells a tensor's storage from others that exist; ``None`` where it has none.
-
-    Collective: none.
-    """
+    """Return what tells a tensor's storage from others that exist; ``None`` where it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as torch tells storages apart
     except (NotImplementedError, RuntimeError):
@@ -105,10 +100,7 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def written_by(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes to, given its schema and arguments.
-
-    Collective: none.
-    """
+    """Yield the tensors that an operation writes to, given its schema and arguments."""
     for index, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)

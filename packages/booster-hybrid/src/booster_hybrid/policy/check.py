@@ -74,8 +74,6 @@ def check_policy(
 
     Raises:
         ConfigError: Naming the first layer whose outputs differ, by how much, and what to correct in the policy.
-
-    Collective: none.
     """
     inner = inner_model(model)
     is_host = device.type == "cpu"

@@ -55,8 +55,6 @@ def differing_gradient(
 
     Raises:
         NoGradientError: If the layer has none.
-
-    Collective: none.
     """
     parameters, local, buffers = values
     try:

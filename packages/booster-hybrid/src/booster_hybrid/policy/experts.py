@@ -26,8 +26,6 @@ def expert_rules(model: nn.Module, custom_policy: ShardingPolicy | None = None, 
         model: The user's model.
         custom_policy: The user's own policy, whose rules win.
         hooks: The hook relay, asked for a third party's policy.
-
-    Collective: none.
     """
     given = given_policy(model, custom_policy, hooks)
     if given is not None and given.experts:

@@ -101,8 +101,6 @@ def split_layers(
 
     Raises:
         ConfigError: If the model can't be split so.
-
-    Collective: none.
     """
     name = type(model).__name__
     stacks = [(Stack(mode, group, name, rings, num_threads), layers) for layers in lists_of_layers(model, lists, mode)]

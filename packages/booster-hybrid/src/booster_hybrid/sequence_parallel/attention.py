@@ -74,8 +74,6 @@ def set_attention_context(module: nn.Module, stack: Stack | None) -> None:
     Args:
         module: Any module of a model that is split.
         stack: The layers that it is in; ``None`` outside of such.
-
-    Collective: none.
     """
     names = argument_names(module)
     context = AttentionContext(stack, names)

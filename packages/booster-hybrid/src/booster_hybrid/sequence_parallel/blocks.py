@@ -56,8 +56,6 @@ def find_blocks(
         visibility: Who may attend to whom.
         first_number: Number of the first block.
         is_cut: Yield blocks of at most `TILE` queries and keys, each within one piece of either sequence.
-
-    Collective: none.
     """
     is_plain = visibility.is_plain and not is_cut
     if is_plain and not visibility.is_causal:

@@ -58,10 +58,7 @@ class _AloneRank(TensorGroup):
     """A rank whose collectives send nothing, for tensors without values."""
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> collectives.Pending:
-        """Leave the buffer as it is.
-
-        Collective: none.
-        """
+        """Leave the buffer as it is."""
         del buffer, bounds
         return collectives.Pending()
 
@@ -150,8 +147,6 @@ class _DryRun:
 
         Raises:
             ConfigError: If the layers can't be split.
-
-        Collective: none.
         """
         if batch is None or any(_is_compiled(module) for module in self._model.modules()):
             return

@@ -42,10 +42,7 @@ class ExplicitScores:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block: Block
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs and logarithms of sums; see `FusedKernel.forward`.
-
-        Collective: none.
-        """
+        """Return outputs and logarithms of sums; see `FusedKernel.forward`."""
         work = torch.promote_types(query.dtype, torch.float32)
         query, key, value = query.to(work), key.to(work), value.to(work)
         scores, _ = self._scores(query, key, mask, block)
@@ -66,10 +63,7 @@ class ExplicitScores:
         mask: Tensor | None,
         block: Block,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of queries, keys, values and, where needed, of what is added to the scores.
-
-        Collective: none.
-        """
+        """Return the gradients of queries, keys, values and, where needed, of what is added to the scores."""
         work = torch.promote_types(query.dtype, torch.float32)
         query, key, value = query.to(work), key.to(work), value.to(work)
         gradient, outputs = gradient.to(work), outputs.to(work)

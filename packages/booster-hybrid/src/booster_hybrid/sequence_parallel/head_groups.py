@@ -32,8 +32,6 @@ def travelling_groups(query: Tensor, key: Tensor, value: Tensor, longest: int, n
         value: The values.
         longest: The largest number of a rank's keys.
         num_threads: The most threads with which a rank computes: on the CPU, each has heads of its own.
-
-    Collective: none.
     """
     bytes_of_head = key.shape[0] * longest * (key.shape[-1] + value.shape[-1]) * key.element_size()
     least_bytes = LEAST_BYTES.get(query.device.type, LEAST_BYTES["cuda"])
@@ -52,8 +50,6 @@ def computed_groups(query: Tensor, key: Tensor) -> list[HeadGroup]:
     Args:
         query: The queries.
         key: The keys.
-
-    Collective: none.
     """
     return _groups(query, key, _for_threads(query, key, torch.get_num_threads()))
 
@@ -67,8 +63,6 @@ def placed(whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dty
         heads: Which they are.
         num_heads: Number of all heads; a part of all of them is returned itself.
         dtype: Format of the whole.
-
-    Collective: none.
     """
     if part.shape[1] == num_heads:
         return part.to(dtype)

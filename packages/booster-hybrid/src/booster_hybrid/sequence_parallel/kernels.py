@@ -54,8 +54,6 @@ class FusedKernel:
 
         Returns:
             Outputs, and the logarithms of the sums of exponentials, shape ``(batch, heads, queries)``.
-
-        Collective: none.
         """
         size = value.shape[-1]
         query, key, value = _of_one_size(query, key, value)
@@ -93,8 +91,6 @@ class FusedKernel:
             logarithms: Those of all keys; infinite for queries that see nothing.
             mask: As above.
             block: As above.
-
-        Collective: none.
         """
         sizes = query.shape[-1], key.shape[-1], value.shape[-1]
         query, key, value, outputs, gradient = _of_one_size(query, key, value, outputs, gradient)
@@ -119,8 +115,6 @@ def can_fuse(query: Tensor, *, dropout: float, softcap: float | None, needs_bias
         dropout: Probability of dropping a weight: the CPU's kernel drops none.
         softcap: Bound of the scores, which they don't know.
         needs_bias_gradient: Whether something added to the scores is trained.
-
-    Collective: none.
     """
     if dropout or softcap is not None or needs_bias_gradient:
         return False
@@ -153,8 +147,6 @@ def agrees_with_definition(device: torch.device, dtype: torch.dtype) -> bool:
     Args:
         device: Where the kernels run.
         dtype: Format of the inputs.
-
-    Collective: none.
     """
     generator = torch.Generator().manual_seed(0)
     query, key, value, gradient = (torch.randn(1, 2, 48, 16, generator=generator).to(device, dtype) for _ in range(4))

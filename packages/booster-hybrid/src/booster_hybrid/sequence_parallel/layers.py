@@ -47,8 +47,6 @@ def check_layer_output(layer: nn.Module, output: Any) -> None:
 
     Raises:
         ConfigError: If it is no tensor, or plain tuple that begins with one.
-
-    Collective: none.
     """
     if not is_plain_output(output):
         msg = (

@@ -269,8 +269,6 @@ def make_mask(
 
     Raises:
         ConfigError: If the keys are some of one sequence, as with a cache.
-
-    Collective: none.
     """
     # What is never causal goes from one sequence to another, such as from a decoder's to an encoder's.
     goes_across = arguments.get("allow_is_causal_skip") is False

@@ -33,8 +33,6 @@ class MergedOutputs:
             rows: Which of the queries.
             outputs: Shape ``(batch, heads, queries, value size)``.
             logarithms: Of the sums of exponentials, shape ``(batch, heads, queries)``.
-
-        Collective: none.
         """
         outputs, logarithms = outputs.to(self._format), logarithms.to(self._format)
         if self._found is None and outputs.shape[:-1] == self._query.shape[:-1]:
@@ -55,8 +53,6 @@ class MergedOutputs:
 
         Returns:
             Zeros, and an infinite logarithm, for queries that have seen nothing: all weights are zero in backward.
-
-        Collective: none.
         """
         merged, total = self._whole()
         if sinks is not None:
@@ -86,8 +82,6 @@ def sink_gradient(sinks: Tensor, gradient: Tensor, outputs: Tensor, logarithms: 
         gradient: That of the outputs.
         outputs: What the queries have found.
         logarithms: Of the sums of all weights, the sinks' included.
-
-    Collective: none.
     """
     shared = (gradient.to(logarithms.dtype) * outputs).sum(-1)
     weights = (sinks.to(logarithms.dtype).view(1, -1, 1) - logarithms).exp_()

@@ -30,8 +30,6 @@ def replace_attention(layers: Sequence[nn.Module]) -> bool:
 
     Raises:
         ConfigError: If the attention is checkpointed already, or computed in slices.
-
-    Collective: none.
     """
     modules = [module for layer in layers for module in layer.modules()]
     found = [(module, _FAMILIES[name]) for module in modules if (name := type(module).__name__) in _FAMILIES]

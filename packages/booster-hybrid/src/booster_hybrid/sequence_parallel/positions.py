@@ -54,10 +54,7 @@ class SplitPositions(Tensor):
     _kept: Kept | None = None
 
     def local(self) -> Tensor:
-        """Return the logits of the positions that are here, maybe split by vocabulary.
-
-        Collective: none.
-        """
+        """Return the logits of the positions that are here, maybe split by vocabulary."""
         return self._inner
 
     def gather(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,8 +115,6 @@ def split_positions(local: Tensor, layout: SequenceLayout, group: TensorGroup) -
         local: Shape ``(batch, local positions, vocabulary)``, maybe split by vocabulary.
         layout: Who has which positions.
         group: The sequence parallel ranks.
-
-    Collective: none.
     """
     with DisableTorchFunctionSubclass():
         logits = local.as_subclass(SplitPositions)
@@ -151,10 +146,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """Return what makes logits of hidden states in a model of transformers; ``None`` where there is no such module.
-
-    Collective: none.
-    """
+    """Return what makes logits of hidden states in a model of transformers; ``None`` where there is no such module."""
     getter: Any = getattr(model, "get_output_embeddings", None)
     head: nn.Module | None = None if getter is None else getter()
     return head

@@ -163,8 +163,6 @@ def position_dims(value: Tensor, length: int) -> list[int]:
     Args:
         value: The argument.
         length: Number of positions.
-
-    Collective: none.
     """
     found = [dim for dim, size in enumerate(value.shape) if size == length]
     return [2, 3] if value.dim() == 4 and {2, 3} <= set(found) else found[:1]

@@ -37,8 +37,6 @@ class RelativeBias:
 
         Returns:
             Shape ``(1, heads, local positions, positions)``, or ``(1, local heads, positions, positions)``.
-
-        Collective: none.
         """
         module: Any = self._module
         stack, length = self._stack, self._stack.length
@@ -77,8 +75,6 @@ def split_relative_biases(layer: nn.Module, stack: Stack) -> None:
     Args:
         layer: The layer.
         stack: The layers that it is in.
-
-    Collective: none.
     """
     for module in layer.modules():
         own: Any = module

@@ -94,10 +94,7 @@ class Homeward:
         self._flat: Tensor | None = None
 
     def sums(self, owner: int) -> tuple[Tensor, Tensor]:
-        """Return zeros to which this rank's share of the gradients of a rank's keys and values is added.
-
-        Collective: none.
-        """
+        """Return zeros to which this rank's share of the gradients of a rank's keys and values is added."""
         length = self._layout.lengths[owner]
         numel = _numel(self._key, self._value, length)
         self._flat = torch.zeros(numel, dtype=sum_format(self._key), device=self._key.device)
@@ -129,10 +126,7 @@ class Homeward:
         self._flat = flat
 
     def collected(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's own keys and values, after the last owner's were sent.
-
-        Collective: none.
-        """
+        """Return the gradients of this rank's own keys and values, after the last owner's were sent."""
         assert self._flat is not None, "each rank attends to its own keys"
         return _unpacked(self._flat, self._key, self._value, self._key.shape[2])
 
@@ -172,10 +166,7 @@ class _Homeward:
         self._pending = _pass_on(flat, self._numels[(owner - 1) % self._ring.size], self._ring)
 
     def collected(self) -> Tensor:
-        """Return the sum of all ranks' shares of this rank's own.
-
-        Collective: none.
-        """
+        """Return the sum of all ranks' shares of this rank's own."""
         assert self._own is not None, "each rank attends to its own keys"
         if self._pending is not None:
             pending, flat = self._pending

@@ -117,8 +117,6 @@ def split_between_blocks(
 
     Raises:
         ConfigError: If the model can't be split so.
-
-    Collective: none.
     """
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
@@ -148,8 +146,6 @@ def split_layers(
 
     Returns:
         The stacks, each with how long its sequences are.
-
-    Collective: none.
     """
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed

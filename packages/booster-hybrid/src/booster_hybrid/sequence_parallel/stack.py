@@ -76,10 +76,7 @@ class Stack:
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
     def layout(self, length: int) -> SequenceLayout:
-        """Return how a sequence of a length is split.
-
-        Collective: none.
-        """
+        """Return how a sequence of a length is split."""
         return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
 
     @contextlib.contextmanager
@@ -97,8 +94,6 @@ class Stack:
         Args:
             values: Nested tensors and others.
             length: Number of positions of the sequences.
-
-        Collective: none.
         """
         layout, find = self.layout(length), position_dims if self.is_plain else _sequence_dims
 
@@ -113,8 +108,6 @@ class Stack:
 
         Raises:
             ConfigError: If not, on every rank.
-
-        Collective: none.
         """
         if length < self.group.size:
             msg = (
@@ -129,8 +122,6 @@ class Stack:
 
         Raises:
             ConfigError: If not.
-
-        Collective: none.
         """
         if not self.num_attentions:
             msg = (
@@ -142,10 +133,7 @@ class Stack:
             raise ConfigError(msg)
 
     def enter(self, length: int) -> None:
-        """Note that the layers run on sequences of a length now.
-
-        Collective: none.
-        """
+        """Note that the layers run on sequences of a length now."""
         self.length = length
         self._length_of[self.layout(length).lengths[self.group.rank]] = length
 
@@ -155,17 +143,12 @@ class Stack:
         Args:
             num_here: Number of positions here.
             arguments: What it was given, of which a mask knows the length.
-
-        Collective: none.
         """
         if not self.note_masks(arguments) and self.layout(self.length).lengths[self.group.rank] != num_here:
             self.length = self._length_of.get(num_here, self.length)
 
     def note_masks(self, arguments: Iterable[Any]) -> bool:
-        """Take the length from a mask among some arguments; return whether there is one.
-
-        Collective: none.
-        """
+        """Take the length from a mask among some arguments; return whether there is one."""
         found = next((each for each in arguments if isinstance(each, SequenceMask)), None)
         if found is not None:
             self.length = found.length
@@ -176,8 +159,6 @@ class Stack:
 
         Args:
             output: What the layer returns.
-
-        Collective: none.
         """
         if output.requires_grad:
             lengths = self.length, self.key_length
@@ -193,8 +174,6 @@ class Stack:
 
         Raises:
             ConfigError: If the sequence is too short to be split.
-
-        Collective: none.
         """
         self.check_length(states.shape[1])
         self.key_length = states.shape[1]

@@ -15,7 +15,4 @@ class Chunks(ChunkManager):
     is_underway = False
 
     def wait(self) -> None:
-        """Return once updated parameters are here, which is at once: their next use gathers them.
-
-        Collective: none.
-        """
+        """Return once updated parameters are here, which is at once: their next use gathers them."""

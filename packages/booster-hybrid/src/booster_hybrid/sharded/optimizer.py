@@ -34,9 +34,6 @@ class ShardedHybridOptimizer(GatheringOptimizer, HybridOptimizer):
         return found
 
     def lay_out_again(self, order: list[int]) -> None:
-        """Keep the layout, in which a layer has chunks of its own.
-
-        Collective: none.
-        """
+        """Keep the layout, in which a layer has chunks of its own."""
         del order
         self.reducer.set_buckets(self.reducer.buckets)  # drops the buffers of a round that waited for no reduction

@@ -36,8 +36,6 @@ def find_units(model: nn.Module, copies: Mapping[int, tuple[int, ...]]) -> Units
         model: The user's model.
         copies: For parameters that several stages of a pipeline hold, by ``id``, which ones they are. All stages lay
             these out in the same way.
-
-    Collective: none.
     """
     chosen = layers_of(model)
     kept = without_split_ties(model, {id(module) for module in chosen.values()})

@@ -80,8 +80,6 @@ def check_wrappers(names: ModuleNames, targets: Iterable[str], size: int) -> Non
 
     Raises:
         ConfigError: If there is such a thing.
-
-    Collective: none.
     """
     for name in targets:
         module = names.modules.get(name)
@@ -110,8 +108,6 @@ def split_adapters(
 
     Raises:
         ConfigError: If a layer that is split has an adapter that can't be.
-
-    Collective: none.
     """
     sums: list[AdapterSum] = []
     for name, layer in {id(layer): (name, layer) for name, layer in names.adapted.items()}.values():

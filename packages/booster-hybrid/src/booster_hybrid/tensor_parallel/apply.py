@@ -75,8 +75,6 @@ def parallelize(
 
     Raises:
         ConfigError: If a rule names a module that the model lacks, or sizes can't be split over the ranks.
-
-    Collective: none.
     """
     model = inner_model(model)  # whose names are the user's
     return _Applier(model, policy, group, parallel_output=parallel_output).run()

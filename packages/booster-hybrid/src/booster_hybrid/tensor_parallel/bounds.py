@@ -22,8 +22,6 @@ def within_bounds(indices: Tensor, num_rows: int, what: str) -> Tensor:
 
     Raises:
         IndexError: If one of them is out of bounds, on the CPU.
-
-    Collective: none.
     """
     if torch.compiler.is_compiling():
         checked: Tensor = _within_bounds(indices, num_rows, what)

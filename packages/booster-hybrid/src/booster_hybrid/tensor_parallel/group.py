@@ -43,10 +43,7 @@ class TensorGroup:
 
     @classmethod
     def of(cls, group: ProcessGroup | None) -> TensorGroup:
-        """Return the place of this rank in a process group.
-
-        Collective: none.
-        """
+        """Return the place of this rank in a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def all_reduce(self, tensor: Tensor) -> collectives.Pending:

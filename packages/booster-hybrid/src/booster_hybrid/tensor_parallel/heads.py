@@ -47,8 +47,6 @@ def cut_arguments(module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[
         names: The arguments; one that is ``None``, or has one head for all, stays.
         cuts: The half-open range of heads of each rank.
         rank: This rank.
-
-    Collective: none.
     """
     positions = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
     num_heads = cuts[-1][1]

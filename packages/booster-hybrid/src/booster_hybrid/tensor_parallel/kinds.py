@@ -6,18 +6,12 @@ from torch import nn
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer keeps its weight as (inputs, outputs), as transformers' ``Conv1D`` does.
-
-    Collective: none.
-    """
+    """Return whether a linear layer keeps its weight as (inputs, outputs), as transformers' ``Conv1D`` does."""
     return not isinstance(module, nn.Linear)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes a plain linear map, in either storage order.
-
-    Collective: none.
-    """
+    """Return whether a module computes a plain linear map, in either storage order."""
     kind = type(module)
     if kind.forward is nn.Linear.forward:
         return isinstance(module, nn.Linear)

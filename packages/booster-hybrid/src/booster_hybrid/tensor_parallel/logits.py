@@ -56,10 +56,7 @@ class SplitLogits(Tensor):
     _kept: Kept | None = None
 
     def local(self) -> Tensor:
-        """Return the part that is here, shape ``(..., local vocabulary)``, as a plain tensor.
-
-        Collective: none.
-        """
+        """Return the part that is here, shape ``(..., local vocabulary)``, as a plain tensor."""
         return self.as_subclass(Tensor)
 
     def first(self) -> int:
@@ -77,10 +74,7 @@ class SplitLogits(Tensor):
         return _whole(self)
 
     def alike(self, local: Tensor) -> Tensor:
-        """Return other logits as split by vocabulary as these are.
-
-        Collective: none.
-        """
+        """Return other logits as split by vocabulary as these are."""
         return split_logits(local, self._sizes, self._tensor_group)
 
     def _group(self) -> ProcessGroup | None:
@@ -119,8 +113,6 @@ def split_logits(local: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
         local: Shape ``(..., sizes[rank])``.
         sizes: Length of each rank's part of the vocabulary.
         group: The tensor parallel ranks.
-
-    Collective: none.
     """
     with DisableTorchFunctionSubclass():
         logits = local.as_subclass(SplitLogits)

@@ -55,10 +55,7 @@ class SplitMagnitude:
         return result
 
     def product(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:  # noqa: N803 - peft's
-        """Return the part of the adapter's weight that belongs to the layer's.
-
-        Collective: none.
-        """
+        """Return the part of the adapter's weight that belongs to the layer's."""
         del adapter_name
         weight: Tensor = lora_B.weight @ lora_A.weight
         return weight

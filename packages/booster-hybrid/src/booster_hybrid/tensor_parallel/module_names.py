@@ -76,10 +76,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def peft_classes() -> tuple[Any, Any]:
-    """Return peft's classes of layers with adapters, and of what holds copies; none where nobody has used peft.
-
-    Collective: none.
-    """
+    """Return peft's classes of layers with adapters, and of what holds copies; none where nobody has used peft."""
     if "peft" not in sys.modules:
         return (), ()
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -52,28 +52,19 @@ class RehearsedRank(TensorGroup):
     script: _Script = field(default_factory=_Script, compare=False)
 
     def all_reduce(self, tensor: Tensor) -> collectives.Pending:
-        """Fill in the sum over ranks.
-
-        Collective: none.
-        """
+        """Fill in the sum over ranks."""
         tensor.copy_(self._result("all_reduce", tensor))
         return collectives.Pending()
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> collectives.Pending:
-        """Fill in the slices of all ranks.
-
-        Collective: none.
-        """
+        """Fill in the slices of all ranks."""
         own = torch.zeros_like(buffer)  # so that a sum puts the slices together
         own[bounds[self.rank] : bounds[self.rank + 1]] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         buffer.copy_(self._result("all_gather", own))
         return collectives.Pending()
 
     def reduce_scatter(self, source: Tensor, bounds: Sequence[int], out: Tensor) -> collectives.Pending:
-        """Fill in this rank's slice of the sum over ranks.
-
-        Collective: none.
-        """
+        """Fill in this rank's slice of the sum over ranks."""
         out.copy_(self._result("reduce_scatter", source)[bounds[self.rank] : bounds[self.rank + 1]])
         return collectives.Pending()
 
@@ -94,8 +85,6 @@ def rehearse(ranks: Sequence[RehearsedRank], run: Callable[[int], Tensor]) -> li
     Raises:
         ConfigError: If ranks take part in different collectives, which would wait for each other.
         Exception: What the function raises for any rank.
-
-    Collective: none.
     """
     for rank in ranks:
         rank.script.results = []

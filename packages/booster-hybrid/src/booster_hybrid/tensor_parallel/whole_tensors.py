@@ -57,8 +57,6 @@ def not_a_view(tensor: Tensor) -> Tensor:
     """Return the result of a differentiable function so that the model may change it in place.
 
     Autograd refuses that for a view that was made inside of one, be it of memory that nobody else has.
-
-    Collective: none.
     """
     if not tensor._is_view():  # noqa: SLF001 - no public name
         return tensor
@@ -67,9 +65,6 @@ def not_a_view(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
-    """Return a rank's part of the last dimension, in memory of its own where it is not all of it.
-
-    Collective: none.
-    """
+    """Return a rank's part of the last dimension, in memory of its own where it is not all of it."""
     start = sum(sizes[:rank])
     return tensor[..., start : start + sizes[rank]].contiguous()

@@ -32,8 +32,6 @@ def chosen_modules(model: nn.Module, by: Choice, every: int, caller: str) -> dic
     Raises:
         TypeError: If ``model`` or ``by`` is of another type.
         ConfigError: If no module is meant, or ``every`` is not positive.
-
-    Collective: none.
     """
     if not isinstance(model, nn.Module):
         msg = f"`{caller}` needs a torch.nn.Module; got `{type(model).__name__}`."
@@ -50,10 +48,7 @@ def chosen_modules(model: nn.Module, by: Choice, every: int, caller: str) -> dic
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Return a model's modules with the first of their names in the user's model.
-
-    Collective: none.
-    """
+    """Return a model's modules with the first of their names in the user's model."""
     named: dict[nn.Module, str] = {}
     for name, _, module in named_modules(unwrap_model(model)):
         named.setdefault(module, name)

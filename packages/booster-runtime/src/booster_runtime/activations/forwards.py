@@ -36,8 +36,6 @@ def replace_forward(module: nn.Module, mark: str, settings: Replaced, forward: C
         mark: The attribute under which it remembers the settings.
         settings: With the forward that it has.
         forward: A function of the module and its arguments.
-
-    Collective: none.
     """
     setattr(module, mark, settings)
     # A bound method, unlike a function that remembers the module, is bound to the copy when a module is copied.
@@ -45,10 +43,7 @@ def replace_forward(module: nn.Module, mark: str, settings: Replaced, forward: C
 
 
 def restore_forwards(model: nn.Module, mark: str) -> None:
-    """Take back what `replace_forward` did with a mark, in all modules of a model.
-
-    Collective: none.
-    """
+    """Take back what `replace_forward` did with a mark, in all modules of a model."""
     for module in model.modules():
         settings: Replaced | None = vars(module).pop(mark, None)
         if settings is not None:

@@ -26,8 +26,6 @@ def check_apart(named: dict[nn.Module, str], chosen: Sequence[nn.Module]) -> Non
 
     Raises:
         ConfigError: As above, or if the model itself checkpoints one.
-
-    Collective: none.
     """
     taken = {module for module in named if _mark_of(module)} | set(chosen)
     again = [module for module in chosen if _mark_of(module)]

@@ -14,8 +14,6 @@ def checks_collectives() -> bool:
 
     Raises:
         ConfigError: If `BOOSTER_DEBUG` lists anything but ``collectives``.
-
-    Collective: none.
     """
     words = [word.strip() for word in os.environ.get(_DEBUG, "").split(",") if word.strip()]
     unknown = [word for word in words if word != _COLLECTIVES]

@@ -38,8 +38,6 @@ def check_not_taken(model: object) -> None:
 
     Raises:
         ConfigError: If so.
-
-    Collective: none.
     """
     if _RUN_EAGERLY in getattr(model, "__dict__", {}):
         msg = "This model was lazy, and a `boost` that raised has taken its values. Build another model."
@@ -71,10 +69,7 @@ def begin_lazy(objects: Boosted, context: BoostContext, placeholders: Literal["d
 
 
 def describe_lazy(models: Iterable[nn.Module]) -> list[str]:
-    """Return a line that says which operations of construction could not be recorded, if any.
-
-    Collective: none.
-    """
+    """Return a line that says which operations of construction could not be recorded, if any."""
     total: Counter[str] = Counter()
     for model in models:
         total.update(model.__dict__.get(_RUN_EAGERLY, {}))
@@ -97,8 +92,6 @@ def materialize_objects(
         optimizer: Its optimizer, or several.
         device: Where parameters and buffers go.
         elsewhere: Lazy tensors outside of its modules.
-
-    Collective: none.
     """
     recording = Recording(model, elsewhere)
     recording.fill((), device)
@@ -168,10 +161,7 @@ def place_or_hollow(
 
 
 def take_values(model: nn.Module, device: torch.device | str = "meta") -> Recording | HostValues:
-    """Take the recording out of a lazy model, or the parameters' values out of one on the host; see `take_recording`.
-
-    Collective: none.
-    """
+    """Take the recording out of a lazy model, or the parameters' values from one on the host; see `take_recording`."""
     if is_lazy(model):
         return take_recording(model, device)
     values = HostValues(model)

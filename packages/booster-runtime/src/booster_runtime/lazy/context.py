@@ -43,8 +43,6 @@ class LazyInitContext:
         TypeError: If ``default_device`` is no device, name of one, or function that returns one.
         ConfigError: If ``default_device`` is not a device with memory of its own.
         LazyInitError: On entering, if the process is inside of such a context already.
-
-    Collective: none.
     """
 
     def __init__(
@@ -109,10 +107,7 @@ def _device_of(asked: Any) -> torch.device:
 
 @contextmanager
 def continued(model: nn.Module) -> Iterator[None]:
-    """Record what is added to a lazy model within the body, as if its context were open; for any other do nothing.
-
-    Collective: none.
-    """
+    """Record what is added to a lazy model within the body, as if its context were open; for any other do nothing."""
     recorders = {
         id(tensor.lazy_recorder): tensor.lazy_recorder
         for tensor in model.parameters()

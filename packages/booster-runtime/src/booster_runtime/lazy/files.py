@@ -135,10 +135,7 @@ def empty_like(meta: TensorMeta) -> torch.Tensor:
 
 
 def find_reads(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int, FileRead]:
-    """Return for each wanted slot that holds a file's tensor, at most converted to another dtype, how it is read.
-
-    Collective: none.
-    """
+    """Return for each wanted slot that holds a file's tensor, at most converted to another dtype, how it is read."""
     is_live = find_live(entries, wanted)
     touching: dict[int, list[Entry]] = defaultdict(list)
     for index, entry in enumerate(entries):

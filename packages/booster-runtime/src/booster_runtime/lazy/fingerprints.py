@@ -34,8 +34,6 @@ def fingerprints(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int,
 
     Raises:
         LazyInitError: If a file was changed since it was recorded, or can't be read any more.
-
-    Collective: none.
     """
     of_slot: dict[int, bytes] = {}
     draws = _Draws()

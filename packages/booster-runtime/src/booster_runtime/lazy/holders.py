@@ -93,10 +93,7 @@ class Holder:
 
 
 def find_holders(model: nn.Module) -> list[Holder]:
-    """Return the lazy tensors of a model, each once: plain attributes first, then buffers, then parameters.
-
-    Collective: none.
-    """
+    """Return the lazy tensors of a model, each once: plain attributes first, then buffers, then parameters."""
     found: dict[int, Holder] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         _add_holders(found, module, f"{prefix}." if prefix else "")
@@ -111,8 +108,6 @@ def find_elsewhere(model: nn.Module, *also: object) -> list[Holder]:
     Args:
         model: The model.
         also: What belongs to it. The tensors of modules among these are returned too, and their recordings looked at.
-
-    Collective: none.
     """
     own = find_holders(model)
     modules = [other for other in also if isinstance(other, nn.Module)]

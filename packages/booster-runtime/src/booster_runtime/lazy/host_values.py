@@ -69,10 +69,7 @@ class StateOnHost:
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
 
     def take(self) -> None:
-        """Take state of a parameter's shape out of the optimizer; what is left is small, and may go anywhere.
-
-        Collective: none.
-        """
+        """Take state of a parameter's shape out of the optimizer; what is left is small, and may go anywhere."""
         for parameter, state in () if self._optimizer is None else self._optimizer.state.items():
             if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):
                 continue
@@ -91,8 +88,6 @@ class StateOnHost:
 
         Args:
             replaced: Parameters that are other objects by now, and those in their place.
-
-        Collective: none.
         """
         for parameter, large in self._kept.items():
             assert self._optimizer is not None, "state was taken from one"
@@ -135,18 +130,12 @@ class HostValues:
         return {id(holder.tensor): holder.names[0] for holder in self._holders}
 
     def leave_out_absent(self) -> None:
-        """Forget the values of parameters that the model has lost since; other ranks may still have them.
-
-        Collective: none.
-        """
+        """Forget the values of parameters that the model has lost since; other ranks may still have them."""
         present = {id(parameter) for parameter in self._model.parameters()}
         self._absent = {id(holder) for holder in self._holders if id(holder.tensor) not in present}
 
     def hollow(self, device: torch.device | str = "meta") -> None:
-        """Turn the parameters into meta tensors, or into ones of a device with one element of memory each.
-
-        Collective: none.
-        """
+        """Turn the parameters into meta tensors, or into ones of a device with one element of memory each."""
         with loosened(self._model):
             for holder in self._holders:
                 value = self._values[id(holder)]

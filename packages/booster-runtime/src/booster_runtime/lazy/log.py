@@ -150,10 +150,7 @@ class Entry:
 
 
 def digest_of(tensor: torch.Tensor) -> int:
-    """Return the xxh3 (64 bits) of a real tensor's shape, dtype and values.
-
-    Collective: none.
-    """
+    """Return the xxh3 (64 bits) of a real tensor's shape, dtype and values."""
     with _disable_current_modes(), torch.no_grad():
         plain = tensor.detach()
         if plain.layout != torch.strided:

@@ -30,10 +30,7 @@ _BUCKET_BYTES = 1 << 24
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Return whether a model has parameters or buffers without values.
-
-    Collective: none.
-    """
+    """Return whether a model has parameters or buffers without values."""
     return any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -54,8 +51,6 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     Raises:
         LazyInitError: If the context that it was built in is still open, or a tensor that construction read was changed
             since.
-
-    Collective: none.
     """
     if is_lazy(model):
         Recording(model, find_elsewhere(model)).fill((), device)
@@ -74,8 +69,6 @@ def take_recording(model: nn.Module, device: torch.device | str = "meta") -> Rec
 
     Raises:
         LazyInitError: If the context is still open.
-
-    Collective: none.
     """
     recording = Recording(model)
     recording.hollow(device)
@@ -87,8 +80,6 @@ def fill_elsewhere(elsewhere: Sequence[Holder]) -> None:
 
     Raises:
         LazyInitError: If the context is still open, or a tensor can't get its values in place.
-
-    Collective: none.
     """
     cut_all(elsewhere)
     by_recorder: dict[Recorder, dict[int, list[Holder]]] = defaultdict(lambda: defaultdict(list))
@@ -153,8 +144,6 @@ class Recording:
 
         Raises:
             LazyInitError: If a file was changed since it was recorded, or can't be read any more.
-
-        Collective: none.
         """
         found = {}
         for key, recorder in self._recorders.items():
@@ -170,8 +159,6 @@ class Recording:
         """Forget the parameters that the model has lost since, so that nothing is made or read for them.
 
         Draws that they came of still move the generators.
-
-        Collective: none.
         """
         present = {id(parameter) for parameter in self._model.parameters()}
         self._holders = [holder for holder in self._holders if not holder.is_parameter or id(holder.tensor) in present]
@@ -208,8 +195,6 @@ class Recording:
             place: Called once for each named tensor, with the name and its values, which are gone after the call.
             names: Parameters and buffers that ``place`` takes; a tied one goes by any of its names.
             device: Where all other lazy tensors of the model get their memory.
-
-        Collective: none.
         """
         by_slot: dict[tuple[int, int], list[Holder]] = defaultdict(list)
         for holder in self._holders:
@@ -236,8 +221,6 @@ class Recording:
             device: Where all other lazy tensors of the model get their memory.
             before_write: Called before a shard is written, for a strategy that has few shards in memory at a time: from
                 then until the next call, or the end, the shard's ``data`` must have its memory.
-
-        Collective: none.
         """
         by_name: dict[str, list[TensorShard]] = defaultdict(list)
         for shard in shards:

@@ -52,8 +52,6 @@ def become_lazy(real: Tensor, value: LazyTensor) -> None:
 
     Raises:
         LazyInitError: If the tensor has gradients, hooks, weak references or a class of its own.
-
-    Collective: none.
     """
     holds = [name for name in ("_backward_hooks", "_post_accumulate_grad_hooks") if getattr(real, name, None)]
     if real.grad is not None:

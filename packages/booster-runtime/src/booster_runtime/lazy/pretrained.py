@@ -38,8 +38,6 @@ def load_pretrained(model: nn.Module, checkpoint: str | Path, *, strict: bool = 
     Raises:
         LazyInitError: If the model has its values already.
         CheckpointError: If the checkpoint can't be read, or with ``strict`` does not fit.
-
-    Collective: none.
     """
     named = NamedTensors.of(model)
     lazies = [tensor for tensor in named.tensors.values() if isinstance(tensor, LazyTensor)]

@@ -72,8 +72,6 @@ class Replay:
         """Run it.
 
         Generators are left where the last draw left them.
-
-        Collective: none.
         """
         default_dtype = torch.get_default_dtype()
         try:
@@ -242,8 +240,6 @@ def make_plan(entries: Sequence[Entry], wanted: Collection[int]) -> Plan:
     Args:
         entries: The recording.
         wanted: Slots.
-
-    Collective: none.
     """
     plan = Plan(find_live(entries, wanted))
     writer: dict[int, int] = {}

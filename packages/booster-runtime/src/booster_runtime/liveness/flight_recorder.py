@@ -25,8 +25,6 @@ def keep_flight_record(environment: MutableMapping[str, str]) -> None:
 
     Args:
         environment: The process's environment variables, before the first process group is made.
-
-    Collective: none.
     """
     for names, value in _SETTINGS:
         if not any(name in environment for name in names):

@@ -109,8 +109,6 @@ class Monitor:
         """Say which ranks have not come to a call, and where they are; ``None`` where nobody knows.
 
         With ``only_ended``, say it of ranks that have ended normally; ``None`` where none has.
-
-        Collective: none.
         """
         answer = self._ask(name, count, ranks)
         return None if answer is None else answer["ended" if only_ended else "missing"]
@@ -140,8 +138,6 @@ class Monitor:
         """Tell the others of an exception that nobody caught; return whether to print its traceback.
 
         What another rank's end has caused is not: that rank's failure is printed instead.
-
-        Collective: none.
         """
         if is_consequence(error) and self._wait_until_told():
             time.sleep(self._agent_seconds)

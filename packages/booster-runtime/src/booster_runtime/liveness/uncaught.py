@@ -26,8 +26,6 @@ def report_uncaught(
 
     Returns:
         What puts the installed hook back.
-
-    Collective: none.
     """
     previous, process = sys.excepthook, os.getpid()
 
@@ -51,10 +49,7 @@ def report_uncaught(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an exception looks as if another rank's end had caused it.
-
-    Collective: none.
-    """
+    """Return whether an exception looks as if another rank's end had caused it."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, RankFailedError) or LOST_PEER.search(str(seen)):

@@ -22,18 +22,13 @@ def block_bytes(device: torch.device, on_host: int, on_device: int) -> int:
         device: Where the tensor is.
         on_host: For the CPU, so that a block stays in its cache.
         on_device: For an accelerator, where starting an operation takes longer than running a small one.
-
-    Collective: none.
     """
     return on_host if device.type == "cpu" and not _stands_for_device.get() else on_device
 
 
 @contextlib.contextmanager
 def host_stands_for_device() -> Iterator[None]:
-    """Let this thread take an accelerator's blocks of the host's tensors, which stand for its in a plan.
-
-    Collective: none.
-    """
+    """Let this thread take an accelerator's blocks of the host's tensors, which stand for its in a plan."""
     token = _stands_for_device.set(True)
     try:
         yield

@@ -27,8 +27,6 @@ class OffloadFolder:
 
         Raises:
             ConfigError: If it is not there, or is no folder.
-
-        Collective: none.
         """
         if not self.folder.exists():
             msg = f"{self.asked} does not exist on this host. Make the folder, or name another one."
@@ -44,10 +42,7 @@ class OffloadFolder:
         )
 
     def free_bytes(self) -> int:
-        """Return what this process may still write into the folder's file system, in bytes.
-
-        Collective: none.
-        """
+        """Return what this process may still write into the folder's file system, in bytes."""
         status = os.statvfs(self.folder)
         return status.f_bavail * status.f_frsize
 

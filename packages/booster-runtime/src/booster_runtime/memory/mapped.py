@@ -34,8 +34,6 @@ class MappedFolder(OffloadFolder):
 
         Raises:
             ConfigError: If it is not there, is no folder, or can't be written to.
-
-        Collective: none.
         """
         self.check_exists()
         try:
@@ -53,8 +51,6 @@ class MappedFolder(OffloadFolder):
 
         Raises:
             OffloadError: If there is no room for it, or the file can't be made or mapped.
-
-        Collective: none.
         """
         sizes = [shape] if isinstance(shape, int) else list(shape)
         numel = math.prod(sizes)
@@ -83,10 +79,7 @@ class MappedFolder(OffloadFolder):
 
 
 def mapped_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return how many bytes of tensors of this process are in files of a folder (Linux only).
-
-    Collective: none.
-    """
+    """Return how many bytes of tensors of this process are in files of a folder (Linux only)."""
     prefix = f"{Path(folder).resolve()}/booster-"
     total = 0
     for line in _MAPS.read_text().splitlines():

@@ -30,8 +30,6 @@ def draw_curve(values: Sequence[float], *, title: str, y_name: str, x_name: str 
 
     Raises:
         ConfigError: If no value is finite.
-
-    Collective: none.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

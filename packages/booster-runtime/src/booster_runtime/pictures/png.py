@@ -20,8 +20,6 @@ def write_png(svg: str, path: Path, *, zoom: float = 2.0) -> None:
 
     Raises:
         ConfigError: If the renderer is not installed.
-
-    Collective: none.
     """
     try:
         import resvg_py

@@ -36,8 +36,6 @@ def draw_memory(samples: Sequence[tuple[float, int]], phases: Sequence[Phase], *
 
     Raises:
         ConfigError: If there are fewer than two samples.
-
-    Collective: none.
     """
     if len(samples) < 2:
         msg = f"'{title}' has {len(samples)} samples, and a plot needs two."

@@ -52,10 +52,7 @@ class Trace:
         self._events.append(event)
 
     def write(self, path: Path) -> None:
-        """Write the file.
-
-        Collective: none.
-        """
+        """Write the file."""
         path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def _add(self, phase: str, process: int, track: str, name: str, at: float, more: Mapping[str, Any]) -> None:

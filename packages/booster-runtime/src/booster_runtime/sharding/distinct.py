@@ -20,8 +20,6 @@ def check_distinct_memory(model: nn.Module) -> None:
 
     Raises:
         ConfigError: Naming two that do.
-
-    Collective: none.
     """
     found: dict[object, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

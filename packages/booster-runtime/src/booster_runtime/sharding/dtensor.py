@@ -39,8 +39,6 @@ def dtensor_shards(name: str, state: str | None, tensor: DTensor) -> Iterator[Te
 
     Raises:
         CheckpointError: If its placement is partial, so that values still need summing, or is unknown.
-
-    Collective: none.
     """
     place = _Place.of(tensor, name if state is None else f"{name}/{state}")
     local = local_of(tensor)
@@ -57,10 +55,7 @@ def dtensor_shards(name: str, state: str | None, tensor: DTensor) -> Iterator[Te
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's values, detached: the local tensor of a DTensor, or a plain tensor itself.
-
-    Collective: none.
-    """
+    """Return this rank's values, detached: the local tensor of a DTensor, or a plain tensor itself."""
     values: Any = tensor.detach()
     local: Tensor = values._local_tensor if isinstance(tensor, DTensor) else values  # noqa: SLF001 - `to_local` builds a graph node
     return local
@@ -72,8 +67,6 @@ def sharded_like(whole: Tensor, like: DTensor) -> DTensor:
     Args:
         whole: The values, in the DTensor's shape; device and dtype are kept.
         like: Says how to place them.
-
-    Collective: none.
     """
     place = _Place.of(like, "the tensor")
     local = whole.new_empty(local_of(like).shape)
@@ -88,8 +81,6 @@ def dtensor_of(local: Tensor, like: DTensor) -> DTensor:
     Args:
         local: This rank's part, in the shape of that of ``like``.
         like: The other DTensor.
-
-    Collective: none.
     """
     # Not `DTensor.from_local`, which moves what is offloaded to the device of the mesh.
     spec: Any = like._spec  # noqa: SLF001

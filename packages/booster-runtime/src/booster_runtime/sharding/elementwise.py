@@ -108,10 +108,7 @@ def check_takes_parts(optimizer: Optimizer, asked: str, group: Mapping[str, Any]
 
 
 def distinct_groups(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return one parameter group of each set of settings, whatever parameters and learning rate it has.
-
-    Collective: none.
-    """
+    """Return one parameter group of each set of settings, whatever parameters and learning rate it has."""
     distinct: list[Mapping[str, Any]] = []
     for group in groups:
         if not any(_has_same_settings(group, other) for other in distinct):
@@ -217,8 +214,6 @@ def probed_steps(
         values: What to start from.
         gradients: For each step, one gradient for each value.
         in_parts: Call ``step`` for one value after the other, instead of once.
-
-    Collective: none.
     """
     try:
         return _steps(optimizer, group, values, gradients, [{} for _ in values], in_parts=in_parts)

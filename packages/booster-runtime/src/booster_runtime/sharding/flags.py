@@ -28,8 +28,6 @@ def between_hosts(device: torch.device, group: ProcessGroup | None = None) -> to
     Returns:
         The CPU where the group has a backend for it, as `booster_core.launch` and ``init_process_group`` without a
         backend open it; else ``device``.
-
-    Collective: none.
     """
     backends = dist.get_backend_config(group)
     return torch.device("cpu") if "cpu:" in backends else device

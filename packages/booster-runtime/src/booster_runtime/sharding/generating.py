@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def generating_model(model: nn.Module) -> Any:
-    """Return the model that has transformers' ``generate``: the user's, or the one inside of its adapters; or ``None``.
-
-    Collective: none.
-    """
+    """Return the model that has transformers' ``generate``: the user's, or the one inside its adapters, or ``None``."""
     transformers = sys.modules.get("transformers")  # a model of it can't be there without it
     if transformers is None:
         return None
@@ -34,8 +31,6 @@ def generate_together(model: ModelWrapper) -> None:
 
     Args:
         model: The boosted model, whose ranks gather parameters from each other.
-
-    Collective: none.
     """
     if generating_model(model.unwrap()) is not None:
         model.replace_method("generate", _together)

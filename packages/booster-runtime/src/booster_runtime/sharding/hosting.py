@@ -181,8 +181,6 @@ class HostedOptimizer:
 
         Returns:
             The parameters that take a saved master as their own values, because they have no master here.
-
-        Collective: none.
         """
         states = self.states()
         group_of: dict[int, dict[str, Any]] = {}
@@ -235,8 +233,6 @@ def numbers_of_group(
 
     Raises:
         ConfigError: If a parameter is not the model's, or is in a group already.
-
-    Collective: none.
     """
     found = []
     for position, item in enumerate([given] if isinstance(given, torch.Tensor) else given):

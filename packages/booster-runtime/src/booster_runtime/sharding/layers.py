@@ -79,8 +79,6 @@ def without_split_ties(model: nn.Module, units: set[int]) -> set[int]:
     Args:
         model: The user's model.
         units: The ``id`` of each unit.
-
-    Collective: none.
     """
     while True:
         chains: dict[nn.Parameter, list[tuple[int, ...]]] = {}
@@ -97,10 +95,7 @@ def without_split_ties(model: nn.Module, units: set[int]) -> set[int]:
 
 
 def parameters_by_unit(model: nn.Module, units: Sequence[str]) -> dict[str, list[nn.Parameter]]:
-    """Return, for each unit and for ``""`` (the model itself), the parameters that it gathers.
-
-    Collective: none.
-    """
+    """Return, for each unit and for ``""`` (the model itself), the parameters that it gathers."""
     names = {id(module): name for name, module in model.named_modules() if name in set(units)}
     seen: set[nn.Parameter] = set()
     found: dict[str, list[nn.Parameter]] = {name: [] for name in (*units, "")}

@@ -45,8 +45,6 @@ def local_boxes(shape: Sequence[int], splits: Sequence[Split]) -> Iterator[tuple
         splits: The cuts, in the order of the mesh's axes.
 
     Nothing is yielded where nothing is held.
-
-    Collective: none.
     """
     held: list[Ranges] = [[(0, size)] if size else [] for size in shape]
     for split in splits:

@@ -57,8 +57,6 @@ def sharding_groups(world_size: int, replica_size: int) -> tuple[list[list[int]]
 
     Raises:
         ConfigError: If ``replica_size`` does not divide the number of ranks.
-
-    Collective: none.
     """
     if world_size % replica_size:
         divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)

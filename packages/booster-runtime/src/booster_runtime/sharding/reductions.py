@@ -41,8 +41,6 @@ def note_reductions(
         device: Where the gradients are.
         by_backend: Whether the backend adds up on the CPU too, instead of `booster_runtime.collectives`.
         is_rounded: Whether sums are stored in the format that is sent.
-
-    Collective: none.
     """
     formats = sorted(set(sent), key=lambda dtype: -dtype.itemsize)
     if dist.get_world_size() == 1:
@@ -59,17 +57,12 @@ def note_compute(model: nn.Module, line: str) -> None:
     Args:
         model: The user's model.
         line: Says so, as in "forward in bf16".
-
-    Collective: none.
     """
     model.__dict__[_COMPUTE] = line
 
 
 def describe_reductions(models: Iterable[nn.Module]) -> list[str]:
-    """Return lines that say in which formats models compute, where noted, and how gradients are summed over ranks.
-
-    Collective: none.
-    """
+    """Return lines that say in which formats models compute, where noted, and how gradients are summed over ranks."""
     models = list(models)
     computed = dict.fromkeys(model.__dict__[_COMPUTE] for model in models if _COMPUTE in model.__dict__)
     found = dict.fromkeys(line for model in models for line in model.__dict__.get(_REDUCTIONS, ()))

@@ -15,8 +15,6 @@ def refuse_renormalized(model: nn.Module) -> None:
 
     Raises:
         ConfigError: Naming an embedding with ``max_norm``.
-
-    Collective: none.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:

@@ -35,8 +35,6 @@ def refuse_all_gradients(model: nn.Module) -> None:
 
     Raises:
         GradientError: In backward, naming the parameter.
-
-    Collective: none.
     """
     names = NamedTensors.of(model).name_of
     for parameter in model.parameters():
@@ -56,8 +54,6 @@ def refuse_gradient(parameter: nn.Parameter, name: str, reason: str = _FROZEN) -
 
     Raises:
         GradientError: In backward, naming the parameter.
-
-    Collective: none.
     """
     if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
         return None

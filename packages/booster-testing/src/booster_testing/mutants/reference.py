@@ -98,10 +98,7 @@ class ReferenceOptimizer(OptimizerWrapper):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Leave the gradients of backward inside this context as they are.
-
-        Collective: none.
-        """
+        """Leave the gradients of backward inside this context as they are."""
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
@@ -133,10 +130,7 @@ class ReferenceOptimizer(OptimizerWrapper):
         gradient /= dist.get_world_size()
 
     def round_parameters(self) -> None:
-        """Give the parameters their masters' values, rounded.
-
-        Collective: none.
-        """
+        """Give the parameters their masters' values, rounded."""
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 parameter.copy_(master.to(self.rounded_to))

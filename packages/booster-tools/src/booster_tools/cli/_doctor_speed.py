@@ -46,26 +46,17 @@ def median_seconds(device: torch.device, call: Callable[[], None]) -> float:
 
 
 def rate_of(nbytes: int, seconds: float, kind: str) -> Measured:
-    """Return how many bytes a second were summed over the ranks, or written to the disk.
-
-    Collective: none.
-    """
+    """Return how many bytes a second were summed over the ranks, or written to the disk."""
     rate = nbytes / seconds
     return Measured(f"{rate / 1e6:.0f} MB/s", rate < _SLOWEST_BYTES_PER_SECOND[kind])
 
 
 def delay_of(seconds: float, kind: str) -> Measured:
-    """Return how long a message or a meeting took.
-
-    Collective: none.
-    """
+    """Return how long a message or a meeting took."""
     return Measured(f"{seconds * 1e3:.2f} ms", seconds > _LONGEST_SECONDS[kind])
 
 
 def with_free_space(rate: Measured, folder: Path) -> Measured:
-    """Return a rate of writing with the space that is left where a folder is; too little is called slow, too.
-
-    Collective: none.
-    """
+    """Return a rate of writing with the space that is left where a folder is; too little is called slow, too."""
     free = shutil.disk_usage(folder).free
     return Measured(f"{rate.text}, {free / 2**30:.1f} GiB free", rate.is_slow or free < _LEAST_FREE_BYTES)

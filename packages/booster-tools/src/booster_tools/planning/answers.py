@@ -16,20 +16,14 @@ ANSWERED_NUMEL = 1 << 16
 
 
 def times(tensor: Tensor, op: Any, size: int) -> Tensor:
-    """Multiply a tensor by the number of ranks, where the operation is a sum, and return it.
-
-    Collective: none.
-    """
+    """Multiply a tensor by the number of ranks, where the operation is a sum, and return it."""
     if op == dist.ReduceOp.SUM:
         tensor.mul_(size)
     return tensor
 
 
 def repeat_into(out: Tensor, source: Tensor) -> None:
-    """Fill a tensor with copies of another one.
-
-    Collective: none.
-    """
+    """Fill a tensor with copies of another one."""
     if source.numel():
         flat = out.reshape(-1, source.numel()) if out.numel() % source.numel() == 0 else None
         if flat is not None:

@@ -20,8 +20,6 @@ def groups_set_aside() -> Iterator[None]:
     """Let each thread of this process have process groups of its own inside; they are as before afterwards.
 
     Other ranks may wait for this one meanwhile, but it must not communicate.
-
-    Collective: none.
     """
     from torch._C import _distributed_c10d
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld

@@ -46,8 +46,6 @@ def check_on_device(plugin: Plugin) -> None:
 
     Raises:
         ConfigError: If it offloads.
-
-    Collective: none.
     """
     option = plugin.offloading() if isinstance(plugin, Offloads) else None
     if option is not None:
@@ -76,8 +74,6 @@ class Candidate:
         Raises:
             PluginError: If it can't be loaded.
             ConfigError: If it refuses the options.
-
-        Collective: none.
         """
         return load(self.name)(**self.options)
 
@@ -102,8 +98,6 @@ def candidates(world_size: int, names: Iterable[str] | None = None) -> list[Cand
 
     Raises:
         PluginError: If a plugin that is named can't be loaded; of all installed ones, those are left out.
-
-    Collective: none.
     """
     found = []
     for name in sorted(listing.name for listing in installed()) if names is None else list(names):

@@ -25,8 +25,6 @@ def draw_plan(found: Plan) -> str:
 
     Args:
         found: What `plan` returned.
-
-    Collective: none.
     """
     planned = [(each, each.prediction) for each in found.settings if each.prediction is not None]
     memory = found.settings[0].devices.memory_bytes if found.settings else 0

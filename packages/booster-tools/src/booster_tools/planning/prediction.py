@@ -321,8 +321,6 @@ def built(build: Callable[[], tuple[Any, ...]]) -> tuple[torch.nn.Module, torch.
 
     Raises:
         ConfigError: If ``build`` returns something else.
-
-    Collective: none.
     """
     made = build()
     kinds = (torch.nn.Module, torch.optim.Optimizer)

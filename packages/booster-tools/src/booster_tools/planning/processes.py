@@ -25,10 +25,7 @@ _work: Callable[[int], Planned] | None = None
 
 
 def default_processes() -> int:
-    """Return how many plans are made at a time where the user names no number: one for each core, at most eight.
-
-    Collective: none.
-    """
+    """Return how many plans are made at a time where the user names no number: one for each core, at most eight."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,8 +45,6 @@ def in_processes(work: Callable[[int], Planned], number: int, num_processes: int
 
     Raises:
         ConfigError: If this system can't fork so many, or a process was ended from outside, as for lack of memory.
-
-    Collective: none.
     """
     if num_processes < 1 or "fork" not in multiprocessing.get_all_start_methods():
         msg = f"`num_processes={num_processes}` can't be forked here. Use 1 or more where the system can fork, else 1."

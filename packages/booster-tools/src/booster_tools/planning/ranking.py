@@ -202,8 +202,6 @@ def planned(candidate: Candidate, devices: Devices, predict: Callable[[Plugin], 
         candidate: The setting.
         devices: What to plan for.
         predict: Plans ranks under the setting's plugin.
-
-    Collective: none.
     """
     try:
         ranks = predict(candidate.make())

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors of an operation's arguments or results, those in lists included.
-
-    Collective: none.
-    """
+    """Return the tensors of an operation's arguments or results, those in lists included."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -34,10 +31,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
-    """Return a result with something else in the place of each of its tensors.
-
-    Collective: none.
-    """
+    """Return a result with something else in the place of each of its tensors."""
     if isinstance(value, Tensor):
         return replace(value)
     if isinstance(value, (list, tuple)):
@@ -57,8 +51,6 @@ class Shapes:
 
         Raises:
             ConfigError: If torch has no meta kernel for it, or its shape depends on values.
-
-        Collective: none.
         """
         first: dict[int, int] = {}
         key = (func, _key_of(args, first), _key_of(tuple(kwargs.items()), first) if kwargs else ())

@@ -66,8 +66,6 @@ def replay(timelines: Sequence[Sequence[Busy | Send | Receive]], flops_per_secon
         timelines: What each rank does. Messages from ranks that are not among them are there at once.
         flops_per_second: Speed of computation.
         rate: Bytes that a rank sends in a second.
-
-    Collective: none.
     """
     clocks = [0.0] * len(timelines)
     places = [0] * len(timelines)

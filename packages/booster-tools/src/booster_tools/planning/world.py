@@ -41,10 +41,7 @@ _run: ContextVar[_Run] = ContextVar("booster planned rank")
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Let communication and resized storages be counted in every thread that is `watching`.
-
-    Collective: none.
-    """
+    """Let communication and resized storages be counted in every thread that is `watching`."""
 
     def make(group: ProcessGroup) -> Transport:
         run = _run.get()
@@ -77,8 +74,6 @@ def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
 
     Args:
         mailbox: That of the world that `planned_world` made; ``None`` runs everything, with the ranks that are there.
-
-    Collective: none.
     """
     ledger = Ledger()
     mode = Watching(ledger, mailbox)
@@ -92,10 +87,7 @@ def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Let threads of this process be ranks of planned worlds, which `planned_world` opens.
-
-    Collective: none.
-    """
+    """Let threads of this process be ranks of planned worlds, which `planned_world` opens."""
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
     with random_state_kept(), groups_set_aside(), counted():
         dist.all_gather_object = _gather_object
@@ -114,8 +106,6 @@ def planned_world(world_size: int, mailbox: Mailbox, *, on_host: bool = False) -
         world_size: Number of ranks.
         mailbox: That of the rank.
         on_host: Whether ranks compute on the CPU, so that its tensors stand for no others.
-
-    Collective: none.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -10,10 +10,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(ABC):
-    """Receives the values of each step, on the master rank only.
-
-    Collective: none.
-    """
+    """Receives the values of each step, on the master rank only."""
 
     @abstractmethod
     def start(self, step: int) -> None:

@@ -64,8 +64,6 @@ def read_json_lines(path: str | Path) -> list[dict[str, float]]:
 
     Raises:
         ConfigError: If the file is no such file.
-
-    Collective: none.
     """
     rows = []
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)

@@ -71,8 +71,6 @@ def copy_of(
 
     Raises:
         ConfigError: If it can't be copied.
-
-    Collective: none.
     """
     memo: dict[int, Any] = {}
     if getattr(loader, "_iterator", None) is not None:

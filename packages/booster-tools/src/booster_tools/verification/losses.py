@@ -70,8 +70,6 @@ def losses_of_script(
 
     Raises:
         ConfigError: If a function is given for a pipeline. Where the guess is wrong, computing a loss raises it.
-
-    Collective: none.
     """
     if has_stages(plugin):
         if loss is not None:
@@ -92,8 +90,6 @@ def guessed_losses(criterion: Callable[..., Any] | None, batch: Any) -> Losses:
     Args:
         criterion: What the script passes to `boost`.
         batch: Its first batch; see `losses_of_script`.
-
-    Collective: none.
     """
     if criterion is None or not isinstance(batch, (list, tuple)) or len(batch) != 2:
         return Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True)
@@ -125,10 +121,7 @@ def _explaining(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Call
 
 
 def has_stages(plugin: Plugin) -> bool:
-    """Return whether a plugin was configured with a pipeline.
-
-    Collective: none.
-    """
+    """Return whether a plugin was configured with a pipeline."""
     config = getattr(plugin, "config", None)
     return isinstance(plugin, PipelinePlugin) and getattr(getattr(config, "pipeline", None), "size", 2) > 1
 
@@ -138,8 +131,6 @@ def loss_of_outputs(outputs: Any, batch: Any) -> Tensor:
 
     Raises:
         ConfigError: If the outputs have no loss.
-
-    Collective: none.
     """
     del batch
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)

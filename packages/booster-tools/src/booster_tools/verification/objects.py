@@ -145,8 +145,6 @@ def checked_objects(objects: Boosted, dataloader: Any, *, what: str = "`verify_o
     Raises:
         TypeError: If an object is of another type.
         ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
-
-    Collective: none.
     """
     check_arguments(objects._replace(dataloader=dataloader))
     objects = objects._replace(dataloader=next(iter(as_tuple(dataloader)), None))
@@ -179,8 +177,6 @@ def copied(
 
     Raises:
         ConfigError: If they can't be copied.
-
-    Collective: none.
     """
     memo = {} if memo is None else memo
     try:
@@ -226,10 +222,7 @@ def _check_size(model: nn.Module, num_sizes: int, num_ranks: int) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the host's memory that is available; ``None`` where the kernel does not tell.
-
-    Collective: none.
-    """
+    """Return the host's memory that is available; ``None`` where the kernel does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

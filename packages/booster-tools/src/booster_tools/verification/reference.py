@@ -66,8 +66,6 @@ def train_reference(
         shares: What each data parallel rank gets of the batch.
         steps: Number of steps, all on the same batch.
         autocast: Makes the context of each forward.
-
-    Collective: none.
     """
     reference = Reference(initial=copies(model))
     with _forwards_under(model, autocast):
@@ -157,8 +155,6 @@ def without_dropout(*models: nn.Module) -> Iterator[None]:
     """Set every dropout rate of modules and of their configs to 0 for the time of the context.
 
     Rates are found by type (``nn.Dropout``) and, on other modules and configs, by name.
-
-    Collective: none.
     """
     changed: list[tuple[Any, str, float]] = []
     seen: set[int] = set()

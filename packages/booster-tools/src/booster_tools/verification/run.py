@@ -60,8 +60,6 @@ def reference_for(
         losses: How the loss of a batch is computed.
         shares: The batch of each data parallel rank.
         steps: Number of training steps, all on these batches.
-
-    Collective: none.
     """
     moved = _moved(shares, booster.device)
 
@@ -128,10 +126,7 @@ def _moved(shares: list[Any], device: torch.device) -> list[Any]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Put the states of torch's, numpy's and Python's global generators back afterwards.
-
-    Collective: none.
-    """
+    """Put the states of torch's, numpy's and Python's global generators back afterwards."""
     import random
 
     import numpy as np

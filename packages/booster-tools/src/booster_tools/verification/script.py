@@ -18,8 +18,6 @@ def module_of(path: Path) -> Any:
 
     Raises:
         ConfigError: If it is no file, or no Python file.
-
-    Collective: none.
     """
     if not path.is_file():
         msg = f"No file '{path}'."
@@ -40,8 +38,6 @@ def function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
 
     Raises:
         ConfigError: If it has none of that name.
-
-    Collective: none.
     """
     found = getattr(module, name, None)
     if not callable(found):

@@ -232,10 +232,7 @@ class Bucket(Shard):
             self._watch.take(self)
 
     def release(self) -> None:
-        """Forget the whole values. Whoever still reads views of them keeps their memory alive.
-
-        Collective: none.
-        """
+        """Forget the whole values. Whoever still reads views of them keeps their memory alive."""
         if self.state is WholeState.SHARDED:
             return
         assert self._pool is not None, "what is always whole is not released"
@@ -256,10 +253,7 @@ class Bucket(Shard):
             self._pool.give(whole)
 
     def write_back(self) -> None:
-        """Take this rank's slice from the whole values, in which somebody has changed some.
-
-        Collective: none.
-        """
+        """Take this rank's slice from the whole values, in which somebody has changed some."""
         assert self.whole is not None, "only what is gathered can have been changed"
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
         with self.in_use(Role.PARAM, Role.OPTIM, changes=True):
@@ -308,10 +302,7 @@ class Bucket(Shard):
         return Pending([gathered], finish, keep=values)
 
     def mark_changed(self) -> None:
-        """Tell autograd that the parameters have other values: it refuses to run former graphs backward.
-
-        Collective: none.
-        """
+        """Tell autograd that the parameters have other values: it refuses to run former graphs backward."""
         torch.autograd.graph.increment_version(self.parameters)
         if self._watch is not None:
             self._watch.take(self)
@@ -362,8 +353,6 @@ class Bucket(Shard):
         Args:
             index: The parameter's number.
             gradient: In the parameter's shape, of any floating format.
-
-        Collective: none.
         """
         if not self.has_gradient:
             self.make_gradient()

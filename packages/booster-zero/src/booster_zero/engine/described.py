@@ -41,10 +41,7 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
 
 
 def only_describes(func: Any) -> bool:
-    """Return whether a torch function, or the getter of an attribute, reads no values of its tensors.
-
-    Collective: none.
-    """
+    """Return whether a torch function, or the getter of an attribute, reads no values of its tensors."""
     if func in _DESCRIPTIONS:
         return True
     owner = getattr(func, "__self__", None)

@@ -150,10 +150,7 @@ class ZeroOptimizer(OptimizerWrapper):
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
     def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
-        """Learn of the format of norms; the model's trained parameters are laid out already.
-
-        Collective: none.
-        """
+        """Learn of the format of norms; the model's trained parameters are laid out already."""
         del model
         self.norm_dtype = norm_dtype
 
@@ -197,8 +194,6 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Raises:
             ConfigError: If it can't.
-
-        Collective: none.
         """
         if self.layout.kind == "flat":
             check_takes_parts(self.unwrap(), self.config.partition, group)
@@ -356,10 +351,7 @@ class ZeroOptimizer(OptimizerWrapper):
         return whole.view(parameter.shape)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, reduced or not.
-
-        Collective: none.
-        """
+        """Drop (or zero) all gradients, reduced or not."""
         if set_to_none:
             self.reducer.clear()
             self._used_anywhere = {}

@@ -57,8 +57,6 @@ def only(optimizer: Optimizer, held: Sequence[Sequence[nn.Parameter]]) -> Iterat
     Args:
         optimizer: The optimizer.
         held: For each group, the parameters that it lists meanwhile.
-
-    Collective: none.
     """
     groups = optimizer.param_groups
     everything = [list(group["params"]) for group in groups]

@@ -160,18 +160,12 @@ class Reducer:
         self._show_pieces(self.used)
 
     def hide_stand_ins(self) -> None:
-        """Take stand-ins away until `show_stand_ins`, for code that looks at gradients, as torch's compiler does.
-
-        Collective: none.
-        """
+        """Take stand-ins away until `show_stand_ins`, for code that looks at gradients, as torch's compiler does."""
         self._take_dropped()
         self._stand_ins.hide()
 
     def show_stand_ins(self) -> None:
-        """Show the stand-ins that were taken away.
-
-        Collective: none.
-        """
+        """Show the stand-ins that were taken away."""
         self._stand_ins.show_again()
 
     def settle(self) -> None:
@@ -190,8 +184,6 @@ class Reducer:
 
         Raises:
             GradientError: If one has.
-
-        Collective: none.
         """
         for index, (_, _, parameter) in self._place.items():
             gradient = parameter.grad
@@ -201,10 +193,7 @@ class Reducer:
                 raise assigned_error(self._names[index])
 
     def show_used(self, indices: AbstractSet[int]) -> None:
-        """Show that there are gradients of parameters which any rank has used.
-
-        Collective: none.
-        """
+        """Show that there are gradients of parameters which any rank has used."""
         for index in self._stand_ins.not_shown(indices):
             self._stand_ins.show(index, self._place[index][2])
         self._show_pieces(indices)

@@ -90,8 +90,6 @@ class Shard:
         values: What the optimizer updates; ``own`` itself where that has the right format and device.
         pieces: The parts of parameters that the slice is made of.
         piece_of: The same by the parameter's number.
-
-    Collective: none.
     """
 
     def __init__(

@@ -199,8 +199,6 @@ class StandIns:
 
         Raises:
             GradientError: If somebody has done so with what the optimizer's groups list, which is a part of a gradient.
-
-        Collective: none.
         """
         for piece in self._shown_pieces.values():
             if piece.values.grad is None:

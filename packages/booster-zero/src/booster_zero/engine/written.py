@@ -25,8 +25,6 @@ def set_gradient(optimizer: Optimizer | None, parameter: nn.Parameter, values: T
 
     Raises:
         ConfigError: If the optimizer does not hold the parameter.
-
-    Collective: none.
     """
     if not isinstance(optimizer, ZeroOptimizer) or not optimizer.holds(parameter):
         raise not_optimized(name)

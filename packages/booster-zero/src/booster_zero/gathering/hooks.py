@@ -42,8 +42,6 @@ def check_modules(model: nn.Module) -> None:
 
     Raises:
         ConfigError: If a module is scripted, which takes no hooks.
-
-    Collective: none.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):

@@ -224,10 +224,7 @@ class ChunkManager:
         self._held[holder] = list(chunks)
 
     def let_go(self, holder: object) -> None:
-        """Let chunks be released again that somebody holds, if anything.
-
-        Collective: none.
-        """
+        """Let chunks be released again that somebody holds, if anything."""
         for chunk in self._held.pop(holder, ()):
             chunk.pins = max(chunk.pins - 1, 0)
 
@@ -267,10 +264,7 @@ class ChunkManager:
         return has_looked_ahead
 
     def release_unused(self, keep: int) -> None:
-        """Release chunks that nobody pins, the least recently used first, until so many are left.
-
-        Collective: none.
-        """
+        """Release chunks that nobody pins, the least recently used first, until so many are left."""
         loose = [
             number
             for number, chunk in self._used.items()
@@ -284,10 +278,7 @@ class ChunkManager:
             self._ahead = {}
 
     def release_all(self) -> None:
-        """Release every chunk, pinned or not.
-
-        Collective: none.
-        """
+        """Release every chunk, pinned or not."""
         for chunk in self.layout.buckets:
             chunk.release()
             chunk.pins = 0
@@ -337,10 +328,7 @@ class ChunkManager:
         return [*first, *(index for index in self.parameters if index not in first)]
 
     def after_laying_out(self) -> None:
-        """Take note that the layout has new chunks, whose values are in place.
-
-        Collective: none.
-        """
+        """Take note that the layout has new chunks, whose values are in place."""
         for chunk in self.layout.buckets:
             with chunk.in_use(changes=True):
                 chunk.round_values()
@@ -362,10 +350,7 @@ class ChunkManager:
         self.begin(_BACKWARD)
 
     def end_backward(self) -> None:
-        """End it: release what nobody pins.
-
-        Collective: none.
-        """
+        """End it: release what nobody pins."""
         self.end()
 
     def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
@@ -381,10 +366,7 @@ class ChunkManager:
         self.home.moment("step")
 
     def end_step(self, published: Mapping[Bucket, Pending]) -> None:
-        """Let the next use of chunks gather what the optimizer made of their slices.
-
-        Collective: none.
-        """
+        """Let the next use of chunks gather what the optimizer made of their slices."""
         for chunk in published:
             if chunk.ranks.shard_size > 1:
                 chunk.release()

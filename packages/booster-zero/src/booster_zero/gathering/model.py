@@ -48,8 +48,6 @@ class GatheringModel(ModelWrapper):
         Args:
             module: The user's model.
             manager: Its chunks.
-
-        Collective: none.
         """
         module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
         self.manager = manager

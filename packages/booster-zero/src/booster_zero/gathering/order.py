@@ -76,8 +76,6 @@ class OrderCheck:
 
         Raises:
             ConfigError: Always.
-
-        Collective: none.
         """
         msg = (
             "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "

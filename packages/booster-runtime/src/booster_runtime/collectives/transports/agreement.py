@@ -57,10 +57,7 @@ class Call:
         sent: Sequence[int] = (),
         received: Sequence[int] = (),
     ) -> Call:
-        """Return the call that is being made on this thread.
-
-        Collective: none.
-        """
+        """Return the call that is being made on this thread."""
         words = [name]
         if options:
             words.append(f"({options})")

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Return the time limit of a group's collectives on the CPU in seconds, else that of the world.
-
-    Collective: none.
-    """
+    """Return the time limit of a group's collectives on the CPU in seconds, else that of the world."""
     try:
         backend: Any = group._get_backend(torch.device("cpu"))  # noqa: SLF001 - where torch keeps the time limit
         return float(backend.options._timeout.total_seconds())  # noqa: SLF001

@@ -33,8 +33,6 @@ def share_ranks(booster: Booster, args: Any = None) -> None:
     Args:
         booster: Of the run.
         args: ``TrainingArguments``, which have asked for ranks and device already.
-
-    Collective: none.
     """
     coordinator = booster.context.coordinator
     state = PartialState()
@@ -81,10 +79,7 @@ class BoosterAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         return self._size
 
     def adopt(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> None:
-        """Train a boosted model from now on.
-
-        Collective: none.
-        """
+        """Train a boosted model from now on."""
         self._model, self._optimizer = model, optimizer
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:

@@ -85,8 +85,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
     Raises:
         ConfigError: If it did.
-
-    Collective: none.
     """
     for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config"):
         if getattr(accelerator.state, name, None) is not None:
@@ -99,8 +97,6 @@ def check_model(model: nn.Module | None) -> None:
 
     Raises:
         ConfigError: If it has.
-
-    Collective: none.
     """
     places = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(places) > 1 or getattr(model, "is_distributed_loading_by_transformers", False):
@@ -118,8 +114,6 @@ def check_forward(model: nn.Module, plugin: str, *, is_split: bool) -> None:
 
     Raises:
         ConfigError: If someone has.
-
-    Collective: none.
     """
     inner = without_adapters(model)
     if is_split and any("forward" in vars(module) for module in (model, inner)):
