@@ -74,8 +74,8 @@ def unit(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """Run the tests on several ranks: distributed, parity with one process, checkpoints."""
-    folders = [name for name in ("distributed", "parity", "checkpoint", "zoo") if (ROOT / "tests" / name).exists()]
+    """Run the tests on several ranks: distributed, checkpoints, the zoo."""
+    folders = [name for name in ("distributed", "checkpoint", "zoo") if (ROOT / "tests" / name).exists()]
     _pytest(session, _checkout(session), *(f"tests/{name}" for name in folders), *session.posargs)
 
 
