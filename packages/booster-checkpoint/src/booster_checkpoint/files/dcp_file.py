@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,10 +18,11 @@ from typing_extensions import override
 
 from booster_checkpoint.files.dcp_table import Slice, Table, read_table
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER
+from booster_checkpoint.files.parts import read_common
 from booster_checkpoint.files.reading import ByteFile, TensorFile
 from booster_checkpoint.storage.range_stream import RangeStream
 from booster_core.errors import CheckpointError
-from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, regions_of, slices_of
+from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, slices_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +31,6 @@ STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""
 _NESTED = {MODEL: ("model",), OPTIMIZER: ("optimizer", "optim")}
 """What the parts of a nested state are called."""
-_PART_BYTES = 16 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, AttributeError, LookupError)
 """What ``torch.load`` raises about content that it does not take."""
 
@@ -95,7 +96,9 @@ class DCPFile(TensorFile):
             if common is None:
                 continue
             missing -= box_numel(common)
-            self._read_chunk(fqn, meta.dtype, place, common, box, out)
+            file, start = self._values_of(fqn, meta.dtype, place)
+            read = partial(file.read_box, start, box_shape(place), meta.dtype.itemsize)
+            read_common(read, place, box, meta.dtype, out)
         if missing:
             msg = f"'{self.path}' lacks {missing} of the {box_numel(box)} elements of '{key}' that were asked for."
             raise CheckpointError(msg)
@@ -105,21 +108,6 @@ class DCPFile(TensorFile):
         for file in self._files.values():
             file.close()
         self._files = {}
-
-    def _read_chunk(self, fqn: str, dtype: torch.dtype, place: Box, common: Box, box: Box, out: torch.Tensor) -> None:
-        """Read the part of a chunk that a box wants, into its place among the box' values."""
-        file, start = self._values_of(fqn, dtype, place)
-        shape = box_shape(place)
-        target = out.view(box_shape(box))[slices_of(common, box)]
-        if target.is_contiguous():
-            file.read_box(start, shape, dtype.itemsize, _relative(common, place), target.view(-1))
-            return
-        most = max(_PART_BYTES // dtype.itemsize, 1)
-        for first in range(0, box_numel(common), most):
-            for region in regions_of(common, (first, min(first + most, box_numel(common)))):
-                values = torch.empty(region.numel, dtype=dtype)
-                file.read_box(start, shape, dtype.itemsize, _relative(region.box, place), values)
-                out.view(box_shape(box))[slices_of(region.box, box)] = values.view(box_shape(region.box))
 
     def _check_files(self) -> None:
         for (fqn, _), place in self._table.slices.items():
@@ -212,10 +200,6 @@ def _unflattened(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
         if front in (STATE, GROUPS) and dot:
             return front, name, last
     return path
-
-
-def _relative(box: Box, origin: Box) -> Box:
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
 
 
 def _encoded(others: dict[tuple[Any, ...], Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta, as_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
@@ -66,6 +67,9 @@ class SafetensorsFile(TensorFile):
         in_memory: Read all values at once, on first use.
         checks: Verifies what is read.
 
+    Attributes:
+        metadata: The entry ``__metadata__`` of the header: text by name, unchecked.
+
     Raises:
         CheckpointError: If the file is truncated, its header is damaged, or its tensors overlap or leave the file.
     """
@@ -77,6 +81,7 @@ class SafetensorsFile(TensorFile):
             self._size = self._bytes.size
             header, self._start = self._read_header()
             metadata = header.pop(METADATA, None)
+            self.metadata: Mapping[str, Any] = {} if metadata is None else metadata
             self.values = {} if metadata is None else _values_in(path, metadata)
             self._offsets: dict[str, int] = {}
             self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}

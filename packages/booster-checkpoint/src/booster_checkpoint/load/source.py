@@ -3,7 +3,8 @@
 `find_files` tells which files at a path are the checkpoint; `Source` opens them. In a folder that holds
 several forms, the first of these wins: ``model.safetensors``, ``model.safetensors.index.json``,
 ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, as in Hugging Face libraries; then, where there is exactly
-one, the same with a prefix; then a complete set of numbered files without an index; then a lone file.
+one, the same with a prefix; then a complete set of numbered files without an index; then a lone file. A folder of
+``torch.distributed.checkpoint``, or one into which each rank wrote its own part, is read as one file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from booster_checkpoint.files.layout import (
     mark_of,
 )
 from booster_checkpoint.files.opening import open_tensor_file
+from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
 from booster_checkpoint.files.reading import read_whole
 from booster_checkpoint.storage import RemotePath, read_heads
 from booster_core.errors import CheckpointError, shorten
@@ -83,8 +85,38 @@ def find_files(path: Path, kind: str) -> tuple[dict[Path, set[str] | None], Path
         if found is not None:
             return found
     shown = ", ".join(names[:10]) or "nothing"
+    folders = [entry.name for entry in path.iterdir() if is_dcp_folder(entry)]
+    if folders:
+        msg = (
+            f"The folder '{path}' holds no {kind} checkpoint itself, but folders of torch.distributed.checkpoint: "
+            f"{shorten(sorted(folders))}. Pass the path of the one that is meant."
+        )
+        raise CheckpointError(msg)
     msg = f"The folder '{path}' holds no {kind} checkpoint; it holds {shown}. Expected {_FORMS}."
     raise CheckpointError(msg)
+
+
+def _rank_shards(path: Path, kind: str) -> list[str]:
+    """Return the files of a folder that ranks wrote for themselves.
+
+    Raises:
+        CheckpointError: If there is a whole model beside them.
+    """
+    if kind != MODEL or not path.is_dir():
+        return []
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    shards = rank_shards_among(names)
+    whole = [name for each in _CANDIDATES[kind] for name in (each.single, each.index) if name in names]
+    if shards and whole:
+        msg = (
+            f"The folder '{path}' holds a whole model ('{whole[0]}') and files that each rank wrote for itself "
+            f"({shorten(shards)}), which may be of two saves. Pass the path of '{whole[0]}', or move it to another "
+            "folder to load the ranks' files."
+        )
+        raise CheckpointError(msg)
+    if shards:
+        read_heads([path / name for name in shards])
+    return shards
 
 
 def _refuse_marks(folder: Path, marks: Collection[str]) -> None:
@@ -143,8 +175,8 @@ def _numbered(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set
     if len(sets) > 1:
         described = [f"{stem}-*-of-{total}{suffix}" for stem, total, suffix in sorted(sets)]
         msg = (
-            f"The folder '{folder}' holds several sets of files and no index: {shorten(described)}. Delete the old "
-            "ones."
+            f"The folder '{folder}' holds several sets of files, and no index that says which belong together: "
+            f"{shorten(described)}. Move those that are not meant to another folder."
         )
         raise CheckpointError(msg)
     for (stem, total, suffix), numbers in sets.items():
@@ -202,6 +234,10 @@ class Source:
                 from booster_checkpoint.files.dcp_file import DCPFile
 
                 self._add(DCPFile(self.path, kind), None)
+                return
+            shards = _rank_shards(self.path, kind)
+            if shards:
+                self._add(RankShards(self.path, shards, in_memory=in_memory, checks=checks), None)
                 return
             found, self.index = find_files(self.path, kind)
             read_heads(found)

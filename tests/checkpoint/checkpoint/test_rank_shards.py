@@ -1,0 +1,171 @@
+"""Folders into which each rank wrote its own part of each tensor load as one model, or are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from named_plugins import make_model, plugin_named
+from safetensors.torch import save_file
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from booster_checkpoint.load import open_source
+from booster_core import Booster
+from booster_core.errors import CheckpointError
+from booster_core.ranks import DistCoordinator
+from booster_testing import run_on_ranks
+
+WHOLE = {"rows": torch.arange(30.0).reshape(5, 6), "columns": torch.arange(40).reshape(4, 10), "one": torch.tensor(2.5)}
+
+
+def write(folder, number, **parts):
+    """Write a rank's file, of parts that are given as their beginning and their values."""
+    folder.mkdir(exist_ok=True)
+    places = json.dumps({key: {"saved_offsets": begin} for key, (begin, _) in parts.items()})
+    tensors = {key: values.contiguous() for key, (_, values) in parts.items()}
+    save_file(tensors, folder / f"shard-{number:05d}-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": places})
+
+
+def write_two(folder):
+    rows, columns = WHOLE["rows"], WHOLE["columns"]
+    write(folder, 1, rows=([0, 0], rows[:3]), columns=([0, 0], columns[:, :4]), one=([], WHOLE["one"]))
+    write(folder, 2, rows=([3, 0], rows[3:]), columns=([0, 4], columns[:, 4:]))
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_parts_of_ranks_are_read_as_whole_tensors(in_memory, tmp_path):
+    write_two(tmp_path / "model")
+    with open_source(tmp_path / "model", "model", in_memory=in_memory) as source:
+        assert {key: meta.shape for key, meta in source.tensors.items()} == {k: t.shape for k, t in WHOLE.items()}
+        for key, whole in WHOLE.items():
+            assert torch.equal(source.read_whole(key), whole)
+        part = torch.empty(2 * 3, dtype=torch.int64)
+        source.read("columns", ((1, 3), (3, 6)), part)
+        assert torch.equal(part.view(2, 3), WHOLE["columns"][1:3, 3:6])
+        part = torch.empty(2 * 6)
+        source.read("rows", ((2, 4), (0, 6)), part)
+        assert torch.equal(part.view(2, 6), WHOLE["rows"][2:4])
+
+
+def stale(folder):
+    write(folder, 3, rows=([4, 0], WHOLE["rows"][4:]))
+    return "'rows' is in 'shard-00002-.*' and again in 'shard-00003-.*two saves"
+
+
+def lost(folder):
+    (folder / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    return "Parts of '(rows|columns)' are in none of the 1 files"
+
+
+def beside_a_whole_model(folder):
+    save_file(WHOLE, folder / "model.safetensors")
+    return r"a whole model \('model.safetensors'\) and files that each rank wrote for itself"
+
+
+def other_format(folder):
+    write(folder, 2, rows=([3, 0], WHOLE["rows"][3:].double()), columns=([0, 4], WHOLE["columns"][:, 4:]))
+    return "parts of 'rows' of other formats"
+
+
+def without_places(folder):
+    save_file({"rows": WHOLE["rows"][3:]}, folder / "shard-00002-model-00001-of-00001.safetensors")
+    return "does not say where in its tensors its parts begin"
+
+
+def at_no_place(folder):
+    write(folder, 2, rows=([-3, 0], WHOLE["rows"][3:]))
+    return r"says that its part of 'rows' begins at \[-3, 0\]"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [stale, lost, beside_a_whole_model, other_format, without_places, at_no_place],
+    ids=lambda each: each.__name__,
+)
+def test_what_is_not_one_save_is_refused(spoil, tmp_path):
+    folder = tmp_path / "model"
+    write_two(folder)
+    message = spoil(folder)
+    with pytest.raises(CheckpointError, match=message) as caught, open_source(folder, "model"):
+        pass
+    assert "elete" not in str(caught.value)
+
+
+def write_by_torch(folder):
+    """Write a tensor split by rows, one by columns, and one whole, by torch's own writer."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "rows": distribute_tensor(WHOLE["rows"], mesh, [Shard(0)]),
+        "columns": distribute_tensor(WHOLE["columns"], mesh, [Shard(1)]),
+        "one": WHOLE["one"],
+    }
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True))
+
+
+def test_what_torch_writes_is_read(tmp_path):
+    run_on_ranks(write_by_torch, 2, tmp_path / "model")
+    with open_source(tmp_path / "model", "model") as source:
+        for key, whole in WHOLE.items():
+            assert torch.equal(source.read_whole(key), whole)
+
+
+def write_by_transformers(folder, sizes):
+    """Let transformers distribute a model and write it rank by rank."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    coordinator = DistCoordinator()
+    whole = make_model()
+    if coordinator.is_master():
+        whole.save_pretrained(folder / "whole")
+    coordinator.block_all()
+    config = DistributedConfig(**sizes)
+    model = AutoModelForCausalLM.from_pretrained(folder / "whole", distributed_config=config)
+    model.save_pretrained(folder / "parts", distributed_checkpoint=True)
+
+
+def load_under(name, folder):
+    """Load what transformers wrote into a model with other values, and save that whole."""
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    booster = Booster("cpu", plugin=plugin_named(name))
+    boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.load_model(boosted, folder / "parts")
+    booster.save_model(boosted, folder / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=str)
+def test_what_transformers_writes_rank_by_rank_loads_under_plugins(sizes, tmp_path):
+    pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
+    from safetensors.torch import load_file
+
+    run_on_ranks(write_by_transformers, 2, tmp_path, sizes)
+    assert len(list((tmp_path / "parts").glob("shard-*.safetensors"))) == 2
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    for name in ("zero", "gemini", "fsdp"):
+        run_on_ranks(load_under, 2, name, tmp_path)
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    stale_file = tmp_path / "parts" / "shard-00003-model-00001-of-00001.safetensors"
+    shutil.copy(tmp_path / "parts" / "shard-00002-model-00001-of-00001.safetensors", stale_file)
+    with pytest.raises(CheckpointError, match="two saves"), open_source(tmp_path / "parts", "model"):
+        pass
+
+
+def test_a_root_of_other_folders_names_them(tmp_path):
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    with (
+        pytest.raises(
+            CheckpointError, match=r"torch.distributed.checkpoint: 'optimizer_0', 'pytorch_model_fsdp_0'. Pass"
+        ),
+        open_source(tmp_path, "model"),
+    ):
+        pass
