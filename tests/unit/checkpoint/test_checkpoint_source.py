@@ -56,7 +56,7 @@ def test_numbered_files_without_an_index(suffix, tmp_path):
     put(tmp_path, f"model-00002-of-00002.{suffix}", 2, ["b"])
     assert (value_in(tmp_path), value_in(tmp_path, key="b")) == (1, 2)
     put(tmp_path, f"model-00001-of-00001.{suffix}", 3)
-    with pytest.raises(CheckpointError, match="several sets of files, and no index .*Move those"):
+    with pytest.raises(CheckpointError, match=r"several sets of files, and no index .*Move those"):
         value_in(tmp_path)
 
 

@@ -16,7 +16,6 @@ from booster_core.plugin import (
     ModelWrapper,
     OptimizerWrapper,
     Plugin,
-    check_no_masters,
     like,
     place_model,
 )
@@ -56,10 +55,6 @@ class LocalSGDPlugin(Plugin):
             raise ConfigError(msg)
         self.sync_every = sync_every
         self.precision = precision
-
-    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """Return the policy; master parameters are not supported."""
-        return check_no_masters(policy, self.name)
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Broadcast rank 0's parameters and buffers, and wrap model and optimizer.

@@ -6,7 +6,6 @@ does not travel, and what some ranks have alike travels once.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from booster_checkpoint.save.writer import as_checkpoint_error
-from booster_core.ranks import this_host
+from booster_core.ranks import digest, this_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +41,7 @@ _Key = tuple[bytes, int]
 
 
 def _key_of(content: bytes) -> _Key:
-    return hashlib.blake2b(content, digest_size=16).digest(), len(content)
+    return digest(content), len(content)
 
 
 def places_in_message(keys: Sequence[Sequence[_Key]]) -> dict[_Key, tuple[int, int]]:

@@ -13,13 +13,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import unwrap_model
-from booster_core.state import as_bytes
+from booster_core.ranks import digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -128,8 +127,8 @@ class ReplicaCheck:
             raise ConfigError(msg)
         seen: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, digests in enumerate(self._gather(dict(self._digests(model)))):
-            for key, digest in digests:
-                seen[key][digest].append(rank)
+            for key, number in digests:
+                seen[key][number].append(rank)
         drifted = {key: list(ranks.values()) for key, ranks in seen.items() if len(ranks) > 1}
         if not drifted:
             self._last_equal = self.steps
@@ -151,7 +150,7 @@ class ReplicaCheck:
 
         Collective: every rank of the world.
         """
-        names = xxhash.xxh3_64_intdigest(repr(list(own)).encode())
+        names = _digest(repr(list(own)))
         gathered = self._coordinator.all_gather_object((names, array("Q", own.values()).tobytes()))
         # What was gathered is the same on every rank, so all of them know or miss the same names.
         if any(each not in self._known for each, _ in gathered):
@@ -187,13 +186,9 @@ def _running_statistics(module: nn.Module) -> Iterator[str]:
             yield from (f"{path}.{name}" if path else name for name, _ in each.named_buffers(recurse=False))
 
 
-def _digest(tensor: Tensor) -> int:
-    """Return a hash of a tensor's dtype and bits."""
-    values = tensor.detach().cpu().contiguous()
-    digest = xxhash.xxh3_64(str(values.dtype).encode())
-    if values.numel():
-        digest.update(as_bytes(values))
-    return digest.intdigest()
+def _digest(value: Any) -> int:
+    """Return eight bytes of a value's digest as a number."""
+    return int.from_bytes(digest(value)[:8], "little")
 
 
 def _name(key: _Key) -> str:

@@ -7,7 +7,6 @@ filled last, while more is on its way. Local files are read by every rank: ranks
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from booster_checkpoint.load.read_ahead import locate, read_ahead
 from booster_checkpoint.save.writer import synchronize_devices
+from booster_core.ranks import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def digests_of(
 def digest_of(shards: Iterable[TensorShard], homes: Mapping[str, str]) -> str:
     """Return a digest of which parts of which tensors shards are filled from, in their order."""
     listed = [(shard.key, homes[shard.key], shard.global_shape, shard.box, shard.flat) for shard in shards]
-    return hashlib.blake2b(repr(listed).encode(), digest_size=16).hexdigest()
+    return digest(repr(listed)).hex()
 
 
 def mates_by_kind(digests: Sequence[Mapping[str, str]], hosts: Sequence[Host]) -> list[dict[str, list[int]]]:
@@ -71,8 +71,8 @@ def mates_by_kind(digests: Sequence[Mapping[str, str]], hosts: Sequence[Host]) -
     found = []
     for rank, of_rank in enumerate(digests):
         by_kind = {}
-        for kind, digest in of_rank.items():
-            by_kind[kind] = mates.setdefault((hosts[rank], kind, digest), [])
+        for kind, of_kind in of_rank.items():
+            by_kind[kind] = mates.setdefault((hosts[rank], kind, of_kind), [])
             by_kind[kind].append(rank)
         found.append(by_kind)
     return found

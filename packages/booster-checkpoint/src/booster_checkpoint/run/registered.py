@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from booster_core.checkpoint_io import LOADER
 from booster_core.errors import CheckpointError, shorten
 from booster_core.log import log
-from booster_core.state import as_bytes, check_plain_tensors, decode_json, encode_json, tensor_references
+from booster_core.ranks import digest
+from booster_core.state import check_plain_tensors, decode_json, encode_json, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,18 +38,18 @@ class RegisteredStates:
     """
 
     def __init__(self, registered: Mapping[str, tuple[Any, bool]], rank: int, tensors: dict[str, torch.Tensor]) -> None:
-        self.facts: dict[str, tuple[bool, Any, str]] = {}
+        self.facts: dict[str, tuple[bool, Any, bytes]] = {}
         for name, (item, per_rank) in registered.items():
             found: dict[str, torch.Tensor] = {}
             prefix = f"registered/{name}"
             state = encode_json(item.state_dict(), f"{prefix}/{rank}" if per_rank else prefix, found)
             check_plain_tensors(found)
-            self.facts[name] = per_rank, state, "" if per_rank else _digest(found)
+            self.facts[name] = per_rank, state, b"" if per_rank else digest(found)
             if per_rank or rank == 0:
                 tensors |= found
 
     @staticmethod
-    def merge(facts: Sequence[Mapping[str, tuple[bool, Any, str]]]) -> dict[str, Any]:
+    def merge(facts: Sequence[Mapping[str, tuple[bool, Any, bytes]]]) -> dict[str, Any]:
         """Return what is stored of all ranks' states.
 
         Raises:
@@ -64,9 +65,9 @@ class RegisteredStates:
                 )
                 raise CheckpointError(msg)
         merged: dict[str, Any] = {}
-        for name, (per_rank, state, digest) in facts[0].items():
+        for name, (per_rank, state, values) in facts[0].items():
             for rank, theirs in enumerate(facts):
-                if not per_rank and theirs[name][1:] != (state, digest):
+                if not per_rank and theirs[name][1:] != (state, values):
                     msg = (
                         f"The registered object '{name}' has another state on rank {rank} than on rank 0. Keep it "
                         "alike on all ranks, or register it with `per_rank=True`."
@@ -140,14 +141,3 @@ def restore_registered(
         if name in chosen:
             state = chosen[name][rank % len(chosen[name])]
             item.load_state_dict(decode_json(state, read(tensor_references(state))))
-
-
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of tensors' values."""
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(as_bytes(tensor.detach().to("cpu").contiguous()))
-    return str(digest.hexdigest())

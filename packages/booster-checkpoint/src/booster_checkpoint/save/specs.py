@@ -7,7 +7,6 @@ each tensor's line a few times at most, however many ranks have it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from booster_checkpoint.files.layout import TensorSpec
 from booster_core.errors import CheckpointError, shorten
+from booster_core.ranks import digest
 from booster_core.state import natural_order
 
 if TYPE_CHECKING:
@@ -66,11 +66,7 @@ class OwnedTensors:
 
     def digests(self) -> tuple[bytes, bytes]:
         """Return a digest of the tensors, and one of what this rank owns of each."""
-        return _digest("\n".join(self.lines)), _digest(repr(self.numels))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=12).digest()
+        return digest("\n".join(self.lines)), digest(repr(self.numels))
 
 
 _Told = tuple[bytes, bytes, bytes]
@@ -110,15 +106,15 @@ class SpecTables:
         Collective: every rank.
         """
         # What follows is computed from the same values on every rank, and so raises on all of them or on none.
-        digest = _digest(repr([(tensors, numels) for tensors, numels, _ in told]))
-        if any(known != digest for _, _, known in told):
+        together = digest(repr([(tensors, numels) for tensors, numels, _ in told]))
+        if any(known != together for _, _, known in told):
             is_alike = len({tensors for tensors, _, _ in told}) == 1
             lines = owned.lines if is_alike else self._session.union(owned.lines, group)
             here = dict(zip(owned.lines, owned.numels, strict=True))
             totals = self._session.total_over_ranks([here.get(line, 0) for line in lines], group)
             entries = zip(json.loads(f"[{','.join(lines)}]"), totals, strict=True)
             specs = _merged((key, tuple(shape), getattr(torch, dtype), n) for (key, shape, dtype), n in entries)
-            self._known[part.names.index] = digest, specs
+            self._known[part.names.index] = together, specs
         _, specs = self._known[part.names.index]
         learned = part.learned_specs()
         if not learned:

@@ -2,13 +2,12 @@
 
 Values are put into a plain form first, which is the same on every rank that has equal values: JSON values as they are,
 tensors by a digest of their bits, functions and classes by their qualified names, other objects as they are printed,
-without addresses.
+without addresses. The hash is XXH3 with 128 bits, nine times as fast as SHA-256: ranks don't attack each other.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from booster_core.errors import name_ranks
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_DIGEST_BYTES = 16
 _MOST_CHARS = 100
 """Of a value that a message shows."""
 _MOST_LISTED = 10
@@ -49,7 +49,7 @@ def digest(value: Any) -> bytes:
             mappings, whose order does not count, lists, tuples and sets.
     """
     text = json.dumps(plain_form(value), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:_DIGEST_BYTES]
+    return bytes(xxhash.xxh3_128_digest(text.encode(errors="surrogatepass")))
 
 
 def plain_form(value: Any) -> Any:
@@ -64,7 +64,7 @@ def plain_form(value: Any) -> Any:
     if isinstance(value, AbstractSet):
         return sorted((plain_form(each) for each in value), key=repr)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return _Printed(f"{_MARK}{len(value)} bytes with digest {hashlib.sha256(value).hexdigest()[:_DIGEST_BYTES]}")
+        return _Printed(f"{_MARK}{len(value)} bytes with digest {xxhash.xxh3_128_hexdigest(value)}")
     return _Printed(_MARK + _text_of(value))
 
 
@@ -85,12 +85,12 @@ def _text_of(value: Any) -> str:
 def _bits_digest(tensor: Tensor) -> str:
     import torch
 
-    found = hashlib.sha256()
+    found = xxhash.xxh3_128()
     if not tensor.is_meta:
         dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
         flat = dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()[: 2 * _DIGEST_BYTES]
+    return str(found.hexdigest())
 
 
 def describe_differences(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
