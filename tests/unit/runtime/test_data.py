@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.order import ShardedSampler
 from booster_runtime.data.prepare import prepare_dataloader
-from booster_runtime.data.sampler import ShardedSampler
 from booster_runtime.data.shard import split_dataloader
 
 

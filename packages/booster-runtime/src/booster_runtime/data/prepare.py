@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from booster_core.errors import ConfigError
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
-from booster_runtime.data.sampler import ShardedSampler
+from booster_runtime.data.order import ShardedSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,9 @@ from booster_core.ranks import name_ranks
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.loader_classes import iterates_itself, maker_like
+from booster_runtime.data.order import UserOrder
 from booster_runtime.data.pass_watch import watch_passes
 from booster_runtime.data.prepare import deal_dataset
-from booster_runtime.data.user_order import UserOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
