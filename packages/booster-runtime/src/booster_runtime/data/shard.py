@@ -15,8 +15,8 @@ from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.loader_classes import iterates_itself, maker_like
 from booster_runtime.data.order import UserOrder
-from booster_runtime.data.pass_watch import watch_passes
 from booster_runtime.data.prepare import deal_dataset
+from booster_runtime.data.watches import watch_passes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
