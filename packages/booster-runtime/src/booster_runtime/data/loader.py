@@ -77,7 +77,7 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             self._position = 0
         self._epoch = epoch
         self._is_inside = False
-        for target in (self.sampler, self.batch_sampler, self.dataset):
+        for target in (self.sampler, self.batch_sampler, self.dataset, super()):  # the user's class may have one
             set_epoch = getattr(target, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
