@@ -11,6 +11,7 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
@@ -29,13 +30,12 @@ def step(booster, model, optimizer, inputs) -> None:
     optimizer.zero_grad()
 
 
-def boost_frozen(plugin, *, lists_all=False):
+def boost_frozen(plugin):
     torch.manual_seed(3)
     model = TinyMLP()
     model.first.requires_grad_(False)
     booster = Booster(plugin=plugin)
-    parameters = model.parameters() if lists_all else model.second.parameters()
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(parameters, lr=0.1))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.second.parameters(), lr=0.1))
     inputs = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(DistCoordinator().rank))}
     return booster, boosted, optimizer, inputs
 
@@ -83,6 +83,7 @@ SPLIT = ShardingPolicy(
     rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
 )
 MESHES = {
+    "single": SingleDeviceStrategy,
     "fsdp": TorchFSDPPlugin,
     "tp": lambda: HybridParallelPlugin(tp_size=2, custom_policy=SPLIT),
     "pp": lambda: HybridParallelPlugin(pp_size=2, custom_policy=SPLIT, example_batch=torch.ones(2, 8)),
@@ -93,7 +94,7 @@ MESHES = {
     "tp-zero3": lambda: HybridParallelPlugin(tp_size=2, zero_stage=3, custom_policy=SPLIT),
 }
 """Strategies and meshes besides those of `test_gradients_without_optimizer`, which tests ZeRO's kin."""
-MESH_SIZES = {"pp-zero": 4, "tp-zero": 4, "tp-zero3": 4}
+MESH_SIZES = {"single": 1, "pp-zero": 4, "tp-zero": 4, "tp-zero3": 4}
 
 
 class Layer(nn.Module):
@@ -175,7 +176,7 @@ def unfreeze_on(mesh, how):
 
 @matrix(1, mesh=MESHES, how=["listed", "added"])
 def test_parameters_that_the_optimizer_holds_train_once_they_are_unfrozen(mesh, how) -> None:
-    num_replicas = 1 if mesh in ("tp", "pp") else 2
+    num_replicas = 1 if mesh in ("single", "tp", "pp") else 2
     expected = plainly(how, num_replicas)
     for found in run_on_ranks(unfreeze_on, MESH_SIZES.get(mesh, 2), mesh, how):
         assert_same_tensors(found, expected, tolerance_for(torch.float32))

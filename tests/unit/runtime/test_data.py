@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.order import ShardedSampler
 from booster_runtime.data.prepare import prepare_dataloader
-from booster_runtime.data.sampler import ShardedSampler
 from booster_runtime.data.shard import split_dataloader
 
 
@@ -42,7 +42,7 @@ def seen(loader):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_samples", [12, 13])
+@pytest.mark.parametrize("num_samples", [12, 13, 2500])  # the last are drawn block by block
 def test_samples_are_those_of_torchs_sampler(world_size, shuffle, num_samples):
     for rank in range(world_size):
         for drop_last in (False, True):
@@ -57,6 +57,20 @@ def test_samples_are_those_of_torchs_sampler(world_size, shuffle, num_samples):
                 theirs.set_epoch(epoch)
                 assert list(ours) == list(theirs)
             assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("sampler", [None, range(2499, -1, -1)])
+@pytest.mark.parametrize("start", [1023, 1500, 2499])
+def test_a_position_behind_the_first_block_is_resumed(sampler, start):
+    whole = list(range(2500)) if sampler is None else list(sampler)
+    parts = []
+    for rank in range(3):
+        loader = split_dataloader(DataLoader(range(2500), sampler=sampler), rank=rank, world_size=3, seed=1)
+        state = loader.state_dict() | {"position": start, "order": loader.order_digest()}
+        loader.load_state_dict(state)
+        parts.append(seen(loader))
+    rest = [sample for turn in zip(*parts, strict=True) for sample in turn]
+    assert rest == whole[start:] + whole[: -(2500 - start) % 3]
 
 
 @given(

@@ -1,23 +1,26 @@
-"""Data loaders of a user's own class, dealt to ranks."""
+"""Data loaders of a user's own class: split between ranks, or refused where the class iterates in a way of its own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from booster_core.errors import ConfigError
+from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.shard import split_dataloader
 
 SAMPLES = 22
 
 
-class Doubled(DataLoader):
-    """Changes each batch, and has an attribute, a property and a method of its own."""
+class Named(DataLoader):
+    """Has an attribute, a property and methods of its own, and leaves the iteration to torch."""
 
     def __init__(self, *args, factor=2, **kwargs):
         super().__init__(*args, **kwargs)
         self.factor = factor
+        self.epoch = self.device = "the user's"
+        self.chosen = []
 
     @property
     def half(self):
@@ -26,9 +29,8 @@ class Doubled(DataLoader):
     def describe(self):
         return f"times {self.factor}, {self.batch_size} a batch"
 
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield self.factor * batch
+    def set_epoch(self, epoch):
+        self.chosen.append(epoch)
 
 
 class Stream(IterableDataset):
@@ -47,7 +49,7 @@ class EveryTenth:
         return 10
 
 
-def dealt(loader, world_size=2):
+def split(loader, world_size=2):
     return [split_dataloader(loader, rank=rank, world_size=world_size, seed=3) for rank in range(world_size)]
 
 
@@ -66,88 +68,108 @@ KINDS = {
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_an_iteration_of_the_users_class_sees_this_ranks_batches(make):
-    plain = [[batch.tolist() for batch in loader] for loader in dealt(make(DataLoader))]
-    own = [[batch.tolist() for batch in loader] for loader in dealt(make(Doubled))]
-    assert own == [[[2 * sample for sample in batch] for batch in batches] for batches in plain]
+def test_a_class_that_leaves_the_iteration_to_torch_is_split_as_a_plain_loader_is(make):
+    plain = [[batch.tolist() for batch in loader] for loader in split(make(DataLoader))]
+    own = [[batch.tolist() for batch in loader] for loader in split(make(Named))]
+    assert own == plain
 
 
-def test_attributes_properties_and_methods_of_the_class_stay():
-    loader = dealt(Doubled(range(SAMPLES), batch_size=4, factor=10))[1]
-    assert isinstance(loader, Doubled)
-    assert type(loader).__name__ == "Doubled"
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_attributes_properties_and_methods_of_the_class_stay(world_size):
+    loader = split(Named(range(SAMPLES), batch_size=4, factor=10), world_size)[-1]
+    assert isinstance(loader, Named)
+    assert isinstance(loader, DistributedDataLoader)
+    assert (type(loader).__name__, type(loader).__module__) == ("Named", __name__)
     assert (loader.factor, loader.half, loader.describe()) == (10, 5, "times 10, 4 a batch")
-    assert next(iter(loader)).tolist() == [10, 30, 50, 70]
+    assert (loader.epoch, loader.device) == (0, None), "a split loader's own come first"
+
+
+def test_the_classs_set_epoch_is_called_too():
+    loader = split(Named(range(SAMPLES), batch_size=4, shuffle=True))[0]
+    first, second = list(loader), list(loader)
+    assert loader.chosen == [0, 1, 1, 2]
+    assert loader.epoch == 2
+    assert [batch.tolist() for batch in first] != [batch.tolist() for batch in second]
 
 
 def test_the_users_own_loader_is_left_as_it_was():
-    loader = Doubled(range(8), batch_size=4)
-    dealt(loader)
-    assert type(loader) is Doubled
-    assert [batch.tolist() for batch in loader] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    loader = Named(range(8), batch_size=4)
+    split(loader)
+    assert type(loader) is Named
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_position_is_resumed_and_padding_left_out():
-    first = dealt(Doubled(range(SAMPLES), batch_size=4))[1]
+    first = split(Named(range(SAMPLES), batch_size=4))[1]
     iterator = iter(first)
     next(iterator)
     state = first.state_dict()
     rest = [batch.tolist() for batch in iterator]
-    again = dealt(Doubled(range(SAMPLES), batch_size=4))[1]
+    again = split(Named(range(SAMPLES), batch_size=4))[1]
     again.load_state_dict(state)
     assert [batch.tolist() for batch in again] == rest
-    odd = dealt(Doubled(range(21), batch_size=4))[1]
+    odd = split(Named(range(21), batch_size=4))[1]
     seen = [odd.without_padding(batch).tolist() for batch in odd]
-    assert [sample for batch in seen for sample in batch] == [2 * sample for sample in range(1, 21, 2)]
+    assert [sample for batch in seen for sample in batch] == list(range(1, 21, 2))
 
 
-class ReadsAhead(DataLoader):
-    def __iter__(self):
-        iterator = super().__iter__()
-        ahead = next(iterator)
-        for batch in iterator:
-            yield ahead
-            ahead = batch
-        yield ahead
-
-
-class IteratesItself(DataLoader):
-    def __iter__(self):
-        yield from self.dataset
-
-
-class LeavesOut(DataLoader):
-    def __iter__(self):
-        return (batch for number, batch in enumerate(super().__iter__()) if number % 2)
-
-
-class Repeats(DataLoader):
+class Doubled(DataLoader):
     def __iter__(self):
         for batch in super().__iter__():
-            yield batch
-            yield batch
+            yield 2 * batch
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts"), [(ReadsAhead, (1, 2)), (IteratesItself, (1, 0)), (LeavesOut, (1, 2)), (Repeats, (2, 1))]
-)
-def test_an_iteration_that_hands_out_other_batches_than_it_draws_raises(kind, counts):
-    handed_out, drawn = counts
-    for loader in dealt(kind(range(SAMPLES), batch_size=4)):
-        with pytest.raises(ConfigError, match=rf"handed out {handed_out} .* drawn {drawn} "):
-            list(loader)
+class OwnIterators(DataLoader):
+    def _get_iterator(self):
+        return iter([])
 
 
-def test_a_class_that_makes_its_iterators_itself_is_refused():
-    class OwnIterators(DataLoader):
-        def _get_iterator(self):
-            return iter([])
+class OwnPosition(DataLoader):
+    def state_dict(self):
+        return {"position": 3}
 
-    with pytest.raises(ConfigError, match="`OwnIterators` with a `_get_iterator` of its own"):
-        dealt(OwnIterators(range(8)))
+    def load_state_dict(self, state):
+        pass
 
 
-@pytest.mark.parametrize("kind", [Doubled, IteratesItself, ReadsAhead])
-def test_one_rank_keeps_a_loader_that_iterates_itself(kind):
+class Inherits(Doubled):
+    """Has the methods of the class above."""
+
+
+OWN = {
+    Doubled: "`__iter__`",
+    Inherits: "`__iter__`",
+    OwnIterators: "`_get_iterator`",
+    OwnPosition: "`state_dict`, `load_state_dict`",
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_class_with_methods_that_a_split_loader_needs_is_refused(kind):
+    match = (
+        rf"is a `{kind.__name__}`, whose own {OWN[kind]} may not follow.*wrap the loader that `boost` returns.*"
+        r"`torch\.utils\.data\.DistributedSampler`, or leave it out of `boost`"
+    )
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=match) as caught:
+            split_dataloader(kind(range(8)), rank=rank, world_size=2, seed=3)
+        assert ("resumes at any sample" in str(caught.value)) == (kind is OwnPosition)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_one_rank_keeps_a_loader_that_can_not_be_split(kind):
     loader = kind(range(8), batch_size=2)
-    assert dealt(loader, world_size=1)[0] is loader
+    assert split(loader, world_size=1)[0] is loader
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_loader_that_splits_samples_itself_is_kept(kind):
+    loader = kind(range(8), sampler=DistributedSampler(range(8), 2, 0))
+    assert split(loader)[0] is loader
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
+def test_torchdatas_loader_is_refused_for_a_plain_one_that_has_a_position():
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata: pip install torchdata")
+    with pytest.raises(ConfigError, match=r"`StatefulDataLoader`.*That one has a `state_dict`"):
+        split(torchdata.StatefulDataLoader(range(8)))

@@ -168,6 +168,21 @@ def test_an_order_is_resumed_with_another_number_of_ranks(kind, steps):
     assert following[: len(expected[2])] == expected[2]
 
 
+SAVED = {
+    "weighted": ("87d181c4565d2c445ae028d9f220aac6", 24, [3, 7, 9, 11, 8, 9]),
+    "own": ("4bc0583e45477654d929088f6ff49bb8", 12, [28, 1, 3, 24, 7, 10, 26, 7, 24, 20, 5, 12, 28, 8, 16, 7, 7, 18]),
+}
+"""Digests and positions that an earlier version saved in epoch 3, and the samples that it went on with."""
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_position_that_an_earlier_version_saved_is_resumed(kind):
+    digest, position, following = SAVED[kind]
+    (loader,) = loaders(1, SAMPLERS[kind])
+    loader.load_state_dict({"epoch": 3, "num_samples": 30, "order": digest, "position": position, "seed": 6})
+    assert taken(loader) == following
+
+
 def test_a_position_in_an_order_that_is_not_drawn_again_is_refused():
     (loader,) = loaders(1, RemembersItsPasses)
     taken(loader)
@@ -211,7 +226,9 @@ def test_an_endless_sampler_is_dealt():
     (alone,) = loaders(1, Endless)
     assert two[0].order_digest() == two[1].order_digest()
     parts = [taken(loader, 400) for loader in two]
-    assert in_turn(parts) == taken(alone, 800)
+    order = in_turn(parts)
+    assert order == taken(alone, 800)
+    assert order[:1024] != order[1024:2048], "random numbers go on from block to block"
     with pytest.raises(TypeError):
         len(two[0])
 

@@ -207,8 +207,8 @@ class Booster:
     ) -> Boosted[Any, Any, Any, Any, Any]:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
 
-        A data loader is split between ranks (its batch size counts samples per rank): what its sampler draws is dealt
-        to ranks, and of its batch sampler each rank takes one batch in turn. One that was made by
+        A data loader is split between ranks (its batch size counts samples per rank): what its sampler draws is
+        split, and of its batch sampler each rank takes one batch in turn. One that was made by
         ``plugin.prepare_dataloader``, or has a ``DistributedSampler``, is returned as it is.
 
         Args:

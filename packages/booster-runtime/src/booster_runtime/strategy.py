@@ -11,8 +11,8 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
-from booster_runtime.data.first_batch import watch_first_batch
 from booster_runtime.data.shard import shard_dataloader
+from booster_runtime.data.watches import watch_first_batch
 from booster_runtime.frozen import frozen_parameters, watch_frozen
 from booster_runtime.lazy.boosting import Values, begin_lazy, check_not_taken, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
@@ -100,7 +100,7 @@ class Strategy(Plugin):
     ) -> DataLoader[Any]:
         """Return a loader that counts epochs by itself and resumes at any sample; see `Plugin.prepare_dataloader`.
 
-        Iterable data sets are dealt out item by item.
+        Iterable data sets are split item by item.
         """
         from booster_core.ranks import DistCoordinator
         from booster_runtime.data.prepare import prepare_dataloader

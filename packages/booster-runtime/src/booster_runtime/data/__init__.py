@@ -1,4 +1,4 @@
-"""What boost does with data on several ranks: deals samples to ranks, compares batches, gathers values per sample."""
+"""What boost does with data on several ranks: splits samples, compares batches, gathers values per sample."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from booster_runtime.data.containers import (
     tensors_of,
     with_fields,
 )
-from booster_runtime.data.first_batch import show_first_batch
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.shard import deal_dataloader, shard_dataloader
+from booster_runtime.data.watches import show_first_batch
 
 __all__ = [
     "DistributedDataLoader",

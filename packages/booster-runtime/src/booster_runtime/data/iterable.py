@@ -1,4 +1,4 @@
-"""Dealing the items of an iterable data set to ranks, and telling in the loader which of them are padding."""
+"""Splitting the items of an iterable data set between ranks, and telling in the loader which of them are padding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import current_world
+from booster_runtime.data.order import GlobalOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,8 +41,8 @@ class Padding:
     item: Any
 
 
-class ShardedIterable(IterableDataset[Any]):
-    """Deals the items of an iterable data set to ranks, which all get equally many.
+class ShardedIterable(GlobalOrder, IterableDataset[Any]):
+    """Splits the items of an iterable data set between ranks, which all get equally many.
 
     Of an incomplete group at the end, ranks without an item of their own repeat its last one, as `Padding`.
 
@@ -51,40 +52,17 @@ class ShardedIterable(IterableDataset[Any]):
         world_size: Number of these ranks.
         drop_last: Leave out an incomplete group instead.
 
-    A data set that splits itself between data loader workers keeps doing so: each worker's stream is dealt to ranks.
+    A data set that splits itself between data loader workers keeps doing so: each worker's stream is split between
+    ranks.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, drop_last: bool = False) -> None:
+        super().__init__(dataset, rank=rank, world_size=world_size, drop_last=drop_last)
         self.dataset = dataset
-        self.rank = rank
-        self.world_size = world_size
-        self.drop_last = drop_last
-        self.start = 0
-        self.epoch = 0
-        self.is_epoch_chosen = False
-        self.num_samples = None  # as an order without a length has none
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and tell the data set where it has a ``set_epoch`` of its own.
-
-        Collective: none, but every rank must choose the same.
-        """
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.start = 0
-        self.is_epoch_chosen = True
-        inner = getattr(self.dataset, "set_epoch", None)
-        if callable(inner):
-            inner(epoch)
-
-    def __len__(self) -> int:
-        """Return how many items of a whole pass this rank gets, also while resuming inside one.
-
-        Raises:
-            TypeError: If the data set has no length.
-        """
-        length = len(self.dataset)  # type: ignore[arg-type]  # torch's IterableDataset does not declare __len__
-        return length // self.world_size if self.drop_last else -(-length // self.world_size)
+    @property
+    def num_samples(self) -> None:
+        """No length: a stream's own may be an estimate."""
 
     def __iter__(self) -> Iterator[Any]:
         own = item = None

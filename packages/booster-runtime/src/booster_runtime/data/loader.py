@@ -14,7 +14,7 @@ from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.batches import move_batch
 from booster_runtime.data.iterable import CountedCollate, ShardedIterable
-from booster_runtime.data.sampler import DealtOrder, wrap_seed
+from booster_runtime.data.order import GlobalOrder, wrap_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +45,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         super().__init__(dataset, generator=torch.Generator(), **kwargs)
         if isinstance(dataset, ShardedIterable):
             self.collate_fn = CountedCollate(self.collate_fn, is_batched=self.batch_size is not None)
+        orders = (each for each in (self.sampler, self.batch_sampler, dataset) if isinstance(each, GlobalOrder))
+        self._order = next(orders, None)
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -75,60 +77,58 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             self._position = 0
         self._epoch = epoch
         self._is_inside = False
-        for target in (self.sampler, self.batch_sampler, self.dataset):
+        for target in (self.sampler, self.batch_sampler, self.dataset, super()):  # the user's class may have one
             set_epoch = getattr(target, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
-        source = self._source()
+        order = self._order
         self.set_epoch(self._next_epoch())
-        if source is not None:
-            source.is_epoch_chosen = False
+        if order is not None:
+            order.is_epoch_chosen = False
         self._generator_states = [generator.get_state() for generator in self._generators()]
         seed = (self._seed * 1_000_003 + self._epoch) if self._user_generator is None else self._draw_seed()
         # Workers draw their seeds from here: another on every rank and in every epoch, the same in a resumed run.
         self.generator.manual_seed(wrap_seed(seed * 65_537 + self._rank))
-        self._position = self._start = start = source.start if source is not None else 0
+        self._position = self._start = start = 0 if order is None else order.start
         per_rank = self.batch_size or 1
         for number, batch in enumerate(super().__iter__(), start=1):
-            if source is not None:
-                source.start = 0  # the next iteration begins a pass of its own
-            end = source.num_entries if isinstance(source, DealtOrder) else None
+            if order is not None:
+                order.start = 0  # the next iteration begins a pass of its own
             position = start + number * per_rank * self._world_size
+            end = None if order is None else order.num_entries
             self._position = position if end is None else min(position, end)
             self._is_inside = True
             self._number = number
             if self.on_batch is not None:
                 self.on_batch(number, self._epoch)
-            if isinstance(source, ShardedIterable):
+            if isinstance(order, ShardedIterable):
                 self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
             else:
-                self._count_batch(source, start, number)
+                self._count_batch(start, number)
             yield batch if self.device is None else move_batch(batch, self.device)
         self.set_epoch(self._epoch + 1)
-        if source is not None:
-            source.is_epoch_chosen = False
+        if order is not None:
+            order.is_epoch_chosen = False
 
     @property
     def num_samples(self) -> int | None:
         """Entries of the global order: samples, or batches of a batch sampler; ``None`` where that is not known."""
-        source = self._source()
-        return None if source is None else source.num_samples
+        return None if self._order is None else self._order.num_samples
 
     @property
     def progress(self) -> tuple[int, int | None]:
         """Number of the batch handed out last, from 1 in its pass, and how many follow; ``None`` where not known."""
-        source = self._source()
-        shares = source.shares(self._start) if isinstance(source, DealtOrder) else None
+        shares = None if self._order is None else self._order.shares(self._start)
         if shares is None:
             return self._number, None
         total, per_batch = shares[0], self.batch_size or 1
         return self._number, (total // per_batch if self.drop_last else -(-total // per_batch)) - self._number
 
     @property
-    def deals_batches(self) -> bool:
-        """Whether whole batches, as a batch sampler or the data set makes them, are dealt to ranks in turn."""
+    def splits_batches(self) -> bool:
+        """Whether whole batches, as a batch sampler or the data set makes them, go to ranks in turn."""
         return self.batch_size is None
 
     def without_padding(self, values: Any) -> Any:
@@ -156,15 +156,15 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         Raises:
             CheckpointError: If the loader has a sampler of the user's, whose position is unknown.
         """
-        source = self._positioned_source("saved")
+        order = self._positioned_order("saved")
         state: dict[str, Any] = {
             "epoch": self._epoch,
             "position": self._position,
             "num_samples": self.num_samples,
-            "seed": source.seed if isinstance(source, DealtOrder) else self._seed,
+            "seed": self._seed if order.seed is None else order.seed,
         }
-        if isinstance(source, DealtOrder) and source.digest is not None and self._position:
-            state["order"] = source.digest
+        if order.digest is not None and self._position:
+            state["order"] = order.digest
         generators = self._generators()
         if generators:
             # Inside of an epoch, what drew its order; else what will draw the next one.
@@ -180,14 +180,14 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             CheckpointError: If the position was saved for a data set of another size, can't be restored with this
                 loader's settings, or belongs to an order that the user's sampler does not draw a second time.
         """
-        source = self._positioned_source("restored")
+        order = self._positioned_order("restored")
         if state["num_samples"] != self.num_samples:
             msg = (
                 f"The position was saved for a data set of {state['num_samples']} samples; this one has "
                 f"{self.num_samples}. Load it with the same data set, or start a new epoch."
             )
             raise CheckpointError(msg)
-        if isinstance(source, ShardedIterable) and (self.num_workers > 1 or self.persistent_workers):
+        if isinstance(order, ShardedIterable) and (self.num_workers > 1 or self.persistent_workers):
             msg = (
                 "The position of an iterable data set can't be restored with several or persistent workers, which keep "
                 f"streams of their own (`num_workers={self.num_workers}`). Use `num_workers` 0 or 1, not persistent."
@@ -202,10 +202,10 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             raise CheckpointError(msg)
         for generator, packed in zip(generators, states, strict=False):
             generator.set_state(_unpacked(packed))
-        if isinstance(source, DealtOrder) and state["seed"] is not None:
-            source.seed = int(state["seed"])
+        if order.seed is not None and state["seed"] is not None:
+            order.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"] or 0))
-        self._position = source.start = int(state["position"] or 0)
+        self._position = order.start = int(state["position"] or 0)
         self._generator_states = [generator.get_state() for generator in generators]
         if self._position and state.get("order") != self.order_digest():
             msg = (
@@ -221,48 +221,39 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
 
         Collective: none; the same on every rank if they draw the same.
         """
-        source = self._source()
-        if not isinstance(source, DealtOrder):
+        if self._order is None:
             return None
         generators = self._generators()
         states = [generator.get_state() for generator in generators]
         if self._user_generator is not None:
             self._draw_seed()  # as an iteration does before the sampler draws
-        digest = source.peek(keep=not generators)
+        digest = self._order.peek(keep=not generators)
         for generator, values in zip(generators, states, strict=True):
             generator.set_state(values)
         return digest
 
-    def _source(self) -> DealtOrder | ShardedIterable | None:
-        for candidate in (self.sampler, self.batch_sampler, self.dataset):
-            if isinstance(candidate, (DealtOrder, ShardedIterable)):
-                return candidate
-        return None
-
-    def _positioned_source(self, verb: str) -> DealtOrder | ShardedIterable:
-        source = self._source()
-        if source is None:
+    def _positioned_order(self, verb: str) -> GlobalOrder:
+        if self._order is None:
             msg = (
                 f"The position of this data loader can't be {verb}: its sampler is a `{type(self.sampler).__name__}`. "
                 "Leave `distributed_sampler_cls` out, or keep the position yourself in `extra`."
             )
             raise CheckpointError(msg)
-        return source
+        return self._order
 
     def _next_epoch(self) -> int:
         """Return the epoch that a pass follows which begins now."""
-        source = self._source()
+        order = self._order
         # Loops of torch's style set the epoch on the sampler.
-        chosen = getattr(self.sampler if source is None else source, "epoch", None)
+        chosen = getattr(self.sampler if order is None else order, "epoch", None)
         if isinstance(chosen, int) and chosen != self._epoch:
             return chosen
-        is_chosen = source is not None and source.is_epoch_chosen
+        is_chosen = order is not None and order.is_epoch_chosen
         return self._epoch + 1 if self._is_inside and not is_chosen else self._epoch
 
     def _generators(self) -> list[torch.Generator]:
         """Return the user's generators that decide on orders and workers' seeds, each once."""
-        source = self._source()
-        found = source.generators() if isinstance(source, DealtOrder) else []
+        found = [] if self._order is None else self._order.generators()
         if self._user_generator is not None:
             found.insert(0, self._user_generator)
         return list({id(generator): generator for generator in found}.values())
@@ -271,14 +262,14 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         """Draw from the user's generator what torch's own loader draws from it before the sampler does."""
         return int(torch.empty((), dtype=torch.int64).random_(generator=self._user_generator))
 
-    def _count_batch(self, source: DealtOrder | ShardedIterable | None, start: int, number: int) -> None:
+    def _count_batch(self, start: int, number: int) -> None:
         """Note how many entries the batch of a number has, and how many are padding."""
-        if not isinstance(source, DealtOrder):
+        if self._order is None:
             self._num_in_batch, self._num_padded = None, 0
             return
         per_rank = self.batch_size or 1
         before, after = (number - 1) * per_rank, number * per_rank
-        shares = source.shares(start)
+        shares = self._order.shares(start)
         total, real = (after, after) if shares is None else shares
         self._num_in_batch = None if self.batch_size is None else min(after, total) - before
         self._num_padded = max(min(after, total) - max(real, before), 0)
@@ -296,7 +287,7 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             raise ConfigError(msg)
         if not self._num_padded:
             return values
-        return values[:0] if self.deals_batches else values[: len(values) - self._num_padded]
+        return values[:0] if self.splits_batches else values[: len(values) - self._num_padded]
 
 
 def _packed(state: torch.Tensor) -> str:

@@ -52,7 +52,7 @@ def gather_for_metrics(booster: Booster, values: Any, dataloader: DataLoader[Any
                 f"are repeated; got `{type(dataloader).__name__}`."
             )
             raise TypeError(msg)
-        by_rank = dataloader.deals_batches
+        by_rank = dataloader.splits_batches
         if values is not None:
             own = pytree.tree_map(lambda tensor: tensor.detach().cpu(), dataloader.without_padding(values))
     return _joined(own, lambda tensors: _merge(tensors, by_rank=by_rank), "gather_for_metrics", booster)
@@ -134,7 +134,7 @@ def _check_alike(tensors: list[torch.Tensor], shape: Callable[[torch.Tensor], to
 
 
 def _merge(tensors: list[torch.Tensor], *, by_rank: bool) -> torch.Tensor:
-    """Join ranks' values: sample by sample in turn, as they were dealt, or one rank's batch after the other."""
+    """Join ranks' values: sample by sample in turn, as they were split, or one rank's batch after the other."""
     _check_alike(tensors, lambda tensor: tensor.shape[1:])
     joined = torch.cat(tensors)
     if by_rank:

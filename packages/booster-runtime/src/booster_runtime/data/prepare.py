@@ -5,17 +5,15 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from booster_core.errors import ConfigError
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
-from booster_runtime.data.sampler import ShardedSampler
+from booster_runtime.data.order import ShardedSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.utils.data import Dataset
+    from torch.utils.data import DataLoader, Dataset
 
 
 def prepare_dataloader(
@@ -50,7 +48,7 @@ def prepare_dataloader(
         if kwargs.get(name) is not None:
             msg = (
                 f"`{name}` can't be passed here, where samples are split between ranks. Pass a `DataLoader` with it to "
-                "`boost`, which deals what it draws to ranks, or use `distributed_sampler_cls`."
+                "`boost`, which splits what it draws between ranks, or use `distributed_sampler_cls`."
             )
             raise ConfigError(msg)
     check_whole(dataset)
@@ -77,25 +75,23 @@ def prepare_dataloader(
         make_sampler: Any = distributed_sampler_cls
         sampler = make_sampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
         return DistributedDataLoader(dataset, sampler=sampler, **settings)
-    return deal_dataset(dataset, shuffle=shuffle, **settings)
+    return shard_dataset(dataset, shuffle=shuffle, **settings)
 
 
-def deal_dataset(
+def shard_dataset(
     dataset: Dataset[Any],
     *,
-    make: Callable[..., DataLoader[Any]] = DistributedDataLoader,
     shuffle: bool,
     rank: int,
     world_size: int,
     seed: int,
     drop_last: bool,
     **settings: Any,
-) -> DataLoader[Any]:
-    """Return a loader that deals out a data set, in its own order or shuffled by the seed.
+) -> DistributedDataLoader:
+    """Return a loader that splits a data set between ranks, in its own order or shuffled by the seed.
 
     Args:
         dataset: The data set.
-        make: Makes the loader, with the arguments of `DistributedDataLoader`.
         shuffle: Draw a new order each epoch.
         rank: Index of this rank among the ranks that see different samples.
         world_size: Number of these ranks.
@@ -112,4 +108,4 @@ def deal_dataset(
     else:
         num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
         sampler = ShardedSampler(num_samples, shuffle=shuffle, seed=seed, drop_last=drop_last, **place)
-    return make(dataset, sampler=sampler, seed=seed, drop_last=drop_last, **place, **settings)
+    return DistributedDataLoader(dataset, sampler=sampler, seed=seed, drop_last=drop_last, **place, **settings)

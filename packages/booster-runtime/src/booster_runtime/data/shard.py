@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import ConfigError
 from booster_core.plugin import as_tuple, like
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
-from booster_runtime.data.loader_classes import iterates_itself, maker_like
-from booster_runtime.data.pass_watch import watch_passes
-from booster_runtime.data.prepare import deal_dataset
-from booster_runtime.data.user_order import UserOrder
+from booster_runtime.data.order import UserOrder
+from booster_runtime.data.prepare import shard_dataset
+from booster_runtime.data.watches import watch_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +36,9 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
 
     A plain loader would show every rank the same samples. Its batch size counts samples per rank from here on. The
     order is that of ``torch.utils.data.DistributedSampler`` where the loader shuffles or does not, and what its sampler
-    draws where that is the user's, or has a generator. Batches of a batch sampler are dealt whole, one to each rank in
-    turn; where some ranks would have none at the end, they get batches of the epoch's start again.
+    draws where that is the user's, or has a generator. Each batch of a batch sampler goes to one rank, in turn; where
+    some ranks would have none at the end, they get batches of the epoch's start again. The loader keeps its class and
+    attributes; one rank keeps a loader that can't be split.
 
     Args:
         loader: The user's loader.
@@ -46,8 +47,8 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
         seed: Seed of the order; equal on all ranks.
 
     Raises:
-        ConfigError: If the loader can't be split: its class iterates in a way of its own, or batches may come in
-            another order than they were asked for.
+        ConfigError: If the loader can't be split: its class has its own ``__iter__``, or something else that a split
+            loader needs, or batches may come in another order than they were asked for.
 
     Collective: none.
     """
@@ -55,9 +56,10 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
     samplers = (loader.sampler, getattr(batch_sampler, "sampler", None))
     if isinstance(loader, DistributedDataLoader) or any(isinstance(each, DistributedSampler) for each in samplers):
         return loader
-    if world_size == 1 and iterates_itself(loader):
-        return loader
-    make = maker_like(loader)
+    if own := _own_methods(type(loader)):
+        if world_size == 1:
+            return loader
+        _refuse_class(type(loader), own)
     if not loader.in_order:
         msg = "`in_order=False` of the data loader leaves open which samples a batch has. Leave it out."
         raise ConfigError(msg)
@@ -78,13 +80,48 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed}
     if loader.batch_size is None and batch_sampler is not None:
         order = UserOrder(batch_sampler, drop_last=getattr(batch_sampler, "drop_last", False) is True, **place)
-        return make(loader.dataset, batch_sampler=order, **settings)
+        return _like(loader, DistributedDataLoader(loader.dataset, batch_sampler=order, **settings))
     settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     shuffles = _is_plain_shuffle(loader)
     if isinstance(loader.dataset, IterableDataset) or type(loader.sampler) is SequentialSampler or shuffles:
-        return deal_dataset(loader.dataset, make=make, shuffle=shuffles, **settings)
+        return _like(loader, shard_dataset(loader.dataset, shuffle=shuffles, **settings))
     order = UserOrder(loader.sampler, drop_last=loader.drop_last, **place)
-    return make(loader.dataset, sampler=order, **settings)
+    return _like(loader, DistributedDataLoader(loader.dataset, sampler=order, **settings))
+
+
+def _own_methods(kind: type[DataLoader[Any]]) -> list[str]:
+    """Return which of the methods that a split loader needs a loader's class has its own of."""
+    needed = ("__iter__", "_get_iterator", *vars(GlobalPosition), *vars(DistributedDataLoader))
+    return [
+        name
+        for name in dict.fromkeys(needed)
+        if (name == "__iter__" or not name.startswith(("__", "_abc")))
+        and name != "set_epoch"  # which is called too
+        and getattr(kind, name, None) is not getattr(DataLoader, name, None)
+    ]
+
+
+def _refuse_class(kind: type[DataLoader[Any]], own: Sequence[str]) -> NoReturn:
+    has_position = " That one has a `state_dict`, which resumes at any sample." if "state_dict" in own else ""
+    msg = (
+        f"The data loader is a `{kind.__name__}`, whose own {', '.join(f'`{name}`' for name in own)} may not follow "
+        "the split of samples between ranks. Pass a plain `DataLoader`, and wrap the loader that `boost` returns, by a "
+        f"generator or a class with an `__iter__`.{has_position} Or let this one split samples by rank itself: with a "
+        "`torch.utils.data.DistributedSampler`, or leave it out of `boost`."
+    )
+    raise ConfigError(msg)
+
+
+def _like(loader: DataLoader[Any], split: DistributedDataLoader) -> DistributedDataLoader:
+    """Give a split loader the user's class and attributes, where it has none of the name."""
+    kind = type(loader)
+    if kind is not DataLoader:
+        own = {name: value for name, value in vars(loader).items() if not hasattr(split, name)}
+        # A class made at run time: the user's methods and `isinstance` are to work, and a split loader's come first.
+        described = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        split.__class__ = type(kind.__name__, (DistributedDataLoader, kind), described)
+        vars(split).update(own)
+    return split
 
 
 def shard_dataloader(
