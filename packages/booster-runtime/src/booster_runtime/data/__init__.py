@@ -12,13 +12,12 @@ from booster_runtime.data.containers import (
     with_fields,
 )
 from booster_runtime.data.loader import DistributedDataLoader
-from booster_runtime.data.shard import deal_dataloader, shard_dataloader
+from booster_runtime.data.shard import shard_dataloader, split_and_agree
 from booster_runtime.data.watches import show_first_batch
 
 __all__ = [
     "DistributedDataLoader",
     "call_with",
-    "deal_dataloader",
     "fields_of",
     "hidden_tensors",
     "hides_tensors",
@@ -28,6 +27,7 @@ __all__ = [
     "num_samples",
     "shard_dataloader",
     "show_first_batch",
+    "split_and_agree",
     "taken_by",
     "tensors_of",
     "with_fields",

@@ -47,8 +47,6 @@ def taken_by(model: nn.Module, batch: Any) -> Any:
         model: The user's model.
         batch: Of a mapping, entries whose names are not among the arguments are left out. Of a list or tuple, such as
             ``inputs, targets``, those beyond the arguments are.
-
-    Collective: none.
     """
     if not isinstance(batch, (Mapping, list, tuple)):
         return batch
@@ -73,8 +71,6 @@ def check_targets(model: nn.Module, batch: Any) -> None:
 
     Raises:
         ConfigError: If further entries may be optional arguments.
-
-    Collective: none.
     """
     if not isinstance(batch, (list, tuple)):
         return
@@ -100,8 +96,6 @@ def num_samples(batch: Any) -> int:
 
     Raises:
         ConfigError: If it has no tensors, or they are of different lengths.
-
-    Collective: none.
     """
     shapes = {
         path: tuple(leaf.shape)
@@ -150,8 +144,6 @@ def named_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
 
     Activation checkpointing and the compiler do so.
-
-    Collective: none.
     """
     module = compiled_module(module) or module
     kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}

@@ -19,20 +19,14 @@ if TYPE_CHECKING:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass's instance by name; ``None`` for anything else.
-
-    Collective: none.
-    """
+    """Return the fields of a dataclass's instance by name; ``None`` for anything else."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
 
 
 def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass's instance with other fields; it may be frozen.
-
-    Collective: none.
-    """
+    """Return a copy of a dataclass's instance with other fields; it may be frozen."""
     copied = copy.copy(value)
     for name, each in fields.items():
         object.__setattr__(copied, name, each)
@@ -40,10 +34,7 @@ def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def leaves_by_path(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """Return what torch's pytree finds in a nest of containers, each with its path, and what to put it together with.
-
-    Collective: none.
-    """
+    """Return what torch's pytree finds in a nest of containers, each with its path, and what to put it together with."""
     try:
         leaves, form = pytree.tree_flatten_with_path(value)
     except ValueError:  # a class that is registered without names for its parts, as diffusers' outputs are
@@ -56,8 +47,6 @@ def tensors_of(value: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors in a nest of containers and dataclasses, each with its path.
 
     An object of another class is opened where it is all there is.
-
-    Collective: none.
     """
     found = []
     for where, leaf in leaves_by_path(value)[0]:
@@ -74,19 +63,13 @@ def tensors_of(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def hidden_tensors(value: Any) -> list[Tensor]:
-    """Return those tensors of `tensors_of` that torch does not see, as its pytree does not open what they are in.
-
-    Collective: none.
-    """
+    """Return those tensors of `tensors_of` that torch does not see, as its pytree does not open what they are in."""
     seen = {id(leaf) for leaf in pytree.tree_leaves(value)}
     return [tensor for _, tensor in tensors_of(value) if id(tensor) not in seen]
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Return whether something that pytree takes for a leaf holds tensors.
-
-    Collective: none.
-    """
+    """Return whether something that pytree takes for a leaf holds tensors."""
     if isinstance(leaf, torch.Tensor):
         return False
     fields = fields_of(leaf) or getattr(leaf, "__dict__", {})

@@ -143,8 +143,6 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         Raises:
             TypeError: If a value is no tensor.
             ConfigError: If a tensor has not one value per sample.
-
-        Collective: none.
         """
         return pytree.tree_map(self._real_part, values)
 

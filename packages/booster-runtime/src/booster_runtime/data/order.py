@@ -30,10 +30,7 @@ _BLOCK = 1024
 
 
 def wrap_seed(seed: int) -> int:
-    """Return a seed in the range that torch's generators take: as `torch.manual_seed` does, modulo 2**64.
-
-    Collective: none.
-    """
+    """Return a seed in the range that torch's generators take: as `torch.manual_seed` does, modulo 2**64."""
     return seed % 2**64
 
 

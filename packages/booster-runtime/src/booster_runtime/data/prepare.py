@@ -34,8 +34,6 @@ def prepare_dataloader(
 
     Arguments and errors are those of `booster_core.Plugin.prepare_dataloader`; ``rank`` and ``world_size`` count the
     ranks that see different samples.
-
-    Collective: none.
     """
     if batch_size is None or batch_size < 1:
         msg = f"`batch_size={batch_size}` must be at least 1: it is the number of samples per rank and step."
@@ -98,8 +96,6 @@ def shard_dataset(
         seed: Seed of the order and of the workers.
         drop_last: Leave out an incomplete batch or group.
         **settings: Further arguments of ``DataLoader``.
-
-    Collective: none.
     """
     place: dict[str, Any] = {"rank": rank, "world_size": world_size}
     sampler: Sampler[int] | None = None

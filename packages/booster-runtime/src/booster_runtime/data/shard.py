@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
 
 _REMEDY = (
-    "Samples can't be dealt to ranks: some would be seen twice, others never, or a rank would wait for batches that "
+    "Samples can't be split between ranks: some would be seen twice, others never, or a rank would wait for batches that "
     "others don't have. Pass the whole data set, and a sampler that draws alike on every rank, its random numbers "
     "seeded alike. Where the script splits samples by rank itself, leave that out, or leave the loader out of `boost`, "
     "or make its sampler a `torch.utils.data.DistributedSampler`."
@@ -49,8 +49,6 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
     Raises:
         ConfigError: If the loader can't be split: its class has its own ``__iter__``, or something else that a split
             loader needs, or batches may come in another order than they were asked for.
-
-    Collective: none.
     """
     batch_sampler = loader.batch_sampler
     samplers = (loader.sampler, getattr(batch_sampler, "sampler", None))
@@ -141,14 +139,14 @@ def shard_dataloader(
 
     Collective: every rank of the world.
     """
-    made = [deal_dataloader(each, plugin, context.coordinator) for each in as_tuple(loader)]
+    made = [split_and_agree(each, plugin, context.coordinator) for each in as_tuple(loader)]
     for each in made:
         if isinstance(each, DistributedDataLoader) and context.device_placement:
             each.device = context.device
     return like(loader, made)
 
 
-def deal_dataloader(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:
+def split_and_agree(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> DataLoader[Any]:
     """Split a user's loader between data parallel ranks, and check that all ranks have the same samples in one order.
 
     Args:

@@ -80,8 +80,6 @@ def show_first_batch(batches: Iterator[Any], model: nn.Module) -> Iterator[Any]:
     Args:
         batches: Yields batches to train on, of which the model's forward gets parts only, or none on this rank.
         model: The boosted model.
-
-    Collective: none.
     """
     for hook in model._forward_pre_hooks.values():  # noqa: SLF001 - no public name
         if isinstance(hook, FirstBatch):
@@ -166,8 +164,6 @@ def digest_of(batch: Any) -> str:
 
     Args:
         batch: Tensors in any nest of dicts, lists and tuples; what is no tensor is not looked at.
-
-    Collective: none.
     """
     seen = []
     for leaf in pytree.tree_leaves(batch):
@@ -203,8 +199,6 @@ class PassWatch:
 
         Raises:
             ConfigError: If all ranks are in a pass, and some follow another epoch.
-
-        Collective: none.
         """
         if number < _COUNTED_AT or not _is_turn(number):
             return

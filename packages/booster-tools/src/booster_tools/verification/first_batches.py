@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
-from booster_runtime.data import DistributedDataLoader, deal_dataloader
+from booster_runtime.data import DistributedDataLoader, split_and_agree
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -39,13 +39,13 @@ def first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoor
     """
     with coordinator.together("verify_objects"):
         copied = copy_of(loader)
-    dealt = deal_dataloader(copied, plugin, coordinator)
+    split = split_and_agree(copied, plugin, coordinator)
     index, size = plugin.data_parallel_coordinates(coordinator)
     with coordinator.together("verify_objects"):
-        if isinstance(dealt, DistributedDataLoader):
-            dealt.on_batch = None
+        if isinstance(split, DistributedDataLoader):
+            split.on_batch = None
         try:
-            batch = next(iter(dealt))
+            batch = next(iter(split))
         except StopIteration:
             msg = "`verify_objects` trains on the data loader's first batch, and the loader has none."
             raise ConfigError(msg) from None

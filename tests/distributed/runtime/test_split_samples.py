@@ -161,7 +161,7 @@ def boost_with(sampler_class):
 
 @pytest.mark.parametrize("sampler_class", [KnowsItsRank, SeededByRank])
 def test_orders_that_differ_between_ranks_are_refused_on_every_rank(sampler_class):
-    match = r"disagree about `order of the data loader's sampler`: .* on rank 0, .* on rank 1.*dealt to ranks"
+    match = r"disagree about `order of the data loader's sampler`: .* on rank 0, .* on rank 1.*split between ranks"
     expect_on_ranks(ConfigError, match, boost_with, 2, sampler_class)
 
 
