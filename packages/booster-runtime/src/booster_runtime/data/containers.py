@@ -34,7 +34,7 @@ def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def leaves_by_path(value: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """Return what torch's pytree finds in a nest of containers, each with its path, and what to put it together with."""
+    """Return what torch's pytree finds in nested containers, each with its path, and what to put it together with."""
     try:
         leaves, form = pytree.tree_flatten_with_path(value)
     except ValueError:  # a class that is registered without names for its parts, as diffusers' outputs are

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
 
 _REMEDY = (
-    "Samples can't be split between ranks: some would be seen twice, others never, or a rank would wait for batches that "
-    "others don't have. Pass the whole data set, and a sampler that draws alike on every rank, its random numbers "
+    "Samples can't be split between ranks: some would be seen twice, others never, or a rank would wait for batches "
+    "that others don't have. Pass the whole data set, and a sampler that draws alike on every rank, its random numbers "
     "seeded alike. Where the script splits samples by rank itself, leave that out, or leave the loader out of `boost`, "
     "or make its sampler a `torch.utils.data.DistributedSampler`."
 )
