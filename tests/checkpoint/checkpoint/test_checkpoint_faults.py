@@ -14,10 +14,30 @@ from engine_calls import EngineCalls
 from torch import nn
 
 from booster_checkpoint.save import writer
+from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.mutants import ReferencePlugin
+
+
+class Keeps(torch.optim.lr_scheduler.ConstantLR):
+    """Has something in its state that has no JSON form, on rank 1."""
+
+    def state_dict(self):
+        return {**super().state_dict(), **({"own": object()} if DistCoordinator().rank else {})}
+
+
+def save_scheduler(folder):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Booster("cpu", plugin=ReferencePlugin()).save_lr_scheduler(Keeps(optimizer), folder / "scheduler.json")
+
+
+def test_a_scheduler_that_one_rank_cannot_write_raises_on_every_rank(tmp_path):
+    expect_on_ranks(CheckpointError, "own", save_scheduler, 2, tmp_path, timeout_seconds=30)
+    assert not list(tmp_path.iterdir())
 
 
 def make(seed=0, width=16):

@@ -102,8 +102,8 @@ class CheckpointEngine(CheckpointIO):
 
     def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
         path = self._path_of(request)
-        text = json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"
-        texts = {path.name: text}
+        with self._session.together(request.call, path):
+            texts = {path.name: json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"}
         self._saver.save(request.call, path.parent, [], texts=texts, check=lambda: _check_is_no_folder(path))
 
     def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
