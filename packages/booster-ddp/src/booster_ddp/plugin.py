@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -221,7 +221,7 @@ class TorchDDPPlugin(Strategy):
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
-        return asdict(self.config)
+        return {field.name: getattr(self.config, field.name) for field in fields(self.config)}
 
     def _wrap(
         self,
