@@ -340,7 +340,12 @@ def different_formats():
 
 
 def test_ranks_with_models_of_different_formats_raise():
-    expect_on_ranks(ConfigError, "`precision`: 'fp32' on rank 0, 'bf16' on rank 1", different_formats, 2)
+    expect_on_ranks(
+        ConfigError,
+        "`precision.compute_dtype`: torch.float32 on rank 0, torch.bfloat16 on rank 1",
+        different_formats,
+        2,
+    )
 
 
 def test_an_explicit_policy_leaves_each_parameter_as_it_is():

@@ -14,12 +14,12 @@ def scripted(module):
     return torch.jit.script(module)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_scripted_modules_without_parameters_are_taken():
     check_modules(nn.Sequential(nn.Linear(2, 2), scripted(nn.ReLU())))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("index", [0, 1])
 def test_scripted_modules_with_parameters_are_named(index):
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
