@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 
 from booster_checkpoint.save.writer import as_checkpoint_error
-from booster_core.ranks import digest, this_host
+from booster_core.ranks import this_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ _Key = tuple[bytes, int]
 
 
 def _key_of(content: bytes) -> _Key:
-    return digest(content), len(content)
+    return bytes(xxhash.xxh3_128_digest(content)), len(content)
 
 
 def places_in_message(keys: Sequence[Sequence[_Key]]) -> dict[_Key, tuple[int, int]]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 from booster_checkpoint.files.layout import TensorSpec
 from booster_core.errors import CheckpointError, shorten
-from booster_core.ranks import digest
 from booster_core.state import natural_order
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ class OwnedTensors:
 
     def digests(self) -> tuple[bytes, bytes]:
         """Return a digest of the tensors, and one of what this rank owns of each."""
-        return digest("\n".join(self.lines)), digest(repr(self.numels))
+        return _digest("\n".join(self.lines)), _digest(repr(self.numels))
+
+
+def _digest(text: str) -> bytes:
+    return bytes(xxhash.xxh3_128_digest(text.encode()))
 
 
 _Told = tuple[bytes, bytes, bytes]
@@ -106,7 +110,7 @@ class SpecTables:
         Collective: every rank.
         """
         # What follows is computed from the same values on every rank, and so raises on all of them or on none.
-        together = digest(repr([(tensors, numels) for tensors, numels, _ in told]))
+        together = _digest(repr([(tensors, numels) for tensors, numels, _ in told]))
         if any(known != together for _, _, known in told):
             is_alike = len({tensors for tensors, _, _ in told}) == 1
             lines = owned.lines if is_alike else self._session.union(owned.lines, group)
