@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from mapped_memory import mapped_bytes
 from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, OffloadError
-from booster_runtime.memory.mapped import mapped_bytes
 from booster_testing import close_ranks, expect_on_ranks, peak_memory, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 

@@ -4,13 +4,13 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from mapped_memory import mapped_bytes
 from matrix import matrix
 from simulated_device import run_on_devices
 from torch import nn
 
 from booster_core import Booster
 from booster_runtime import collectives
-from booster_runtime.memory.mapped import mapped_bytes
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH, DEPTH = 64, 8

@@ -196,6 +196,18 @@ def bytes_moved() -> tuple[int, int]:
     return ops.bytes_to_device(), ops.bytes_to_host()
 
 
+def max_memory_active() -> int:
+    """Return the most bytes that could not be used for anything else, since the peak was reset.
+
+    Beside allocated memory, that is memory which is freed, but was named to another stream by ``record_stream``: it is
+    not used again before the host has seen that stream come as far, which the host that runs ahead sees late.
+    """
+    import torch
+
+    ops: Any = torch.ops.simulated_device
+    return ops.max_memory_active()
+
+
 @dataclass(frozen=True)
 class Rates:
     """What the device does per second: operations of matrix products, bytes of its memory, and of each link."""

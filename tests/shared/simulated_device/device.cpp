@@ -499,6 +499,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY(simulated_device, m) {
   m.def("memory_allocated() -> int", []() -> int64_t { return accounts().allocated(); });
   m.def("max_memory_allocated() -> int", []() -> int64_t { return accounts().peak(); });
+  m.def("max_memory_active() -> int", []() -> int64_t { return accounts().peak_active(); });
   m.def("reset_peak_memory_stats() -> ()", []() { accounts().reset_peak(); });
   m.def("synchronize() -> ()", []() { c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).synchronizeDevice(0); });
   m.def("limit() -> int", []() -> int64_t { return accounts().limit(); });

@@ -24,10 +24,17 @@ class Accounts {
         " bytes are in use, the limit is ", limit_, " bytes");
     allocated_ += num_bytes;
     peak_ = std::max(peak_, allocated_);
+    peak_active_ = std::max(peak_active_, allocated_ + held());
   }
   void give_back(int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     allocated_ -= num_bytes;
+  }
+  // Memory that `record_stream` named is freed, but is not used again before the host has seen that those streams have
+  // come as far as its free; a host that runs ahead sees it late.
+  void hold(int64_t num_bytes, Clock until) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.push_back({num_bytes, std::move(until)});
   }
   void count_copy(const Tensor& from, const Tensor& to) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -41,6 +48,7 @@ class Accounts {
   void reset_peak() {
     std::lock_guard<std::mutex> lock(mutex_);
     peak_ = allocated_;
+    peak_active_ = allocated_ + held();
   }
   void set_limit(int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -48,17 +56,31 @@ class Accounts {
   }
   int64_t allocated() { return read(allocated_); }
   int64_t peak() { return read(peak_); }
+  int64_t peak_active() { return read(peak_active_); }
   int64_t limit() { return read(limit_); }
   int64_t to_device() { return read(to_device_); }
   int64_t to_host() { return read(to_host_); }
 
  private:
+  struct Held {
+    int64_t num_bytes;
+    Clock until;
+  };
+  int64_t held() {
+    int64_t sum = 0;
+    held_.erase(
+        std::remove_if(held_.begin(), held_.end(), [](const Held& each) { return order().host_knows(each.until); }),
+        held_.end());
+    for (const auto& each : held_) sum += each.num_bytes;
+    return sum;
+  }
   int64_t read(const int64_t& value) {
     std::lock_guard<std::mutex> lock(mutex_);
     return value;
   }
   std::mutex mutex_;
-  int64_t allocated_ = 0, peak_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
+  int64_t allocated_ = 0, peak_ = 0, peak_active_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
+  std::vector<Held> held_;
 };
 
 Accounts& accounts() {
@@ -82,6 +104,9 @@ void release(void* context) {
   forget_pending(block);
   order().release(block->history);
   accounts().give_back(block->num_bytes);
+  Clock until;
+  for (StreamId stream : block->history.recorded) until[stream] = order().clock_of(stream)[stream];
+  if (!until.empty()) accounts().hold(block->num_bytes, std::move(until));
   if (block->own != nullptr) c10::free_cpu(block->own);
   delete block;
 }

@@ -6,6 +6,7 @@
 // torch's CUDA sanitizer.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -154,6 +155,11 @@ class Order {
   bool host_knows(StreamId stream, int64_t time) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     return time_of(host_, stream) >= time;
+  }
+  bool host_knows(const Clock& clock) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return std::all_of(
+        clock.begin(), clock.end(), [&](const auto& each) { return time_of(host_, each.first) >= each.second; });
   }
 
  private:

@@ -3,9 +3,10 @@ import os
 
 import pytest
 import torch
+from mapped_memory import mapped_bytes
 
 from booster_core.errors import ConfigError, OffloadError
-from booster_runtime.memory.mapped import MappedFolder, mapped_bytes
+from booster_runtime.memory import MappedFolder
 from booster_testing import peak_memory
 
 

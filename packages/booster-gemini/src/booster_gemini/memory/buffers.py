@@ -14,7 +14,7 @@ from booster_zero.engine import is_free
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from booster_runtime.memory import Lane
+    from booster_runtime.memory import CopyStream
 
 
 class Buffers:
@@ -24,8 +24,8 @@ class Buffers:
         device: Whose memory it is.
         budget_bytes: What may be taken at once; ``None`` for no limit.
         pins: Allocate page-locked memory, from which an accelerator copies by itself.
-        lane: What fills a device's buffers. Memory that is given back is used again in this lane, after what the lane
-            has been told to wait for, so that nothing else waits for those who leave.
+        copy_stream: What fills a device's buffers. Memory that is given back is used again in this stream, after
+            what it has been told to wait for, so that nothing else waits for those who leave.
 
     Attributes:
         pins: As given.
@@ -34,14 +34,19 @@ class Buffers:
     """
 
     def __init__(
-        self, device: torch.device, budget_bytes: int | None = None, *, pins: bool = False, lane: Lane | None = None
+        self,
+        device: torch.device,
+        budget_bytes: int | None = None,
+        *,
+        pins: bool = False,
+        copy_stream: CopyStream | None = None,
     ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
         self.used_bytes = self.peak_bytes = 0
         self._wanted_bytes = self._step_bytes = 0
         self.pins = pins
-        self._lane = lane
+        self._copy_stream = copy_stream
         self._idle: list[Tensor] = []
 
     def has(self, num_bytes: int) -> bool:
@@ -63,7 +68,7 @@ class Buffers:
         """Return a buffer with arbitrary values: 1-D uint8, of whole sectors of a disk on the host."""
         self.count(num_bytes)
         if self.device.type != "cpu":
-            with contextlib.nullcontext() if self._lane is None else self._lane.inside():
+            with contextlib.nullcontext() if self._copy_stream is None else self._copy_stream.own_order():
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         length = aligned(num_bytes)
         for position, buffer in enumerate(self._idle):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_runtime.memory import Lane
+from booster_runtime.memory import CopyStream
 from booster_zero.engine import is_free
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Ferry:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.up = Lane(device)
-        self.down = Lane(device)
+        self.up = CopyStream(device)
+        self.down = CopyStream(device)
 
     def bring(self, target: Tensor, source: Tensor | None) -> torch.Event | None:
         """Start filling a buffer of the device.
@@ -44,9 +44,9 @@ class Ferry:
             An event after which the buffer can be read and written; whoever does so lets his stream wait for it.
         """
         if source is not None:
-            with self.up.inside():
+            with self.up.own_order():
                 target.copy_(source, non_blocking=True)
-        return self.up.mark()
+        return self.up.record()
 
     def send(self, target: Tensor, source: Tensor, ready: torch.Event | None) -> torch.Event | None:
         """Start copying a buffer of the device to the host, after what has been computed so far.
@@ -60,15 +60,15 @@ class Ferry:
             An event after which the host can read the copy.
         """
         self.down.wait(ready)
-        with self.down.entered():
+        with self.down.after_compute():
             target.copy_(source, non_blocking=True)
-            sent = self.down.mark()
+            sent = self.down.record()
         self.up.wait(sent)
         return sent
 
     def leave(self, buffer: Tensor) -> None:
         """Let a buffer be freed, of which everything that has been started so far may read."""
-        self.up.follow()
+        self.up.wait_for_compute()
         if not is_free(buffer):  # others have views of it, and free it later than this
             buffer.record_stream(torch.accelerator.current_stream(self._device))
 

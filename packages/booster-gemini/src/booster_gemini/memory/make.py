@@ -115,7 +115,7 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
     policy = _policy(config, context)
     pins = config.pin_memory and device.type != "cpu"
     ferry = None if device.type == "cpu" else Ferry(device)
-    rooms = [Buffers(device, budget, lane=None if ferry is None else ferry.up)]
+    rooms = [Buffers(device, budget, copy_stream=None if ferry is None else ferry.up)]
     if device.type != "cpu":
         host_budget = config.host_budget_bytes
         if config.offload_dir is not None and host_budget is None:

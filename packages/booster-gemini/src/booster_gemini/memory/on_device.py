@@ -61,9 +61,9 @@ class DeviceHome(TieredHome):
         if not self._is_on_device(block):
             yield
             return
-        with self._up.entered():
+        with self._up.after_compute():
             yield
-            block.ready = self._up.mark()
+            block.ready = self._up.record()
 
     def use_below(self, key: Key) -> Tensor | None:
         """Begin a use of a block on the host; see `Home.use_below`."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from booster_runtime.activations.checkpointing import (
     disable_activation_checkpointing,
+    disable_activation_offload,
     enable_activation_checkpointing,
+    enable_activation_offload,
 )
-from booster_runtime.activations.offload import disable_activation_offload, enable_activation_offload
 
 __all__ = [
     "disable_activation_checkpointing",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from booster_runtime.memory.blocks import block_bytes, host_stands_for_device
-from booster_runtime.memory.folder import OffloadFolder
-from booster_runtime.memory.lane import Lane
-from booster_runtime.memory.mapped import MappedFolder
-from booster_runtime.memory.pages import ALIGNMENT, aligned, aligned_buffer, zeros_in_pages
+from booster_runtime.memory.copy_stream import CopyStream
+from booster_runtime.memory.host_memory import (
+    ALIGNMENT,
+    MappedFolder,
+    OffloadFolder,
+    aligned,
+    aligned_buffer,
+    zeros_in_pages,
+)
 
 __all__ = [
     "ALIGNMENT",
-    "Lane",
+    "CopyStream",
     "MappedFolder",
     "OffloadFolder",
     "aligned",

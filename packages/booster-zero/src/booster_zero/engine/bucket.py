@@ -19,7 +19,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
-from booster_runtime.memory import Lane
+from booster_runtime.memory import CopyStream
 from booster_zero.engine.home import Role, zeros_in_memory
 from booster_zero.engine.outgoing import Outgoing
 from booster_zero.engine.shard import Shard
@@ -93,7 +93,7 @@ class Bucket(Shard):
             own = zeros_in_memory(high - low, format.working, format.device, format.device)
         members = [parameters[slot.index] for slot in plan.slots]
         super().__init__(plan, members, format, ranks, home=home, own=own)
-        self.lane = Lane(format.device) if format.home != format.device else None
+        self.copy_stream = CopyStream(format.device) if format.home != format.device else None
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
         self.pins = 0
         self._pool = pool
@@ -282,7 +282,7 @@ class Bucket(Shard):
             self.round_values()
             return Pending()
         bounds, group = self.plan.bounds, self.ranks.shard_group
-        if self.lane is None:
+        if self.copy_stream is None:
             self.round_values()
             if self.ranks.shard_size == 1:
                 return Pending()
@@ -290,9 +290,9 @@ class Bucket(Shard):
         values = self.values
         if values.dtype != self.own.dtype:
             values = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device).copy_(values)
-        with self.lane.entered():
+        with self.copy_stream.after_compute():
             self.own.copy_(values, non_blocking=True)
-            copied = self.lane.mark()
+            copied = self.copy_stream.record()
             gathered = collectives.all_gather(self.whole, bounds, group)
 
         def finish() -> None:
@@ -438,15 +438,15 @@ class Bucket(Shard):
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         source = self._outgoing.joined(self.plan.slots, gradients)
-        if self.lane is None:
+        if self.copy_stream is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
         landing = target if is_first else zeros_in_memory(target.numel(), target.dtype, target.device, source.device)
-        with self.lane.entered():
+        with self.copy_stream.after_compute():
             staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
             collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
             landing.copy_(staged, non_blocking=True)
-            arrived = self.lane.mark()
+            arrived = self.copy_stream.record()
 
         def add_up() -> None:
             if arrived is not None:

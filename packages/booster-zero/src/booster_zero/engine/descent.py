@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_runtime.memory import Lane
+from booster_runtime.memory import CopyStream
 from booster_zero.engine.home import Role
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class EarlyGradient:
     """
 
     def __init__(self, gradient: Tensor, *, pins: bool) -> None:
-        lane = Lane(gradient.device)
-        with lane.entered():
+        copy_stream = CopyStream(gradient.device)
+        with copy_stream.after_compute():
             self.copy = _sent(gradient, pins=pins)
-            self.arrived = lane.mark()
-        lane.uses(gradient)
+            self.arrived = copy_stream.record()
+        copy_stream.keep(gradient)
         self._gradient, self._version = gradient, gradient._version  # noqa: SLF001 - as autograd does
 
     def precede(self) -> None:
@@ -60,13 +60,13 @@ class Descent:
         self._use = contextlib.ExitStack()
         self.own = shard.use_own_below(self._use)
         self._use.enter_context(shard.in_use(*self.roles, Role.GRAD, changes=False))
-        lane, pins = Lane(shard.format.device), shard.home.pins
+        copy_stream, pins = CopyStream(shard.format.device), shard.home.pins
         self._early = early
-        with lane.entered():
+        with copy_stream.after_compute():
             self.gradient = _sent(shard.gradient, pins=pins) if early is None and shard.has_gradient else None
             is_copied = self.own is None and not shard.format.has_copy
             self.values = _sent(shard.own, pins=pins) if is_copied else None
-            self._arrived = lane.mark()
+            self._arrived = copy_stream.record()
         if early is not None:
             self.gradient = early.copy
 

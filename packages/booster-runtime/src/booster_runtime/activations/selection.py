@@ -20,7 +20,7 @@ Choice: TypeAlias = "str | type[nn.Module] | nn.Module | Callable[[str, nn.Modul
 _MAX_LISTED = 20
 
 
-def chosen_modules(model: nn.Module, by: Choice, every: int, caller: str) -> dict[nn.Module, str]:
+def select_modules(model: nn.Module, by: Choice, every: int, caller: str) -> dict[nn.Module, str]:
     """Return modules with their names in the user's model, in its order.
 
     Args:
@@ -39,7 +39,7 @@ def chosen_modules(model: nn.Module, by: Choice, every: int, caller: str) -> dic
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         msg = f"`every={every!r}` is not a number of modules. Use 1 for all that are found, 2 for each second."
         raise ConfigError(msg)
-    named = names_of(model)
+    named = module_names(model)
     found = _repeated_blocks(named) if by is None else _meant(named, by)
     if not found:
         msg = f"No module of `{type(model).__name__}` is meant by `by={by!r}`. {_candidates(named)}"
@@ -47,7 +47,7 @@ def chosen_modules(model: nn.Module, by: Choice, every: int, caller: str) -> dic
     return {module: named[module] for module in [module for module in named if module in found][::every]}
 
 
-def names_of(model: nn.Module) -> dict[nn.Module, str]:
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """Return a model's modules with the first of their names in the user's model."""
     named: dict[nn.Module, str] = {}
     for name, _, module in named_modules(unwrap_model(model)):

@@ -1,0 +1,157 @@
+"""Host memory beside the C library's heap: whole pages, which files are read into directly, and a folder's files."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_core.errors import ConfigError, OffloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+ALIGNMENT = 4096
+"""Offsets, lengths and addresses of direct file I/O are multiples of this many bytes."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Return a number of bytes rounded up to what direct file I/O can move."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_buffer(num_bytes: int) -> Tensor:
+    """Return zeroed memory for direct file I/O: 1-D uint8 of whole pages, given back with its last tensor."""
+    pages = mmap.mmap(-1, aligned(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def zeros_in_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return 1-D zeros on the CPU whose memory goes back to the system when freed; a C library's heap may keep it."""
+    if not numel:
+        return torch.zeros(0, dtype=dtype)
+    num_bytes = numel * dtype.itemsize
+    return aligned_buffer(num_bytes)[:num_bytes].view(dtype)
+
+
+class OffloadFolder:
+    """A folder of this host, on a disk.
+
+    Args:
+        folder: Its path.
+        option: The option that named it, for errors.
+
+    Making one touches no file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, option: str = "folder") -> None:
+        self.folder = Path(folder)
+        self.asked = f"`{option}='{self.folder}'`"
+
+    def check_exists(self) -> None:
+        """Check that the folder is there.
+
+        Raises:
+            ConfigError: If it is not there, or is no folder.
+        """
+        if not self.folder.exists():
+            msg = f"{self.asked} does not exist on this host. Make the folder, or name another one."
+            raise ConfigError(msg)
+        if not self.folder.is_dir():
+            msg = f"{self.asked} is no folder. Name one on a disk with room for the state."
+            raise ConfigError(msg)
+
+    def not_writable(self, cause: OSError) -> ConfigError:
+        """Return the error for a folder in which no file can be made."""
+        return ConfigError(
+            f"{self.asked} can't be written to: {cause.strerror}. Change its permissions, or name another folder."
+        )
+
+    def free_bytes(self) -> int:
+        """Return what this process may still write into the folder's file system, in bytes."""
+        status = os.statvfs(self.folder)
+        return status.f_bavail * status.f_frsize
+
+    def told_free_bytes(self) -> str:
+        """Return how many bytes are free, as a clause of an error."""
+        try:
+            return f"{self.free_bytes()} are free"
+        except OSError as gone:
+            return f"the folder can't be asked: {gone.strerror}"
+
+
+class MappedFolder(OffloadFolder):
+    """A folder in whose files tensors are; one in memory (tmpfs) saves nothing.
+
+    Such a tensor is an ordinary CPU tensor to every kernel: the system moves its pages between disk and RAM as they are
+    used. They don't count as the process' own (anonymous) memory. A file has no name once it is mapped, so nothing is
+    left behind, even when the process is killed; its room is given back with the last tensor.
+    """
+
+    def check(self) -> None:
+        """Try the folder out.
+
+        Raises:
+            ConfigError: If it is not there, is no folder, or can't be written to.
+        """
+        self.check_exists()
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(b"\0")
+        except OSError as cause:
+            raise self.not_writable(cause) from cause
+
+    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous CPU tensor of zeros in a file of its own, whose room on the disk is taken at once.
+
+        Args:
+            shape: Its shape, or its number of elements.
+            dtype: Its dtype.
+
+        Raises:
+            OffloadError: If there is no room for it, or the file can't be made or mapped.
+        """
+        sizes = [shape] if isinstance(shape, int) else list(shape)
+        numel = math.prod(sizes)
+        if numel == 0:
+            return torch.zeros(sizes, dtype=dtype)
+        num_bytes = numel * dtype.itemsize
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".mapped", dir=self.folder)
+            try:
+                # Room is taken now: a page for which there is none when it is written ends the process by a signal.
+                _take_room(descriptor, num_bytes)
+                tensor = torch.from_file(name, shared=True, size=numel, dtype=dtype)
+            finally:
+                os.close(descriptor)
+                Path(name).unlink()
+        except (OSError, RuntimeError) as cause:
+            raise OffloadError(self._shortage(num_bytes, cause)) from cause
+        return tensor.view(sizes)
+
+    def _shortage(self, num_bytes: int, cause: Exception) -> str:
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        return (
+            f"A tensor in a file of {self.asked} needs {num_bytes} bytes, and {self.told_free_bytes()} ({reason}). "
+            "Make room, or name another folder."
+        )
+
+
+def _take_room(descriptor: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    else:  # macOS: zeros take room as anything does
+        block = bytes(1 << 20)
+        while num_bytes > 0:
+            num_bytes -= os.write(descriptor, block[: min(num_bytes, len(block))])
