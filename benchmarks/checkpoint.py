@@ -302,7 +302,8 @@ class Bench:
             ModelPart(self.adapter, FileNames(base=MODEL)),
             OptimizerPart(self.adapter, FileNames(base=OPTIMIZER)),
         ]
-        self.saver.save("save", self.folder / "background", parts, use_async=True)
+        self.saver.begin("save")
+        self.saver.write("save", self.folder / "background", parts, use_async=True)
 
     def save_dcp_in_background(self) -> None:
         """Save with torch in the background."""

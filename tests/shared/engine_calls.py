@@ -22,9 +22,12 @@ class EngineCalls:
         if timeout_seconds is not None:
             self.engine._session._timeout_seconds = timeout_seconds
         self.saver = self.engine._saver
-        self.write_folder = self.saver.save
         self.rank = context.coordinator.rank
         self.wait, self.close = self.engine.wait, self.engine.close
+
+    def write_folder(self, name, folder, parts, **options):
+        self.saver.begin(name)
+        return self.saver.write(name, folder, parts, **options)
 
     def save_model(self, adapter, path, *, module=None, dtype=None, **options):
         state = ModelState(adapter=adapter, module=module, dtype=dtype)

@@ -255,7 +255,7 @@ model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for inde
 adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
 used = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + 48, used + 48))
-saver.save("save", Path(sys.argv[1]), [ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)])
+saver.write("save", Path(sys.argv[1]), [ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)])
 files = list(Path(sys.argv[1]).glob("*.safetensors"))
 assert len(files) == 500, len(files)
 with torch.no_grad():

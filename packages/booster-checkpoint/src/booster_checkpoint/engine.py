@@ -104,7 +104,8 @@ class CheckpointEngine(CheckpointIO):
         path = self._path_of(request)
         with self._session.together(request.call, path):
             texts = {path.name: json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"}
-        self._saver.save(request.call, path.parent, [], texts=texts, check=lambda: _check_is_no_folder(path))
+        self._saver.begin(request.call, check=lambda: _check_is_no_folder(path))
+        self._saver.write(request.call, path.parent, [], texts=texts)
 
     def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
         path = self._begin_load(request)
@@ -163,7 +164,8 @@ class CheckpointEngine(CheckpointIO):
         path = self._path_of(request)
         if request.gather_dtensor:
             folder, check = _place(part, path, request)
-            self._saver.save(request.call, folder, [part], check=check, use_async=request.use_async)
+            self._saver.begin(request.call, check)
+            self._saver.write(request.call, folder, [part], use_async=request.use_async)
             return
         for option, is_used in ((f"prefix={request.prefix!r}", request.prefix), ("use_async=True", request.use_async)):
             if is_used:

@@ -116,7 +116,7 @@ def save_step(
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    saver.save(call, temporary, parts, use_async=request.use_async, want_checksums=True, commit=commit, home=_home)
+    saver.write(call, temporary, parts, use_async=request.use_async, want_checksums=True, commit=commit, home=_home)
 
 
 def load_step(

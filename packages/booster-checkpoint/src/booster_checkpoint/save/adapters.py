@@ -95,7 +95,8 @@ def save_adapters(
         def drop_other_form(_written: object, stale: Path = home / f"{_FILE}{other}") -> None:
             stale.unlink(missing_ok=True)  # peft reads safetensors, where both are there
 
-        saver.save(request.call, home, [part], commit=drop_other_form)
+        saver.begin(request.call)
+        saver.write(request.call, home, [part], commit=drop_other_form)
 
 
 class _AdapterView(ModelView):

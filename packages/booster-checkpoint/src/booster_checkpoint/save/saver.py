@@ -122,20 +122,19 @@ class Saver:
                 error = found
         self._session.begin(name, error)
 
-    def save(
+    def write(
         self,
         name: str,
         folder: Path,
         parts: Sequence[Part],
         *,
         texts: Mapping[str, str] | None = None,
-        check: Callable[[], None] | None = None,
         use_async: bool = False,
         want_checksums: bool = False,
         commit: Callable[[list[WrittenFile]], None] | None = None,
         home: Callable[[str], str] | None = None,
     ) -> list[WrittenFile]:
-        """Write parts and further files into a folder, and commit them together.
+        """Write parts and further files into a folder, and commit them together, after `begin`.
 
         The folder itself is not renamed; ``commit`` may do that. Files have their own names when it runs,
         synced, after every rank has written. If anything fails, on any rank, ``commit`` has not been called.
@@ -145,7 +144,6 @@ class Saver:
             folder: Where the files go; made if it does not exist.
             parts: Models and optimizers.
             texts: Further files and their content; those of all ranks are written, the lowest rank's of equal names.
-            check: As for `begin`.
             use_async: Copy all values, return, and do the rest in the background, ``commit`` too.
             want_checksums: Tell each file's blocks and their checksums in the list.
             commit: Called on rank 0 with the list of files; with ``use_async`` in a thread, where it must not use
@@ -161,7 +159,6 @@ class Saver:
 
         Collective: every rank.
         """
-        self.begin(name, check)
         held = _HeldParts(parts)
         job = Save(
             name=name,

@@ -168,7 +168,7 @@ def _write(
         (part,) = parts
         save_dcp("convert", session, part, folder)
     else:
-        Saver(session, BUCKET_BYTES, shared_filesystem=None).save("convert", folder, parts)
+        Saver(session, BUCKET_BYTES, shared_filesystem=None).write("convert", folder, parts)
 
 
 def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
