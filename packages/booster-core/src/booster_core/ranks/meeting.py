@@ -111,6 +111,13 @@ class Meeting:
             raise RankFailedError(msg) from lost
         raise MissingRanksError(_failure_message(name, self._rank, verdict, is_late=is_late))
 
+    def refuse(self, reason: str) -> None:
+        """Decide that the next meeting fails on every rank, unless all have come to it; their errors give the reason.
+
+        Collective: none; this rank does not come to the meeting.
+        """
+        self._decide(next(self._numbers), {"ok": False, "reason": reason})
+
     def _attend(
         self, number: int, own: dict[str, Any], error: Exception | None, timeout_seconds: float
     ) -> tuple[dict[str, Any], bool]:
@@ -276,6 +283,8 @@ class LongWait:
 
 def _failure_message(name: str, rank: int, verdict: dict[str, Any], *, is_late: bool) -> str:
     """Say who waited for whom, or which calls ranks made instead, and what to do."""
+    if "reason" in verdict:
+        return f"`{name}`: {verdict['reason']}"
     if "calls" in verdict:
         calls = " and ".join(f"`{call}` on rank {where}" for where, call in verdict["calls"])
         return (
