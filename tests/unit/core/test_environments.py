@@ -142,3 +142,25 @@ def test_host_and_port_that_are_passed_come_first(variables):
     assert environments.from_openmpi("head", 1234) == Environment(5, 8, 1, "head", 1234)
     variables(PMI)
     assert environments.from_pmi("head", 1234) == Environment(5, 8, 1, "head", 1234)
+
+
+def test_a_pmix_launcher_does_not_tell_the_number_of_ranks(variables, monkeypatch):
+    monkeypatch.setenv("PMIX_RANK", "1")
+    with pytest.raises(ConfigError, match=r"PMIX_RANK=1 is set: .* Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"):
+        detect()
+    with pytest.raises(ConfigError, match="PMIX_RANK=1 is set"):
+        Booster().boost(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("known", [SLURM, {**OPENMPI, **MASTER}, {**PMI, **MASTER}, TORCHRUN])
+def test_a_pmix_launcher_below_one_that_tells_it(variables, monkeypatch, known):
+    monkeypatch.setenv("PMIX_RANK", "5")
+    variables(known)
+    assert detect().world_size == 8
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_single_process_of_a_pmix_launcher(variables, monkeypatch, name):
+    monkeypatch.setenv("PMIX_RANK", "0")
+    variables({name: "1"})
+    assert detect() == ALONE

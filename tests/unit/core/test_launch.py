@@ -21,7 +21,6 @@ from booster_core.ranks.launch import (
     launch_from_torch,
     shutdown,
 )
-from booster_core.ranks.store import _openings
 from booster_core.ranks.world import current_world
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
@@ -306,9 +305,30 @@ def test_the_other_ranks_do_not_come(port):
 
 def test_two_processes_of_one_rank(port):
     server = dist.TCPStore("127.0.0.1", port, is_master=True)
-    server.add(f"booster/{next(_openings) + 1}/joined/1", 1)
+    server.set("booster/begun", "the process\nits launch")
+    server.add("booster/its launch/joined/1", 1)
     with pytest.raises(LaunchError, match=f"rank 1 has joined the run at 127.0.0.1:{port} already"):
         launch(1, 2, "127.0.0.1", port, timeout_seconds=5)
+
+
+def test_a_second_rank_0_elsewhere_leaves_the_run_alone(port):
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True)  # which this process serves once
+    server.set("booster/begun", "another process\nits launch")
+    with pytest.raises(LaunchError, match=f"rank 0 has joined the run at 127.0.0.1:{port} already"):
+        launch(0, 2, "127.0.0.1", port, timeout_seconds=5)
+    assert server.get("booster/begun") == b"another process\nits launch"
+
+
+def test_a_store_of_another_library(port):
+    server = dist.TCPStore("127.0.0.1", port, is_master=True)
+    with pytest.raises(LaunchError, match=f"reached a store at 127.0.0.1:{port}, but rank 0 has begun no launch there"):
+        launch(1, 2, "127.0.0.1", port, timeout_seconds=1)
+    del server
+
+
+def test_an_address_that_is_not_rank_0s_own(port):
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is not an address of this host, .*: set the host \("):
+        launch(0, 2, "192.0.2.1", port, timeout_seconds=1)
 
 
 def test_a_process_that_met_another_program_ends():

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from booster_core.errors import MissingRanksError
+from booster_core.ranks import meeting as meeting_module
 from booster_core.ranks.meeting import Meeting, Outcome
 
 
@@ -17,6 +18,13 @@ class CountingStore:
     def __init__(self, store):
         self.store = store
         self.num_operations = Counter()
+
+        self.keys_read = []
+
+    def get(self, key):
+        self.num_operations["get"] += 1
+        self.keys_read.append(key)
+        return self.store.get(key)
 
     def __getattr__(self, name):
         if name != "check":
@@ -182,3 +190,59 @@ def fail_without_one(num_ranks):
 
 def test_the_work_of_a_rank_does_not_grow_where_one_is_missing():
     assert max(fail_without_one(256)) <= max(fail_without_one(3)) <= 12
+
+
+def test_one_rank_alone_reads_who_came_where_one_is_missing():
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(24)]
+    num_come = threading.Barrier(24)
+
+    def run(rank):
+        num_come.wait()  # so that all reach their limit at about the same time
+        with pytest.raises(MissingRanksError, match=r"waited 0\.5 s for rank 24 of 25"):
+            Meeting(stores[rank], rank, range(25)).meet("save_model", timeout_seconds=0.5)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum("0/came" in store.keys_read for store in stores) == 1
+
+
+def test_others_find_out_who_is_missing_where_the_first_to_look_does_not_say(monkeypatch):
+    monkeypatch.setattr(meeting_module, "_LOOKUP_SECONDS", 0.2)
+    store = dist.HashStore()
+    store.add("0/gave up", 1)  # by a rank that has ended since
+    with pytest.raises(MissingRanksError, match=r"waited 0\.1 s for rank 1 of 2"):
+        Meeting(store, 0, range(2)).meet("save_model", timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 64, 1024, 16384])
+def test_the_questions_of_all_ranks_leave_the_store_time(num_ranks):
+    meeting = Meeting(dist.HashStore(), 0, range(num_ranks))
+    waited, num_questions = 0.0, 0
+    while waited < 60:
+        pause = meeting._pause_after(waited)
+        assert pause <= 1.4
+        assert pause <= max(waited / 5, 0.0005, num_ranks * 20e-6)  # short waits end soon
+        waited += pause
+        num_questions += 1
+        if waited >= num_ranks * 200e-6:  # what else the ranks ask of the store takes as long
+            assert num_ranks / pause <= 50_000
+    assert num_questions <= 320
+
+
+def test_only_errors_that_are_told_are_kept():
+    store = CountingStore(dist.HashStore())
+
+    def run(rank):
+        Meeting(store, rank, range(40)).meet("load", error=ValueError(rank), timeout_seconds=30)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.num_operations["set"] == 40 + 10  # each rank's place, and ten errors
+    assert store.num_operations["delete_key"] == 10 + 8

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,3 +71,21 @@ def _axes():
 def test_each_rank_gets_the_groups_it_is_in():
     of_ranks = run_on_ranks(_axes, 4)
     assert of_ranks[2] == {("tp",): ((2, 3), 0, 2), ("dp",): ((0, 2), 1, 2), ("dp", "tp"): ((0, 1, 2, 3), 2, 4)}
+
+
+def _calls():
+    calls = []
+    make = dist.new_group
+    dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or make(ranks, **kwargs)
+    try:
+        made = make_axes(MeshShape({"dp": 2, "pp": 1, "tp": 2}), [("tp",), ("pp",), ("dp",), ("pp", "tp"), ()])
+    finally:
+        dist.new_group = make
+    assert made["tp",] is made["pp", "tp"]
+    assert made["pp",] is made[()]
+    return calls
+
+
+def test_a_rank_makes_only_the_groups_it_is_in():
+    of_ranks = run_on_ranks(_calls, 4)
+    assert of_ranks[2] == [[2, 3], [2], [0, 2]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives import new_group
+from booster_runtime.collectives import new_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,11 +59,18 @@ class MeshShape:
         Returns:
             Each group's ranks in ascending order; the groups partition the world.
         """
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            found.setdefault(tuple(index for name, index in place.items() if name not in axes), []).append(rank)
-        return list(found.values())
+        first = self._offsets([name for name in self.sizes if name not in axes])
+        along = self._offsets([name for name in self.sizes if name in axes])
+        return [[rank + offset for offset in along] for rank in first]
+
+    def _offsets(self, axes: Sequence[str]) -> list[int]:
+        """Return the ranks whose index is zero along all other axes, in ascending order."""
+        found, stride = [0], self.world_size
+        for name, size in self.sizes.items():
+            stride //= size
+            if name in axes:
+                found = [rank + index * stride for rank in found for index in range(size)]
+        return found
 
 
 def fill_axis(sizes: Mapping[str, int], axis: str, world_size: int) -> MeshShape:
@@ -131,13 +138,13 @@ def make_axes(shape: MeshShape, wanted: Sequence[tuple[str, ...]]) -> dict[tuple
     if shape.world_size != world_size:
         msg = f"The mesh {dict(shape.sizes)} has {shape.world_size} ranks, but the world has {world_size}."
         raise ConfigError(msg)
+    # Axes of size 1 make no difference.
+    long = {axes: tuple(name for name in axes if shape.sizes[name] > 1) for axes in wanted}
     made = {}
-    groups: dict[tuple[int, ...], ProcessGroup] = {}
-    for axes in wanted:
-        for ranks in shape.groups(axes):  # every rank makes every group, in the same order
-            members = tuple(ranks)
-            if members not in groups:  # axes of size 1 make some of them the same
-                groups[members] = new_group(ranks)
-            if rank in members:
-                made[axes] = Axis(groups[members], members, members.index(rank))
-    return made
+    for axes in dict.fromkeys(long.values()):
+        groups = shape.groups(axes)
+        group = new_groups(groups)
+        assert group is not None, "every rank is somewhere along each axis"
+        [ranks] = [ranks for ranks in groups if rank in ranks]
+        made[axes] = Axis(group, tuple(ranks), ranks.index(rank))
+    return {axes: made[kept] for axes, kept in long.items()}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
@@ -36,7 +35,7 @@ from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
-from booster_runtime.collectives import new_group
+from booster_runtime.collectives import new_groups
 from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
 from booster_runtime.sharding import (
@@ -300,11 +299,9 @@ class HybridSetup:
         stage = self._axes["pp",].index
         groups = {}
         for holders in plan.stages.shared():
-            for ranks in self._shape.groups(("pp",)):  # every rank makes every group, in the same order
-                members = [ranks[holder] for holder in holders]
-                group = new_group(members)
-                if dist.get_rank() in members:
-                    groups[holders] = group
+            group = new_groups([[ranks[holder] for holder in holders] for ranks in self._shape.groups(("pp",))])
+            if group is not None:
+                groups[holders] = group
         return replace(
             local,
             stage=stage,

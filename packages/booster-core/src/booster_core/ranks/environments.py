@@ -74,6 +74,10 @@ ALONE = Environment(rank=0, world_size=1, local_rank=0, address="localhost", por
 """Of a process that no launcher started as one of several; it opens no port."""
 
 
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables in which launchers say how many processes they started; 1 is an answer."""
+
+
 def detect() -> Environment:
     """Return what the launcher of this process says, or `ALONE`.
 
@@ -89,7 +93,17 @@ def detect() -> Environment:
         return from_openmpi()
     if _count("PMI_SIZE") > 1 and _read("PMI_SIZE") != _read("SLURM_STEP_NUM_TASKS"):
         return from_pmi()
-    return from_slurm() if _count("SLURM_STEP_NUM_TASKS") > 1 else ALONE
+    if _count("SLURM_STEP_NUM_TASKS") > 1:
+        return from_slurm()
+    if _read("PMIX_RANK") and not any(map(_read, _SIZES)):
+        msg = (
+            f"PMIX_RANK={_read('PMIX_RANK')} is set: a PMIx launcher such as `prun` started this process, perhaps as "
+            "one of several. PMIx tells processes their number by no variable. Set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT in each, pass rank, world size, host and port to `launch`, or unset PMIX_RANK for a single "
+            "process."
+        )
+        raise ConfigError(msg)
+    return ALONE
 
 
 def from_torchrun() -> Environment:

@@ -19,7 +19,7 @@ from booster_core.plugin.hooks import hook_relay
 from booster_core.ranks import environments
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.environments import Environment
-from booster_core.ranks.store import distinct_names, hosts_of, meet_at_launch, open_store, this_host
+from booster_core.ranks.store import distinct_names, hosts_of, local_rank_of, meet_at_launch, open_store
 from booster_core.ranks.world import DEFAULT_TIMEOUT_SECONDS, close_world, current_world, open_world
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def launch(
     is_watched = environments.is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     hook_relay().before_launch(backend=backend)
     store = open_store(environment, timeout_seconds)
-    meet_at_launch(store, environment, timeout_seconds)
+    settings = {"backend": backend, "BOOSTER_MONITOR": int(is_watched)}
+    meet_at_launch(store, environment, timeout_seconds, settings)
     _open_group(store, environment, backend, timeout_seconds, is_watched=is_watched)
     if seed is not None:
         seed_everything(seed)
@@ -236,7 +237,7 @@ def _open_group(
     """Set this rank's device and start the monitor and the process group."""
     rank, local_rank = environment.rank, environment.local_rank
     if local_rank is None:
-        local_rank = [host.machine for host in hosts_of(store, range(rank))].count(this_host().machine)
+        local_rank = local_rank_of(store, rank)
     device = use_device(local_rank)
     atexit.unregister(_at_exit)  # of an earlier launch
     atexit.register(_at_exit)

@@ -2,13 +2,14 @@
 
 Collectives can't name them. A `Meeting` can, because it goes through the process group's store. The meetings of a group
 are numbered. The first rank that comes to one leaves the name of its call and the digest of its value. Each adds itself
-to a list and to a count, and brings the error that it has. The last one decides that the meeting succeeded. A rank that
-reaches its time limit tries to decide that it failed, as one does that comes with another call. The first decision
-counts, by the store's compare-and-set, so all ranks agree.
+to a list and to a count, and brings the error that it has. The last one decides that the meeting succeeded. The first
+rank that reaches its time limit looks up who is missing and decides that it failed, as one does that comes with another
+call. The first decision counts, by the store's compare-and-set, so all ranks agree.
 
 A rank that comes to a failed meeting later raises at once if it makes the same call. Else it has left out a call that
 others gave up waiting for: it passes over that number, so that one failure does not shift later meetings. Neither the
-operations of a rank nor the keys that are left grow with the number of ranks or meetings, also where one is missing.
+operations of a rank nor the keys that are left grow with the number of ranks or meetings, also where one is missing;
+the list of those who came is read by one rank.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # torch does not list it as public
 
 _MAX_NAMED = 10
-_SHORTEST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.25
+_PAUSE_SECONDS = 0.0005, 0.25
+"""The shortest and the longest pause between a rank's questions whether a meeting is decided, of few ranks."""
+_QUESTION_SECONDS = 20e-6
+"""About how long the process that serves the store works on one such question."""
+_LOOKUP_SECONDS = 5.0
+"""How long a rank that gives up waits for the one that has begun to look up who is missing."""
 _NOTE_SECONDS = 30.0
 _REMEDY = "It is a collective call: call it on every rank, not under `if rank == 0`."
 
@@ -106,18 +111,26 @@ class Meeting:
             raise RankFailedError(msg) from lost
         raise MissingRanksError(_failure_message(name, self._rank, verdict, is_late=is_late))
 
+    def refuse(self, reason: str) -> None:
+        """Decide that the next meeting fails on every rank, unless all have come to it; their errors give the reason.
+
+        Collective: none; this rank does not come to the meeting.
+        """
+        self._decide(next(self._numbers), {"ok": False, "reason": reason})
+
     def _attend(
         self, number: int, own: dict[str, Any], error: Exception | None, timeout_seconds: float
     ) -> tuple[dict[str, Any], bool]:
         """Come to a meeting; return what is decided about it, and whether that was so before this rank came."""
-        store, done = self._store, f"{number}/done"
+        store = self._store
         first = json.loads(store.compare_set(f"{number}/call", "", json.dumps(own)))
         if first["name"] != own["name"]:
             calls = [[call["rank"], call["name"]] for call in (first, own)]
             return self._decide(number, {"ok": False, "calls": calls}), False
         if error is not None:
             index = store.add(f"{number}/errors", 1)
-            store.set(f"{number}/error/{index}", json.dumps({**describe_error(error), "rank": self._rank}))
+            if index <= _MAX_NAMED:
+                store.set(f"{number}/error/{index}", json.dumps({**describe_error(error), "rank": self._rank}))
         if first["digest"] != own["digest"]:
             store.add(f"{number}/differing", 1)
         store.set(f"last/{self._rank}", own["name"])
@@ -126,23 +139,49 @@ class Meeting:
             errors, differing = store.add(f"{number}/errors", 0), store.add(f"{number}/differing", 0)
             verdict = self._decide(number, {"ok": True, "errors": errors, "differs": differing > 0})
             return verdict, not verdict["ok"]
-        is_late = store.check([done])
+        is_late = store.check([f"{number}/done"])
+        return self._wait(number, own["name"], timeout_seconds, speaks=first["rank"] == self._rank), is_late
+
+    def _wait(self, number: int, name: str, timeout_seconds: float, *, speaks: bool) -> dict[str, Any]:
+        """Return what is decided about a meeting, once it is.
+
+        Args:
+            number: That of the meeting, to which this rank has come.
+            name: The call.
+            timeout_seconds: When to give up.
+            speaks: Whether this rank says who is missing meanwhile.
+        """
+        store, done = self._store, f"{number}/done"
         start = time.monotonic()
+        deadline, has_given_up, num_gone = start + timeout_seconds, False, 0
         wait = LongWait()
         while not store.check([done]):
-            waited = time.monotonic() - start
-            wait.note(lambda: self._describe_wait(number, own["name"]))
-            if waited >= timeout_seconds:
-                return self._give_up(number, own["name"], timeout_seconds), False
-            if gone := {rank: how for rank, how in self._gone_ranks().items() if rank in self._ranks}:
-                missing = self._missing(number)
+            now = time.monotonic()
+            if now >= deadline:
+                if has_given_up or store.add(f"{number}/gave up", 1) == 1:
+                    return self._give_up(number, name, timeout_seconds)
+                deadline, has_given_up = now + _LOOKUP_SECONDS, True
+            if speaks:
+                wait.note(lambda: self._describe_wait(number, name))
+            gone = self._gone_ranks()
+            if len(gone) > num_gone:
+                num_gone = len(gone)
+                missing = set(self._missing(number))
                 gone = {rank: how for rank, how in gone.items() if rank in missing}
-            if gone and not store.check([done]):
-                raise MissingRanksError(_gone_message(own["name"], self._rank, gone))
-            # Pauses grow with the wait: short waits end soon, and long ones leave the store alone.
-            pause = min(max(waited / 10, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS, timeout_seconds - waited)
-            time.sleep(pause)
-        return json.loads(store.get(done)), is_late
+                if gone and not store.check([done]):
+                    raise MissingRanksError(_gone_message(name, self._rank, gone))
+            time.sleep(min(self._pause_after(now - start), max(deadline - now, 0.0)))
+        decided: dict[str, Any] = json.loads(store.get(done))
+        return decided
+
+    def _pause_after(self, waited: float) -> float:
+        """Return how long to leave the store alone after a wait of so many seconds.
+
+        Short waits end soon, long ones cost little. With many ranks, the store would do nothing but answer them.
+        """
+        shortest, longest = _PAUSE_SECONDS
+        of_all = len(self._ranks) * _QUESTION_SECONDS
+        return max(min(waited / 10, max(longest, 4 * of_all)), shortest, of_all)
 
     def _give_up(self, number: int, name: str, timeout_seconds: float) -> dict[str, Any]:
         """Decide that the meeting failed because ranks are missing, unless the last one has come just now."""
@@ -157,7 +196,7 @@ class Meeting:
         return decided
 
     def _missing(self, number: int) -> list[int]:
-        """Return the ranks that have not come to a meeting to which this one has."""
+        """Return the ranks that have not come to a meeting to which this one has; reads an entry for each that has."""
         came = {int(rank) for rank in self._store.get(f"{number}/came").split()}
         return [rank for rank in self._ranks if rank not in came]
 
@@ -167,10 +206,9 @@ class Meeting:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _describe_wait(self, number: int, name: str) -> str | None:
-        """Return whom the meeting waits for, on the first rank that has come; ``None`` on others."""
+        """Return whom the meeting waits for."""
         missing = self._missing(number)
-        is_first = all(rank in missing for rank in self._ranks[: self._ranks.index(self._rank)])
-        return f"`{name}` waits for {name_ranks(missing)}" if is_first and missing else None
+        return f"`{name}` waits for {name_ranks(missing)}" if missing else None
 
     def _read_errors(self, number: int, num_errors: int) -> list[dict[str, Any]]:
         keys = [f"{number}/error/{index + 1}" for index in range(min(num_errors, _MAX_NAMED))]
@@ -179,9 +217,9 @@ class Meeting:
     def _leave(self, number: int) -> None:
         """Count this rank as gone from the meeting; the last one removes the meeting's keys."""
         if self._store.add(f"{number}/left", 1) == len(self._ranks):
-            for index in range(self._store.add(f"{number}/errors", 0)):
+            for index in range(min(self._store.add(f"{number}/errors", 0), _MAX_NAMED)):
                 self._store.delete_key(f"{number}/error/{index + 1}")
-            for key in ("errors", "differing", "came", "count", "call", "done", "left"):
+            for key in ("errors", "differing", "came", "count", "call", "gave up", "done", "left"):
                 self._store.delete_key(f"{number}/{key}")
 
 
@@ -245,6 +283,8 @@ class LongWait:
 
 def _failure_message(name: str, rank: int, verdict: dict[str, Any], *, is_late: bool) -> str:
     """Say who waited for whom, or which calls ranks made instead, and what to do."""
+    if "reason" in verdict:
+        return f"`{name}`: {verdict['reason']}"
     if "calls" in verdict:
         calls = " and ".join(f"`{call}` on rank {where}" for where, call in verdict["calls"])
         return (

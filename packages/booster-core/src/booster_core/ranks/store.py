@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
+import secrets
 import socket
 import threading
 import time
@@ -21,13 +24,17 @@ from booster_core.ranks.environments import has_agent_store
 from booster_core.ranks.meeting import LongWait, Meeting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks.environments import Environment
 
 _PUBLISHED = "booster/store"
+_BEGUN = "booster/begun"
+"""Where rank 0 says which process serves the store, and for which launch."""
+_joined: set[str] = set()
+"""The launches whose store this process has joined."""
 _PROBE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 _openings = itertools.count()
@@ -76,51 +83,71 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
     """
     from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined] # not listed as public
 
-    opening = next(_openings)
     deadline = time.monotonic() + timeout_seconds
     if environment.world_size == 1:
         return HashStore()
     if has_agent_store(environment):
-        return PrefixStore("booster", _meet_rank_0(environment, opening, deadline))
-    served = _connect(environment, environment.port, deadline, is_server=environment.rank == 0)
-    store = PrefixStore(f"booster/{opening}", served)  # a port that one process serves again keeps its keys
+        return PrefixStore("booster", _meet_rank_0(environment, deadline))
+    store = _begin(environment, deadline) if environment.rank == 0 else _join_rank_0(environment, deadline)
     if not _join(store, environment.rank):
-        msg = (
-            f"rank {environment.rank} has joined the run at {environment.address}:{environment.port} already: two "
-            f"processes were started as rank {environment.rank}, or another run uses this port. Give each process its "
-            "own rank, and each run its own port."
-        )
-        raise LaunchError(msg)
+        raise _joined_already(environment)
     return store
 
 
-def meet_at_launch(store: Store, environment: Environment, timeout_seconds: float) -> None:
+def meet_at_launch(store: Store, environment: Environment, timeout_seconds: float, settings: Mapping[str, Any]) -> None:
     """Wait until every rank of the run has opened the store, and tell each other's hosts.
 
+    Args:
+        store: That of `open_store`.
+        environment: This rank's place.
+        timeout_seconds: How long to wait for the others.
+        settings: JSON values that must be the same on every rank.
+
     Raises:
-        LaunchError: If some ranks do not come in time; the message names them.
+        LaunchError: If some ranks do not come in time, or a rank's settings are not those of rank 0. On every rank that
+            waits; the message names the ranks and values.
 
     Collective: every rank of the run.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch does not list it as public
 
-    rank, world_size = environment.rank, environment.world_size
-    store.set(f"host/{rank}", this_host().to_text())
+    rank, host = environment.rank, this_host()
+    store.set(f"host/{rank}", host.to_text())
+    store.append(_of_machine(host), f"{rank} ")  # type: ignore[attr-defined] # torch does not list it
+    meeting = Meeting(PrefixStore("launch", store), rank, range(environment.world_size))
+    own = {"world_size": environment.world_size, **settings}
+    if rank == 0:
+        store.set("settings", json.dumps(own))
+    of_rank_0 = json.loads(store.get("settings"))
+    if differing := [name for name in own if own[name] != of_rank_0[name]]:
+        here, there = (", ".join(f"{name}={of[name]}" for name in differing) for of in (own, of_rank_0))
+        reason = f"rank {rank} has {here}, but rank 0 has {there}"
+        meeting.refuse(reason)
+        raise _not_started(environment, reason)
     try:
-        Meeting(PrefixStore("launch", store), rank, range(world_size)).meet("launch", timeout_seconds=timeout_seconds)
+        meeting.meet("launch", timeout_seconds=timeout_seconds)
     except MissingRanksError as error:
-        who = str(error).partition(", which")[0].removeprefix("`launch` ")
-        msg = (
-            f"The run at {environment.address}:{environment.port} did not start: {who}. Check that all {world_size} "
-            "processes were started, with the same host, port and world size, and that none of them ended with an "
-            "error."
-        )
-        raise LaunchError(msg) from error
+        reason = str(error).partition(", which did not")[0]
+        raise _not_started(environment, reason.removeprefix("`launch`").lstrip(": ")) from error
+
+
+def _not_started(environment: Environment, reason: str) -> LaunchError:
+    return LaunchError(
+        f"The run at {environment.address}:{environment.port} did not start: {reason}. Check that all "
+        f"{environment.world_size} processes were started, with the same host, port, world size and environment "
+        "variables, and that none of them ended with an error."
+    )
 
 
 def hosts_of(store: Store, ranks: Iterable[int]) -> list[Host]:
-    """Return where some ranks run, after `meet_at_launch`."""
-    return [Host.from_text(store.get(f"host/{rank}").decode()) for rank in ranks]
+    """Return where some ranks run, after `meet_at_launch`, by one request."""
+    found = store.multi_get([f"host/{rank}" for rank in ranks])
+    return [Host.from_text(text.decode()) for text in found]
+
+
+def local_rank_of(store: Store, rank: int) -> int:
+    """Return how many ranks below this one run on this machine, after `meet_at_launch`."""
+    return sum(int(other) < rank for other in store.get(_of_machine(this_host())).split())
 
 
 def this_host() -> Host:
@@ -143,13 +170,13 @@ def distinct_names(hosts: Sequence[Host]) -> list[str]:
     return [h.name if len(numbers[h.name]) == 1 else f"{h.name} ({numbers[h.name][h]})" for h in hosts]
 
 
-def _meet_rank_0(environment: Environment, opening: int, deadline: float) -> TCPStore:
+def _meet_rank_0(environment: Environment, deadline: float) -> TCPStore:
     """Serve a store on rank 0 and publish it in the agent's; on other ranks connect to the one that is published."""
     from torch.distributed import DistNetworkError
 
     agent = _connect(environment, environment.port, deadline, is_server=False)
     # Tells this opening from an earlier one of the same processes, and from one before the number of nodes changed.
-    name = f"{opening} {environment.world_size}"
+    name = f"{next(_openings)} {environment.world_size}"
     if environment.rank == 0:
         store = _connect(environment, 0, deadline, is_server=True)
         agent.set(_PUBLISHED, f"{name} {store.port}")
@@ -172,6 +199,68 @@ def _meet_rank_0(environment: Environment, opening: int, deadline: float) -> TCP
         "an error, and that the nodes accept each other's connections on any port."
     )
     raise LaunchError(msg)
+
+
+def _begin(environment: Environment, deadline: float) -> Store:
+    """Serve a store on rank 0; return the part of it that belongs to this launch."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch does not list it as public
+
+    served = _connect(environment, environment.port, deadline, is_server=True)
+    process, launch = f"{os.getpid()} on {this_host()}", secrets.token_hex(8)
+    found, _, _ = served.compare_set(_BEGUN, "", f"{process}\n{launch}").decode().partition("\n")
+    if found != process:  # the address is that of another run's rank 0
+        raise _joined_already(environment)
+    served.set(_BEGUN, f"{process}\n{launch}")  # a port that one process serves again keeps its keys
+    return PrefixStore(f"booster/{launch}", served)
+
+
+def _join_rank_0(environment: Environment, deadline: float) -> Store:
+    """Return the part of rank 0's store that belongs to this launch.
+
+    Where rank 0 launches again at the same port, its last store may still answer. This process has joined that already.
+
+    Raises:
+        LaunchError: If that does not succeed before the deadline.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError, PrefixStore  # type: ignore[attr-defined] # as above
+
+    while True:
+        served = _connect(environment, environment.port, deadline, is_server=False)
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # it goes
+            while time.monotonic() < deadline:
+                launch = served.get(_BEGUN).decode().rpartition("\n")[2] if served.check([_BEGUN]) else ""
+                if launch and launch not in _joined:
+                    _joined.add(launch)
+                    return PrefixStore(f"booster/{launch}", served)
+                time.sleep(_PAUSE_SECONDS)
+            msg = (
+                f"Rank {environment.rank} reached a store at {environment.address}:{environment.port}, but rank 0 has "
+                "begun no launch there that this process has not joined. Check that rank 0 was launched (again), and "
+                "that no other run uses the port."
+            )
+            raise LaunchError(msg)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _joined_already(environment: Environment) -> LaunchError:
+    return LaunchError(
+        f"rank {environment.rank} has joined the run at {environment.address}:{environment.port} already: two "
+        f"processes were started as rank {environment.rank}, or another run uses this port. Give each process its own "
+        "rank, and each run its own port."
+    )
+
+
+def _of_machine(host: Host) -> str:
+    return f"machine/{'/'.join(host.machine)}"
+
+
+def _is_own(address: str) -> bool:
+    """Return whether an address is one of this host's."""
+    for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(where)
+            return True
+    return False
 
 
 def _join(store: Store, rank: int) -> bool:
@@ -232,10 +321,13 @@ def _connect(environment: Environment, port: int, deadline: float, *, is_server:
         return store
     reason = str(result.get("error", "no answer")).splitlines()[0].rstrip(".")
     if is_server:
-        msg = (
-            f"Rank 0 cannot serve the store at {address}: {reason}. Choose a port that no other program uses, and the "
-            "name of the host on which rank 0 runs."
-        )
+        remedy = "Choose a port that no other program uses, and the name of the host on which rank 0 runs."
+        if not _is_own(environment.address):
+            remedy = (
+                f"{environment.address} is not an address of this host, {socket.gethostname()}, on which rank 0 runs: "
+                "set the host (MASTER_ADDR) to one of this host's, or start rank 0 there."
+            )
+        msg = f"Rank 0 cannot serve the store at {address}: {reason}. {remedy}"
     else:
         msg = (
             f"Rank {rank} connected to {address}, but what listens there did not answer as rank 0 of this run within "

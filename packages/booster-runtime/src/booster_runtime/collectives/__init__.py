@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from booster_core.errors import MismatchError
 from booster_core.ranks import OBSERVERS
-from booster_runtime.collectives.groups import new_group
+from booster_runtime.collectives.groups import new_groups
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.sums import sum_into
 from booster_runtime.collectives.transports import transport_of
@@ -41,7 +41,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "new_group",
+    "new_groups",
     "reduce_scatter",
     "reduce_scatter_parts",
     "reduce_scatter_rows",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives import new_group
+from booster_runtime.collectives import new_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,18 +80,12 @@ def make_ranks(replica_size: int) -> ShardingRanks:
     replicas, shards = sharding_groups(world_size, replica_size)
     if replica_size == 1:
         return ShardingRanks(shard_group=None, shard_rank=rank, shard_size=world_size)
-    groups = {}
-    for kind, lists in (("replica", replicas), ("shard", shards)):
-        for members in lists:  # every rank makes every group, in the same order
-            group = new_group(members)
-            if rank in members:
-                groups[kind] = group
     size = world_size // replica_size
     return ShardingRanks(
-        shard_group=groups["replica"],
+        shard_group=new_groups(replicas),
         shard_rank=rank % size,
         shard_size=size,
-        replica_group=groups["shard"],
+        replica_group=new_groups(shards),
         replica_rank=rank // size,
     )
 
@@ -124,8 +118,6 @@ class RanksOfWorld:
         ranks = self._made[1]
         if gathers_apart and ranks.gather_group is None:
             replicas, _ = sharding_groups(dist.get_world_size(), self._replica_size)
-            made = [new_group(members) for members in replicas]  # by every rank, in the same order
-            [own] = [group for group, members in zip(made, replicas, strict=True) if dist.get_rank() in members]
-            ranks = replace(ranks, gather_group=own)
+            ranks = replace(ranks, gather_group=new_groups(replicas))
             self._made = (world, ranks)
         return ranks

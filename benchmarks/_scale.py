@@ -1,0 +1,197 @@
+"""Print what a launch and a mesh cost one rank of thousands, and how soon ranks learn who is missing.
+
+Not one of the benchmarks of ``nox -s bench``: there is no yardstick. `docs/clusters.md` has the table.
+
+One process plays one rank of many. Its store counts requests and answers as if all other ranks had come. Rank 0 is the
+last to come, which does the most. Process groups are torch's fake ones: time is this rank's own. For the ranks that are
+missing, each rank is a thread, all of one interpreter: times are upper bounds, and not taken of more than 1,024.
+
+Bars: at 1,024 and 16,384 ranks, 5 s and 20 s of a rank's own time, 40 requests to the store; missing ranks of 1,024
+named 3 s after the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from booster_core.errors import MissingRanksError
+from booster_core.ranks import DistCoordinator, Environment, close_world, open_world, this_host
+from booster_core.ranks.meeting import Meeting
+from booster_core.ranks.store import distinct_names, hosts_of, local_rank_of, meet_at_launch
+from booster_hybrid.axes import MeshShape
+from booster_hybrid.mesh import make_groups
+
+MESHES = {
+    16: {"dp": 2, "pp": 2, "sp": 2, "tp": 2},
+    64: {"dp": 4, "pp": 2, "sp": 2, "tp": 4},
+    1024: {"dp": 8, "pp": 8, "sp": 2, "tp": 8},
+    16384: {"dp": 128, "pp": 8, "sp": 2, "tp": 8},
+}
+SECONDS = {1024: 5.0, 16384: 20.0}
+MISSING_SECONDS = 3.0
+MAX_THREADS = 1024
+NUM_REQUESTS = 40
+_LIMIT_SECONDS = 4.0
+
+
+class CrowdStore(dist.Store):
+    """A store that all other ranks have come to; counts this rank's requests.
+
+    Args:
+        world_size: Number of ranks.
+        is_last: Whether this rank comes to meetings after the others, else before the last one.
+    """
+
+    def __init__(self, world_size: int, *, is_last: bool) -> None:
+        super().__init__()
+        self.requests: Counter[str] = Counter()
+        self._world_size = world_size
+        self._is_last = is_last
+        self._inner = dist.HashStore()
+        self._host = this_host().to_text().encode()
+
+    def set(self, key: str, value: str) -> None:
+        """See `torch.distributed.Store`."""
+        self.requests["set"] += 1
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """See `torch.distributed.Store`."""
+        self.requests["get"] += 1
+        if key.endswith("settings"):
+            return f'{{"world_size": {self._world_size}}}'.encode()
+        return self._inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See `torch.distributed.Store`."""
+        self.requests["multi_get"] += 1
+        return [self._host for _ in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """See `torch.distributed.Store`; the others have added themselves to what counts ranks."""
+        self.requests["add"] += 1
+        if not key.endswith(("/count", "/left")):
+            return self._inner.add(key, amount)
+        if not self._is_last and key.endswith("/count"):
+            self._inner.set(f"{key.removesuffix('count')}done", '{"ok": true, "differs": false}')
+        return self._world_size if self._is_last else self._world_size - 1
+
+    def append(self, key: str, value: str) -> None:
+        """See `torch.distributed.Store`."""
+        self.requests["append"] += 1
+        self._inner.append(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """See `torch.distributed.Store`."""
+        self.requests["check"] += 1
+        return self._inner.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """See `torch.distributed.Store`."""
+        self.requests["compare_set"] += 1
+        return self._inner.compare_set(key, expected, desired)
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - torch looks for a subclass's method by this name
+        """See `torch.distributed.Store`."""
+        self.requests["delete_key"] += 1
+        return self._inner.delete_key(key)
+
+    def has_extended_api(self) -> bool:
+        """See `torch.distributed.Store`."""
+        return True
+
+
+class Cost(NamedTuple):
+    """What a launch and a mesh cost a rank."""
+
+    num_requests: int
+    num_groups: int
+    seconds: float
+
+
+def launch_and_mesh(rank: int, world_size: int) -> Cost:
+    """Return what a launch without LOCAL_RANK and the groups of a mesh of four axes cost one rank."""
+    store, calls = CrowdStore(world_size, is_last=rank == 0), []
+    new_group = dist.new_group
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return new_group(*args, **kwargs)
+
+    start = time.perf_counter()
+    meet_at_launch(store, Environment(rank, world_size, None, "localhost", 29500), 60.0, {})
+    local_rank = local_rank_of(store, rank)
+    if rank == 0:
+        distinct_names(hosts_of(store, range(world_size)))
+    place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+    open_world(store, **place, backend="fake", timeout_seconds=60.0, generation=0)
+    dist.new_group = counted
+    try:
+        DistCoordinator().block_all(name="launch")
+        make_groups(MeshShape(MESHES[world_size]), 1)
+    finally:
+        dist.new_group = new_group
+        close_world()
+    return Cost(store.requests.total(), len(calls), time.perf_counter() - start)
+
+
+def seconds_to_name_missing(world_size: int) -> float:
+    """Return how long after the time limit the last rank raises an error that names the one that is missing."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    ends: list[float] = []
+    gate = threading.Barrier(world_size)
+
+    def run(rank: int) -> None:
+        meeting = Meeting(store, rank, ranks)
+        gate.wait()
+        try:
+            meeting.meet("boost", timeout_seconds=_LIMIT_SECONDS)
+        except MissingRanksError as error:
+            assert f"for rank {world_size - 1} of" in str(error), error  # noqa: PT017 - what is measured
+            ends.append(time.perf_counter())
+
+    ranks = range(world_size)
+    threading.stack_size(256 * 1024)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks[:-1]]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    start = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    assert len(ends) == world_size - 1
+    return max(ends) - start - _LIMIT_SECONDS
+
+
+def main() -> int:
+    """Print a table of the page on clusters, and return 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384], choices=sorted(MESHES))
+    is_met = True
+    print("| ranks | requests of the last rank | of another | groups made | own time | missing ranks named after |")
+    print("|--:|--:|--:|--:|--:|--:|")
+    for world_size in parser.parse_args().ranks:
+        first, other = (launch_and_mesh(rank, world_size) for rank in (0, world_size - 1))
+        named = seconds_to_name_missing(world_size) if world_size <= MAX_THREADS else None
+        print(
+            f"| {world_size:,} | {first.num_requests} | {other.num_requests} | {other.num_groups} | "
+            f"{max(first.seconds, other.seconds):.2f} s | {'not measured' if named is None else f'{named:.1f} s'} |",
+            flush=True,
+        )
+        is_met &= max(first.num_requests, other.num_requests) <= NUM_REQUESTS
+        is_met &= max(first.seconds, other.seconds) <= SECONDS.get(world_size, SECONDS[1024])
+        is_met &= named is None or named <= MISSING_SECONDS
+    return int(not is_met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Groups of disjoint ranks: a rank makes its own alone, and all have the names that they would have if all made all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from booster_runtime.collectives import new_groups
+from booster_testing import run_on_ranks
+
+
+def sum_of_ranks(group):
+    tensor = torch.tensor([dist.get_rank()])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def along_two_axes():
+    calls = []
+    inner = dist.new_group
+    dist.new_group = lambda *args, **kwargs: calls.append(args) or inner(*args, **kwargs)
+    try:
+        groups = [new_groups([[0, 1], [2, 3]]), new_groups([[0, 2], [1, 3]]), new_groups([[0], [1], [2], [3]])]
+    finally:
+        dist.new_group = inner
+    names = [group.group_name for group in groups]
+    after = dist.new_group()  # by every rank, as torch asks for
+    return [sum_of_ranks(group) for group in groups], len(calls), names, after.group_name, sum_of_ranks(after)
+
+
+def test_each_rank_makes_its_own_group_along_each_axis():
+    found = run_on_ranks(along_two_axes, 4)
+    assert [sums for sums, *_ in found] == [[1, 2, 0], [1, 4, 1], [5, 2, 2], [5, 4, 3]]
+    assert [calls for _, calls, *_ in found] == [3] * 4
+    names = [names for _, _, names, *_ in found]
+    assert names[0][0] == names[1][0] != names[2][0] == names[3][0]
+    assert names[0][1] == names[2][1] != names[1][1] == names[3][1]
+    assert len({of_rank[2] for of_rank in names}) == 4
+    assert {(name, total) for *_, name, total in found} == {(found[0][3], 6)}
+
+
+def with_ranks_outside():
+    dist.new_group([0, 1])  # torch then knows of more groups on some ranks than on others
+    group = new_groups([[0, 1], [3]])
+    later = new_groups([[0, 3], [1, 2]])
+    return None if group is None else sum_of_ranks(group), sum_of_ranks(later)
+
+
+def test_a_rank_may_be_in_no_group():
+    assert run_on_ranks(with_ranks_outside, 4) == [(1, 3), (1, 3), (None, 3), (3, 3)]
+
+
+def with_one_color(are_alike):
+    inner = distributed_c10d._process_group_color
+    distributed_c10d._process_group_color = lambda ranks: 7 if are_alike else inner(ranks)
+    calls = []
+    make = dist.new_group
+    dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or make(ranks, **kwargs)
+    try:
+        return sum_of_ranks(new_groups([[0, 1], [2, 3]])), calls
+    finally:
+        distributed_c10d._process_group_color = inner
+        dist.new_group = make
+
+
+@pytest.mark.parametrize("are_alike", [False, True])
+def test_groups_that_a_split_could_not_tell_apart_are_made_one_after_the_other(are_alike):
+    found = run_on_ranks(with_one_color, 4, are_alike)
+    assert [total for total, _ in found] == [1, 1, 5, 5]
+    assert found[0][1] == ([[0, 1], [2, 3]] if are_alike else [[0, 1]])
+    assert found[3][1] == ([[0, 1], [2, 3]] if are_alike else [[2, 3]])
+
+
+def with_barriers(variable):
+    os.environ[variable] = "1"
+    try:
+        return sum_of_ranks(new_groups([[0, 1], [2, 3]]))
+    finally:
+        del os.environ[variable]
+
+
+def test_with_torchs_barrier_after_each_group_every_rank_makes_all():
+    assert run_on_ranks(with_barriers, 4, "TORCH_DIST_INIT_BARRIER") == [1, 1, 5, 5]
