@@ -245,4 +245,4 @@ def test_only_errors_that_are_told_are_kept():
     for thread in threads:
         thread.join()
     assert store.num_operations["set"] == 40 + 10  # each rank's place, and ten errors
-    assert store.num_operations["delete_key"] == 10 + 8
+    assert store.num_operations["delete_key"] == 10 + 6

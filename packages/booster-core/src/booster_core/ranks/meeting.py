@@ -38,6 +38,8 @@ _QUESTION_SECONDS = 20e-6
 _LOOKUP_SECONDS = 5.0
 """How long a rank that gives up waits for the one that has begun to look up who is missing."""
 _NOTE_SECONDS = 30.0
+_ERRORS, _DIFFERING = 1 << 20, 1 << 40
+"""What a rank with an error, and one with another value than the first one's, adds to the count of those who came."""
 _REMEDY = "It is a collective call: call it on every rank, not under `if rank == 0`."
 
 
@@ -95,7 +97,7 @@ class Meeting:
                 number = next(self._numbers)
                 verdict, is_late = self._attend(number, own, error, timeout_seconds)
                 errors = self._read_errors(number, verdict.get("errors", 0))
-                self._leave(number)
+                self._leave(number, verdict)
                 if verdict["ok"]:
                     return Outcome(errors, bool(verdict["differs"]))
                 if verdict.get("name", name) == name:
@@ -131,12 +133,13 @@ class Meeting:
             index = store.add(f"{number}/errors", 1)
             if index <= _MAX_NAMED:
                 store.set(f"{number}/error/{index}", json.dumps({**describe_error(error), "rank": self._rank}))
-        if first["digest"] != own["digest"]:
-            store.add(f"{number}/differing", 1)
         store.set(f"last/{self._rank}", own["name"])
         store.append(f"{number}/came", f"{self._rank} ")  # type: ignore[attr-defined] # torch does not list it
-        if store.add(f"{number}/count", 1) == len(self._ranks):
-            errors, differing = store.add(f"{number}/errors", 0), store.add(f"{number}/differing", 0)
+        # One request counts those who came, and among them those with errors, and with other values.
+        own_count = 1 + (_ERRORS if error is not None else 0) + (_DIFFERING if first["digest"] != own["digest"] else 0)
+        differing, rest = divmod(store.add(f"{number}/count", own_count), _DIFFERING)
+        errors, came = divmod(rest, _ERRORS)
+        if came == len(self._ranks):
             verdict = self._decide(number, {"ok": True, "errors": errors, "differs": differing > 0})
             return verdict, not verdict["ok"]
         is_late = store.check([f"{number}/done"])
@@ -188,7 +191,10 @@ class Meeting:
         missing = self._missing(number)
         places = [[rank, self._last_call(rank)] for rank in missing[:_MAX_NAMED]]
         verdict = {"ok": False, "name": name, "by": self._rank, "seconds": timeout_seconds, "missing": places}
-        return self._decide(number, {**verdict, "num_missing": len(missing), "world": len(self._ranks)})
+        decided = self._decide(number, {**verdict, "num_missing": len(missing), "world": len(self._ranks)})
+        if decided["ok"]:
+            self._store.delete_key(f"{number}/gave up")  # nobody does so where a meeting succeeds
+        return decided
 
     def _decide(self, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
         """Make ``verdict`` what is decided unless another rank has decided; return what is."""
@@ -214,13 +220,17 @@ class Meeting:
         keys = [f"{number}/error/{index + 1}" for index in range(min(num_errors, _MAX_NAMED))]
         return sorted((json.loads(self._store.get(key)) for key in keys), key=lambda error: int(error["rank"]))
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, number: int, verdict: dict[str, Any]) -> None:
         """Count this rank as gone from the meeting; the last one removes the meeting's keys."""
-        if self._store.add(f"{number}/left", 1) == len(self._ranks):
-            for index in range(min(self._store.add(f"{number}/errors", 0), _MAX_NAMED)):
-                self._store.delete_key(f"{number}/error/{index + 1}")
-            for key in ("errors", "differing", "came", "count", "call", "gave up", "done", "left"):
-                self._store.delete_key(f"{number}/{key}")
+        store = self._store
+        if store.add(f"{number}/left", 1) == len(self._ranks):
+            keys = ["came", "count", "call", "done", "left"]
+            if not verdict["ok"]:
+                keys.append("gave up")
+            if num_errors := verdict.get("errors", 0 if verdict["ok"] else _MAX_NAMED):
+                keys += ["errors", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_NAMED)))]
+            for key in keys:
+                store.delete_key(f"{number}/{key}")
 
 
 class Meetings:
