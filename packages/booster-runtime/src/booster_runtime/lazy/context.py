@@ -1,16 +1,25 @@
-"""`LazyInitContext`: models built inside have no values until they are boosted or materialized."""
+"""`LazyInitContext`: models built inside have no values until they are boosted or materialized.
+
+What is replaced while a context is open is in this file, too: an initialiser that loops, and what transformers opens
+files with.
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from booster_core.checkpoint_io import checkpoint_io_class
 from booster_core.errors import ConfigError, LazyInitError
-from booster_runtime.lazy.patches import Assignments, lazy_files, substitutes
+from booster_runtime.lazy.files import record_read
 from booster_runtime.lazy.recorder import Recorder
 from booster_runtime.lazy.tensor import DEVICE, LazyTensor, recorder_of
 
@@ -29,8 +38,9 @@ class LazyInitContext:
 
     Inside of the ``with`` block, tensors that a model makes for its parameters and buffers have shapes and no values.
     `Booster.boost`, under any plugin, or `materialize` replays their construction; values and the state of torch's
-    random generators are then what they would be without the context, bit for bit. ``from_pretrained`` of a local
-    folder inside of the block records which file each tensor comes from, and reads it then. An optimizer may be built
+    random generators are then what they would be without the context, bit for bit. transformers' ``from_pretrained`` of
+    a local folder inside of the block records which file each tensor comes from, and reads it then, if transformers
+    was imported before the block. An optimizer may be built
     from the model's parameters before; ``model.to(dtype)``, tying and further initialisation may follow the block.
 
     What can't be recorded runs at once, with real values, and is counted in ``run_eagerly``.
@@ -67,10 +77,7 @@ class LazyInitContext:
         with ExitStack() as stack:
             _OPEN.append(self.recorder)
             stack.callback(_OPEN.clear)
-            stack.enter_context(substitutes(self.recorder))
-            stack.enter_context(lazy_files(self.recorder))
-            stack.enter_context(Assignments())
-            stack.enter_context(_Mode(self.recorder))
+            stack.enter_context(_recording(self.recorder))
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
             self._stack = stack.pop_all()
@@ -120,7 +127,7 @@ def continued(model: nn.Module) -> Iterator[None]:
     recorder.is_open = True
     _OPEN.append(recorder)
     try:
-        with substitutes(recorder), lazy_files(recorder), Assignments(), _Mode(recorder):
+        with _recording(recorder):
             yield
     finally:
         _OPEN.clear()
@@ -142,3 +149,106 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if LazyTensor in types:
             return recorder_of((args, kwargs)).dispatch(func, args, kwargs or {})
         return self._recorder.dispatch(func, args, kwargs or {})
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    """Record what the body does with tensors."""
+    with _recorded_trunc_normal(recorder), _recorded_files(recorder), _Mode(recorder):
+        yield
+
+
+@contextmanager
+def _recorded_trunc_normal(recorder: Recorder) -> Iterator[None]:
+    """Record initialisers that loop until their values fit as one operation each.
+
+    Without this they would be right as well, but every turn of the loop would replay what its values depend on.
+    """
+    original: Any = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
+    if original is None:
+        yield
+        return
+
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, LazyTensor):
+            result: torch.Tensor = original(tensor, *args, **kwargs)
+            return result
+        recorder.record_call("torch.nn.init.trunc_normal_", original, tensor, *args, **kwargs)
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+@contextmanager
+def _recorded_files(recorder: Recorder) -> Iterator[None]:
+    """Let transformers' ``from_pretrained`` get lazy tensors within the body, if transformers is imported already.
+
+    Other threads open files as ever: what they read is not this context's model.
+    """
+    if sys.modules.get("transformers") is None:
+        yield
+        return
+    modeling: Any = importlib.import_module("transformers.modeling_utils")
+    original: Any = modeling.safe_open
+    owner = threading.get_ident()
+
+    def open_lazily(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
+        opened = original(filename, framework, *args, **kwargs)
+        device = kwargs.get("device", args[0] if args else "cpu")
+        is_torch = framework in ("pt", "torch", "pytorch")
+        if threading.get_ident() == owner and is_torch and str(device) == "cpu":
+            return _LazyFile(opened, Path(filename), recorder)
+        return opened
+
+    modeling.safe_open = open_lazily
+    try:
+        yield
+    finally:
+        modeling.safe_open = original
+
+
+class _LazyFile:
+    """What ``safe_open`` returns, with lazy tensors in it."""
+
+    def __init__(self, opened: Any, path: Path, recorder: Recorder) -> None:
+        self._opened = opened
+        self._recorder = recorder
+        self._files = checkpoint_io_class().open_model(path.resolve())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return record_read(self._recorder, self._files, name)
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.get_tensor(name) for name in self._opened.keys()}  # noqa: SIM118 - no dict, it has no iterator
+
+    def get_slice(self, name: str) -> _LazySlice:
+        return _LazySlice(self._opened.get_slice(name), self, name)
+
+
+class _LazySlice:
+    """What ``get_slice`` returns, with lazy tensors in it."""
+
+    def __init__(self, opened: Any, file: _LazyFile, name: str) -> None:
+        self._opened = opened
+        self._file = file
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._file.get_tensor(self._name)
+        return tensor if index is Ellipsis else tensor[index].clone()

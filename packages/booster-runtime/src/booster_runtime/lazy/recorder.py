@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from booster_core.errors import LazyInitError
-from booster_runtime.lazy.files import Files
+from booster_runtime.lazy.files import OpenFiles
 from booster_runtime.lazy.log import Const, Consts, Entry, Ref, Slots
 from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
 from booster_runtime.lazy.replay import Replay, find_live
@@ -41,7 +41,7 @@ class Recorder:
         self.streams = Streams()
         self.run_eagerly: Counter[str] = Counter()
         self.is_open = True
-        self.files = Files()
+        self.files = OpenFiles()
         # Leave draws out where no values that are wanted depend on any.
         self.draws_if_needed = False
         self._given_seeds: dict[Draw, torch.Tensor] = {}
