@@ -1,5 +1,7 @@
 """Lazy models whose values come from files: nothing is read before, and only what is kept is read at all."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,23 @@ def test_files_are_opened_lazily_by_transformers_alone_and_within_the_block() ->
         assert modeling_utils.safe_open is not original
         assert safetensors.safe_open is original
     assert modeling_utils.safe_open is original
+
+
+def test_transformers_may_be_imported_inside_of_the_block(folder) -> None:
+    script = f"""
+import sys
+import torch
+from booster_runtime import LazyInitContext
+from booster_runtime.lazy import is_lazy
+assert "transformers.modeling_utils" not in sys.modules
+with LazyInitContext():
+    from transformers import LlamaForCausalLM
+    model = LlamaForCausalLM.from_pretrained({str(folder)!r})
+    assert type(model.lm_head.weight.data) is not torch.Tensor
+assert is_lazy(model)
+assert sys.modules["transformers.modeling_utils"].safe_open is sys.modules["safetensors"].safe_open
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_other_threads_read_real_tensors_meanwhile(folder) -> None:

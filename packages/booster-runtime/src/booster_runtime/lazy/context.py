@@ -6,7 +6,6 @@ files with.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
@@ -39,9 +38,9 @@ class LazyInitContext:
     Inside of the ``with`` block, tensors that a model makes for its parameters and buffers have shapes and no values.
     `Booster.boost`, under any plugin, or `materialize` replays their construction; values and the state of torch's
     random generators are then what they would be without the context, bit for bit. transformers' ``from_pretrained`` of
-    a local folder inside of the block records which file each tensor comes from, and reads it then, if transformers
-    was imported before the block. An optimizer may be built
-    from the model's parameters before; ``model.to(dtype)``, tying and further initialisation may follow the block.
+    a local folder inside of the block records which file each tensor comes from, and reads it then. An optimizer may
+    be built from the model's parameters before; ``model.to(dtype)``, tying and further initialisation may follow the
+    block.
 
     What can't be recorded runs at once, with real values, and is counted in ``run_eagerly``.
 
@@ -137,13 +136,15 @@ def continued(model: nn.Module) -> Iterator[None]:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every operation to the recorder, also those that no lazy tensor takes part in."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, files: _RecordedFiles) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._files = files
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._files.replace()  # transformers may have been imported since: it builds models before it opens files
         if func is DEVICE:
             return args[0].lazy_device
         if LazyTensor in types:
@@ -154,8 +155,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
     """Record what the body does with tensors."""
-    with _recorded_trunc_normal(recorder), _recorded_files(recorder), _Mode(recorder):
-        yield
+    files = _RecordedFiles(recorder)
+    files.replace()
+    try:
+        with _recorded_trunc_normal(recorder), _Mode(recorder, files):
+            yield
+    finally:
+        files.restore()
 
 
 @contextmanager
@@ -183,32 +189,37 @@ def _recorded_trunc_normal(recorder: Recorder) -> Iterator[None]:
         torch.nn.init._no_grad_trunc_normal_ = original
 
 
-@contextmanager
-def _recorded_files(recorder: Recorder) -> Iterator[None]:
-    """Let transformers' ``from_pretrained`` get lazy tensors within the body, if transformers is imported already.
+class _RecordedFiles:
+    """Lets transformers' ``from_pretrained`` get lazy tensors, until `restore`.
 
     Other threads open files as ever: what they read is not this context's model.
     """
-    if sys.modules.get("transformers") is None:
-        yield
-        return
-    modeling: Any = importlib.import_module("transformers.modeling_utils")
-    original: Any = modeling.safe_open
-    owner = threading.get_ident()
 
-    def open_lazily(filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
-        opened = original(filename, framework, *args, **kwargs)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._owner = threading.get_ident()
+        self._modeling: Any = None
+        self._original: Any = None
+
+    def replace(self) -> None:
+        """Replace ``safe_open`` in transformers' own module, once that is imported."""
+        modeling: Any = sys.modules.get("transformers.modeling_utils")
+        if self._modeling is None and hasattr(modeling, "safe_open"):
+            self._modeling, self._original = modeling, modeling.safe_open
+            self._modeling.safe_open = self._open
+
+    def restore(self) -> None:
+        """Put the original back."""
+        if self._modeling is not None:
+            self._modeling.safe_open = self._original
+
+    def _open(self, filename: Any, framework: str = "pt", *args: Any, **kwargs: Any) -> Any:
+        opened = self._original(filename, framework, *args, **kwargs)
         device = kwargs.get("device", args[0] if args else "cpu")
         is_torch = framework in ("pt", "torch", "pytorch")
-        if threading.get_ident() == owner and is_torch and str(device) == "cpu":
-            return _LazyFile(opened, Path(filename), recorder)
+        if threading.get_ident() == self._owner and is_torch and str(device) == "cpu":
+            return _LazyFile(opened, Path(filename), self._recorder)
         return opened
-
-    modeling.safe_open = open_lazily
-    try:
-        yield
-    finally:
-        modeling.safe_open = original
 
 
 class _LazyFile:
