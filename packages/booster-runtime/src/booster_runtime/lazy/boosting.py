@@ -187,7 +187,7 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
         values = {} if recording is None else recording.fingerprints()
     except Exception as caught:  # noqa: BLE001 - carried to every rank below
         error = caught
-    mine = (own, [recorder.seeds for recorder in recorders], values)
+    mine = (own, [recorder.generators.seeds for recorder in recorders], values)
     first, seeds, first_values = coordinator.broadcast_object(mine, name="boost")
     head = f"Rank {coordinator.rank} built another model than rank 0: "
     if first != own:
@@ -220,4 +220,4 @@ def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
 
 def _take_seeds(recorders: list[Recorder], seeds: list[list[Tensor]]) -> None:
     for recorder, given in zip(recorders, seeds, strict=True):
-        recorder.take_seeds(given)
+        recorder.generators.take_seeds(given)

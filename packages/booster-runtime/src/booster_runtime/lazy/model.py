@@ -89,7 +89,7 @@ def fill_elsewhere(elsewhere: Sequence[Holder]) -> None:
                 holder.become(holder.ref.of(storage))
             return True
 
-        recorder.make(by_slot.keys(), hand_over)
+        recorder.replay(by_slot.keys(), hand_over, uses_given=True)
 
 
 def _check_closed(recorder: Recorder) -> None:
