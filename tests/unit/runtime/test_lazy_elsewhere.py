@@ -1,15 +1,11 @@
 """Lazy tensors outside of the model's modules (closures, caches, criteria, optimizer state) get their values too."""
 
-import sys
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from booster_core import Booster
@@ -158,31 +154,3 @@ def test_post_accumulate_grad_hooks_stay() -> None:
     handle.remove()
     model(torch.ones(2, 8)).sum().backward()
     assert len(seen) == 1
-
-
-def test_absent_entries_among_the_imported_modules_do_no_harm(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "absent_module", None)
-    monkeypatch.setitem(sys.modules, "odd_module", object())
-    with LazyInitContext():
-        model = TinyMLP()
-    assert is_lazy(model)
-
-
-def test_other_threads_read_real_tensors_meanwhile(tmp_path) -> None:
-    import safetensors
-
-    save_file({"table": torch.arange(4.0)}, tmp_path / "table.safetensors")
-    found: list[Tensor] = []
-
-    def read() -> None:
-        with safetensors.safe_open(tmp_path / "table.safetensors", "pt") as file:
-            found.append(file.get_tensor("table"))
-
-    with LazyInitContext():
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-        read()
-    assert [type(tensor) is Tensor for tensor in found] == [True, False]
-    assert torch.equal(found[0], torch.arange(4.0))
-    assert safetensors.safe_open is safe_open

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -117,6 +118,19 @@ def test_default_device_that_is_none(given, got) -> None:
     message = f"a device, its name such as 'cpu', or a function that returns one; got {got}. Pass `booster.device`"
     with pytest.raises(TypeError, match=re.escape(message)):
         LazyInitContext(default_device=given)
+
+
+def test_a_real_tensor_cannot_become_lazy() -> None:
+    real = nn.Parameter(torch.ones(3))
+    with LazyInitContext(), pytest.raises(RuntimeError, match="incompatible tensor type"):
+        real.data = torch.randn(3)
+    assert torch.equal(real, torch.ones(3))
+
+
+def test_a_broken_transformers_does_no_harm(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with LazyInitContext():
+        assert is_lazy(nn.Linear(2, 2))
 
 
 def test_boosting_twice_is_refused(model) -> None:

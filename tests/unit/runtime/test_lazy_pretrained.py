@@ -1,5 +1,7 @@
 """Lazy models whose values come from files: nothing is read before, and only what is kept is read at all."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -252,19 +254,54 @@ def test_files_that_changed_are_named(folder) -> None:
     with LazyInitContext():
         model = from_pretrained(folder)
     tiny_llama(hidden_size=64).save_pretrained(folder)
-    with pytest.raises(LazyInitError, match="was changed since a lazy model was built from it"):
+    with pytest.raises(LazyInitError, match=r"was changed: '.*' was \(.*, and is \(.*Keep the files"):
         materialize(model)
 
 
-def test_safe_open_is_itself_again(folder) -> None:
+def test_files_are_opened_lazily_by_transformers_alone_and_within_the_block() -> None:
     import safetensors
-    import transformers.modeling_utils
+    from transformers import modeling_utils
 
-    original = safetensors.safe_open
+    original = modeling_utils.safe_open
     with LazyInitContext():
-        assert safetensors.safe_open is not original
-    assert safetensors.safe_open is original
-    assert transformers.modeling_utils.safe_open is original
+        assert modeling_utils.safe_open is not original
+        assert safetensors.safe_open is original
+    assert modeling_utils.safe_open is original
+
+
+def test_transformers_may_be_imported_inside_of_the_block(folder) -> None:
+    script = f"""
+import sys
+import torch
+from booster_runtime import LazyInitContext
+from booster_runtime.lazy import is_lazy
+assert "transformers.modeling_utils" not in sys.modules
+with LazyInitContext():
+    from transformers import LlamaForCausalLM
+    model = LlamaForCausalLM.from_pretrained({str(folder)!r})
+    assert type(model.lm_head.weight.data) is not torch.Tensor
+assert is_lazy(model)
+assert sys.modules["transformers.modeling_utils"].safe_open is sys.modules["safetensors"].safe_open
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_other_threads_read_real_tensors_meanwhile(folder) -> None:
+    from transformers import modeling_utils
+
+    found: list[torch.Tensor] = []
+
+    def read() -> None:
+        with modeling_utils.safe_open(folder / "model.safetensors", "pt") as file:
+            found.append(file.get_tensor("model.norm.weight"))
+
+    with LazyInitContext():
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        read()
+    assert [type(tensor) is torch.Tensor for tensor in found] == [True, False]
+    assert torch.equal(found[0], torch.ones(found[0].shape))
 
 
 def test_bin_files_load_inside_of_the_context(tmp_path) -> None:

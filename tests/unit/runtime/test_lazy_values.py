@@ -3,7 +3,9 @@
 import copy
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
-from booster_runtime.lazy.log import Const
+from booster_runtime.lazy.log import Const, Entry
+from booster_runtime.lazy.replay import Replay
 from booster_testing.models import TinyMixedBag
 
 
@@ -321,14 +324,69 @@ def test_values_of_a_lazy_tensor_can_be_asked_for() -> None:
     assert is_lazy(model)
 
 
-def test_asking_for_values_draws_each_number_once_more_at_most() -> None:
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Counter[Entry]:
+    """Count how often each draw is done."""
+    counts: Counter[Entry] = Counter()
+    call = Replay._call
+
+    def count(replay: Replay, entry: Entry, args: Any, kwargs: Any) -> Any:
+        counts[entry] += entry.draw is not None
+        return call(replay, entry, args, kwargs)
+
+    monkeypatch.setattr(Replay, "_call", count)
+    return counts
+
+
+def test_asking_for_values_draws_each_number_once_more_at_most(played) -> None:
     with LazyInitContext() as context:
+        model = nn.ModuleList()
         for _ in range(20):
-            nn.Linear(4, 4)
+            model.append(nn.Linear(4, 4))
             float(torch.rand(1))
-    draws = [entry.draw for entry in context.recorder.entries if entry.draw is not None]
+    draws = [entry for entry in context.recorder.entries if entry.draw is not None]
     assert len(draws) == 60
-    assert all(draw.after is not None for draw in draws[:-1])
+    assert [played[entry] for entry in draws] == [1] * 60
+    materialize(model)
+    assert max(played[entry] for entry in draws) == 2
+
+
+def test_a_state_that_is_restored_again_and_again_is_found_once(played) -> None:
+    """Three layers start from the state after a draw that nobody wants, in one replay."""
+
+    def build() -> nn.Module:
+        torch.randn(100)
+        state = torch.get_rng_state()
+        layers = nn.ModuleList()
+        for _ in range(3):
+            layers.append(nn.Linear(3, 3))
+            torch.set_rng_state(state)
+        return layers
+
+    context = assert_lazy_equals_eager(build)
+    assert [played[entry] for entry in context.recorder.entries if entry.draw is not None] == [1] * 7
+
+
+def test_a_replay_that_fails_midway_may_be_repeated() -> None:
+    """Where an interrupted draw has left the generator is not taken for the place before."""
+    torch.manual_seed(3)
+    eager = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.manual_seed(3)
+    with LazyInitContext() as context:
+        lazy = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    entry = [entry for entry in context.recorder.entries if entry.draw is not None][2]
+    original = entry.function
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        raise MemoryError
+
+    entry.function = fail
+    with pytest.raises(MemoryError):
+        lazy[1].weight.tolist()
+    entry.function = original
+    materialize(lazy)
+    assert_same_state(lazy, eager)
 
 
 def test_attributes_of_a_tensor_stay() -> None:

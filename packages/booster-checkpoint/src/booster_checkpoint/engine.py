@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.loading import load_model, load_optimizer
+from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
 from booster_checkpoint.run.training_state import has_step, load_step, save_step
 from booster_checkpoint.save.adapters import adapted_model, save_adapters
@@ -20,13 +21,14 @@ from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import path_at
-from booster_core.checkpoint_io import CheckpointIO
+from booster_core.checkpoint_io import CheckpointIO, resolved
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state import read_json, scheduler_from_json, scheduler_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_checkpoint.save.parts import Part
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         LoadedCheckpoint,
         LoadReport,
         LoadRequest,
+        ModelFiles,
         ModelState,
         SaveRequest,
         TrainingState,
@@ -92,6 +95,10 @@ class CheckpointEngine(CheckpointIO):
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
         path = self._begin_load(request)
         return load_model(self._session, state, path, request, bucket_bytes=self._bucket_bytes)
+
+    @classmethod
+    def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
+        return SourceModelFiles(path_at(resolved(path)), model)
 
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         self._save(OptimizerPart(state, FileNames(base=OPTIMIZER, prefix=request.prefix)), request)

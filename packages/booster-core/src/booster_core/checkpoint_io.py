@@ -21,17 +21,19 @@ import torch
 
 from booster_core.errors import CheckpointError, ConfigError, PluginError, shorten
 from booster_core.plugin.hooks import distribution_of
-from booster_core.state import encode_json
+from booster_core.state import TensorShard, decode_json, encode_json, full_box, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from types import TracebackType
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim.lr_scheduler import LRScheduler
+    from typing_extensions import Self
 
     from booster_core.plugin.interface import BoostContext, Plugin
     from booster_core.precision import DynamicLossScaler, PrecisionPolicy
-    from booster_core.state.adapter import StateAdapter
+    from booster_core.state.adapter import StateAdapter, TensorMeta
 
 __all__ = [
     "LATEST",
@@ -42,6 +44,7 @@ __all__ = [
     "LoadReport",
     "LoadRequest",
     "LoadedCheckpoint",
+    "ModelFiles",
     "ModelState",
     "MovingAverage",
     "SaveRequest",
@@ -431,6 +434,71 @@ class MovingAverage(Protocol):
         """Return the averages as the state of a model, to be saved or loaded."""
 
 
+class ModelFiles(ABC):
+    """The tensors of a checkpoint, of which names and shapes are known and values are read in parts.
+
+    A context manager that may be entered any number of times: the files are open in its body, and only there.
+
+    Args:
+        path: The file or folder.
+        tensors: Shape and element type of each tensor, by name.
+        values: What is no tensor, as encoded JSON, by name.
+    """
+
+    def __init__(self, path: str | Path, tensors: Mapping[str, TensorMeta], values: Mapping[str, Any]) -> None:
+        self.path, self.tensors, self.values = path, tensors, values
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Open the files.
+
+        Raises:
+            CheckpointError: If they can't be read any more, or a tensor is not what it was at first.
+        """
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+
+    @abstractmethod
+    def read(self, name: str, shard: TensorShard) -> None:
+        """Read a shard's part of a tensor, converted to the shard's element type, and nothing else.
+
+        Args:
+            name: Name of the tensor.
+            shard: Where the values go; its ``global_shape`` is the tensor's shape.
+        """
+
+    def read_whole(self, name: str) -> Tensor:
+        """Return all of a tensor, on the host."""
+        meta = self.tensors[name]
+        values = torch.empty(meta.shape, dtype=meta.dtype)
+        box = full_box(meta.shape)
+        self.read(name, TensorShard(name=name, global_shape=meta.shape, dtype=meta.dtype, box=box, data=values))
+        return values
+
+    def extra_values(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the extra state of modules, decoded, for those of the names that have some."""
+        found = {}
+        for name in names:
+            if name in self.values:
+                value = self.values[name]
+                found[name] = decode_json(value, {key: self.read_whole(key) for key in tensor_references(value)})
+            elif name in self.tensors:
+                found[name] = self.read_whole(name)
+        return found
+
+    def _check_unchanged(self, before: Mapping[str, TensorMeta], found: Mapping[str, TensorMeta]) -> None:
+        """Raise `CheckpointError` unless the files still have all tensors that they had before."""
+        for name, meta in before.items():
+            if found.get(name) != meta:
+                now = f"{found[name].shape} of {found[name].dtype}" if name in found else "missing"
+                msg = f"'{self.path}' was changed: '{name}' was {meta.shape} of {meta.dtype}, and is {now}."
+                raise CheckpointError(msg)
+
+
 class CheckpointIO(ABC):
     """Reads and writes checkpoints of state that is distributed in any way.
 
@@ -477,6 +545,22 @@ class CheckpointIO(ABC):
     @abstractmethod
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
         """Read a model in any form that the engine knows."""
+
+    @classmethod
+    def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
+        """Look at a model's files, in any form that the engine knows, and read no values. Not collective.
+
+        Args:
+            path: A file or folder.
+            model: Name the tensors as this model does, where its files have other names; it may be lazy.
+
+        Raises:
+            CheckpointError: If the files can't be read.
+            ConfigError: If the engine can't do this.
+        """
+        del path, model
+        msg = f"The checkpoint engine `{cls.__name__}` can't read models in parts; it has no `open_model`."
+        raise ConfigError(msg)
 
     @abstractmethod
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:

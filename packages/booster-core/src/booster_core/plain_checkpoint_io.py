@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster_core.checkpoint_io import LATEST, CheckpointIO, LoadedCheckpoint, LoadRequest, ModelState
+from booster_core.checkpoint_io import (
+    LATEST,
+    CheckpointIO,
+    LoadedCheckpoint,
+    LoadRequest,
+    ModelFiles,
+    ModelState,
+    resolved,
+)
 from booster_core.errors import CheckpointError, ConfigError, needs_checkpoint, shorten
 from booster_core.log import log
 from booster_core.matching import (
@@ -40,6 +48,7 @@ from booster_core.state import (
     OptimizerInfo,
     check_model_is_saved_whole,
     check_optimizer_is_saved_whole,
+    copy_part,
     encode_json,
     has_adapters,
     read_json,
@@ -50,8 +59,9 @@ from booster_core.state import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim.lr_scheduler import LRScheduler
+    from typing_extensions import Self
 
     from booster_core.checkpoint_io import LoadReport, SaveRequest, TrainingState
     from booster_core.state import StateAdapter, TensorShard
@@ -89,6 +99,11 @@ class PlainCheckpointIO(CheckpointIO):
 
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
         return _load_model(state, TensorFiles.at(self._path(request), _MODEL), request)
+
+    @classmethod
+    def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
+        del model  # conversions of names are booster-checkpoint's
+        return _PlainModelFiles(_on_disk(resolved(path)))
 
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         _write_optimizer(self._file(request), state)
@@ -189,9 +204,34 @@ class PlainCheckpointIO(CheckpointIO):
     def _local(self, path: str | Path, call: str) -> Path:
         if self.context.coordinator.world_size > 1:
             raise CheckpointError(needs_checkpoint(f"`{call}` of several ranks is done"))
-        if not isinstance(path, Path):
-            raise CheckpointError(needs_checkpoint(f"URLs, such as '{path}', are written and read"))
-        return path
+        return _on_disk(path)
+
+
+class _PlainModelFiles(ModelFiles):
+    """Files of safetensors, which the system reads where values are used."""
+
+    def __init__(self, path: Path) -> None:
+        files = TensorFiles.at(path, _MODEL)
+        super().__init__(path, files.metas(), files.values)
+        self._open: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        files = TensorFiles.at(Path(self.path), _MODEL)
+        self._check_unchanged(self.tensors, files.metas())
+        self._open = files.tensors
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = {}
+
+    def read(self, name: str, shard: TensorShard) -> None:
+        copy_part(self._open[name], shard)
+
+
+def _on_disk(path: str | Path) -> Path:
+    if not isinstance(path, Path):
+        raise CheckpointError(needs_checkpoint(f"URLs, such as '{path}', are written and read"))
+    return path
 
 
 def _whole(shard: TensorShard) -> Tensor:

@@ -24,6 +24,7 @@ from booster_core.state.random_state import capture_random_state, restore_random
 from booster_core.state.regions import (
     Region,
     as_bytes,
+    copy_part,
     intersect,
     is_contiguous,
     pack,
@@ -61,6 +62,7 @@ __all__ = [
     "check_optimizer_is_saved_whole",
     "check_plain_tensors",
     "compiled_module",
+    "copy_part",
     "decode_json",
     "distinct",
     "encode_json",

@@ -19,6 +19,8 @@ from booster_core.state.shard import Box, box_numel, box_shape, full_box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from booster_core.state.shard import TensorShard
+
 
 @dataclass(frozen=True)
 class Region:
@@ -166,3 +168,12 @@ def unpack(source: torch.Tensor, data: torch.Tensor, start: int, stop: int) -> N
     for region in regions_of(full_box(tuple(data.shape)), (start, stop)):
         values = source[region.start : region.start + region.numel].view(box_shape(region.box))
         data[slices_of(region.box)].copy_(values)
+
+
+def copy_part(values: torch.Tensor, shard: TensorShard) -> None:
+    """Copy a shard's part of a whole tensor, of any strides, dtype and device, into the shard."""
+    part, data = values[slices_of(shard.box)], shard.data.detach()
+    if shard.flat is None:
+        data.copy_(part)
+    else:
+        pack(part, *shard.flat, data)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from booster_runtime.lazy.boosting import hollow_objects, place_or_hollow, take_values
 from booster_runtime.lazy.context import LazyInitContext
+from booster_runtime.lazy.files import load_pretrained
 from booster_runtime.lazy.host_values import HostValues, shards_from_host
 from booster_runtime.lazy.model import Recording, is_lazy, materialize, take_recording
-from booster_runtime.lazy.pretrained import load_pretrained
 
 __all__ = [
     "HostValues",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext, Boosted
@@ -179,34 +179,32 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
 
     Collective: every rank of the world, whether or not its model is lazy.
     """
-    recording = Recording(model) if is_lazy(model) else None
-    recorders = [] if recording is None else recording.recorders
-    own = [_recorded(recorder) for recorder in recorders]
-    error, values = None, None
-    try:
+    with coordinator.together("boost"):
+        recording = Recording(model) if is_lazy(model) else None
+        recorders = [] if recording is None else recording.recorders
+        own = [_recorded(recorder) for recorder in recorders]
         values = {} if recording is None else recording.fingerprints()
-    except Exception as caught:  # noqa: BLE001 - carried to every rank below
-        error = caught
-    mine = (own, [recorder.seeds for recorder in recorders], values)
+    mine = (own, [recorder.generators.seeds for recorder in recorders], values)
     first, seeds, first_values = coordinator.broadcast_object(mine, name="boost")
     head = f"Rank {coordinator.rank} built another model than rank 0: "
-    if first != own:
-        here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
-        error = error or LazyInitError(
-            f"{head}{here} operations were recorded, there {there}. "
-            "Every rank must build the same model, lazily or not."
-        )
-    elif values is not None and first_values is not None and values != first_values:
-        others = [name for name in {**values, **first_values} if values.get(name) != first_values.get(name)]
-        error = LazyInitError(
-            f"{head}{len(others)} of {len(values)} tensors would have other values, the first of them '{others[0]}', "
-            "since numbers, constants or files that their construction uses differ. Seed `random`, NumPy and torch "
-            "alike on every rank before the model is built, and read the same files."
-        )
     with coordinator.together("boost"):
-        if error is not None:
-            raise error
-    _take_seeds(recorders, seeds)
+        if first != own:
+            here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
+            msg = (
+                f"{head}{here} operations were recorded, there {there}. "
+                "Every rank must build the same model, lazily or not."
+            )
+            raise LazyInitError(msg)
+        if values != first_values:
+            others = [name for name in {**values, **first_values} if values.get(name) != first_values.get(name)]
+            msg = (
+                f"{head}{len(others)} of {len(values)} tensors would have other values, the first of them "
+                f"'{others[0]}', since numbers, constants or files that their construction uses differ. Seed `random`, "
+                "NumPy and torch alike on every rank before the model is built, and read the same files."
+            )
+            raise LazyInitError(msg)
+    for recorder, given in zip(recorders, seeds, strict=True):
+        recorder.generators.take_seeds(given)
 
 
 def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
@@ -216,8 +214,3 @@ def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:
     """
     draws = [entry.name for entry in recorder.entries if entry.draw is not None]
     return draws, dict(Counter(entry.name for entry in recorder.entries))
-
-
-def _take_seeds(recorders: list[Recorder], seeds: list[list[Tensor]]) -> None:
-    for recorder, given in zip(recorders, seeds, strict=True):
-        recorder.take_seeds(given)

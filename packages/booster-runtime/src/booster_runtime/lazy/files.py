@@ -5,33 +5,37 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from booster_checkpoint.files import MODEL, ComposedTensors
-from booster_checkpoint.load import Source
+from booster_core.checkpoint_io import checkpoint_io_class
 from booster_core.errors import CheckpointError, LazyInitError
+from booster_core.matching import Expectation, compare
+from booster_core.state import NamedTensors, TensorMeta, TensorShard, extra_state_modules
 from booster_runtime.lazy.log import Ref
 from booster_runtime.lazy.replay import find_live
+from booster_runtime.lazy.tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Collection, Iterator, Sequence
 
-    from booster_checkpoint.files import Layout
-    from booster_core.state import TensorMeta
+    from torch import nn
+
+    from booster_core.checkpoint_io import LoadReport, ModelFiles
     from booster_runtime.lazy.log import Entry
+    from booster_runtime.lazy.recorder import Recorder
 
 _SAMPLE_NUMEL = 256
 """How many values of a tensor are read to compare what ranks have in their files."""
 
 
-class Files:
+class OpenFiles:
     """The checkpoints that one recording reads, each opened once in a replay."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, Source] = {}
+        self._open: set[ModelFiles] = set()
         self._stack: ExitStack | None = None
 
     @contextmanager
@@ -40,98 +44,84 @@ class Files:
         if self._stack is not None:
             yield
             return
-        with ExitStack() as self._stack:
-            try:
+        try:
+            with ExitStack() as self._stack:
                 yield
-            finally:
-                self._open.clear()
-        self._stack = None
+        finally:
+            self._stack = None
+            self._open.clear()
 
-    def source(self, path: Path) -> Source:
-        """Return an open checkpoint; only inside of `kept_open`.
+    def open(self, files: ModelFiles) -> None:
+        """Open a checkpoint, if it is not open yet; only inside of `kept_open`.
 
         Raises:
-            CheckpointError: If it can't be read any more.
+            CheckpointError: If it can't be read any more, or was changed.
         """
         assert self._stack is not None, "replays keep files open"
-        if path not in self._open:
-            self._open[path] = source = Source(path, MODEL)
-            self._stack.callback(source.close)
-        return self._open[path]
+        if files not in self._open:
+            self._stack.enter_context(files)
+            self._open.add(files)
 
 
 class FileRead:
     """Reads one tensor of a checkpoint; what an entry calls.
 
     Args:
-        files: The recording's files.
-        path: The checkpoint.
-        key: The tensor's name there.
-        meta: What the checkpoint said of it when it was recorded.
-        composed: Where several tensors of the checkpoint make it up: how, and what the checkpoint said of each.
+        recorder: The recording.
+        files: The checkpoint.
+        name: The tensor's name there.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        path: Path,
-        key: str,
-        meta: TensorMeta,
-        composed: tuple[Layout, Mapping[str, TensorMeta]] | None = None,
-    ) -> None:
+    def __init__(self, recorder: Recorder, files: ModelFiles, name: str) -> None:
+        self._opened = recorder.files
         self._files = files
-        self.path = path
-        self.key = key
-        self.meta = meta
-        self._layout = None if composed is None else composed[0]
-        self._parts = {key: meta} if composed is None else composed[1]
-
-    def source(self) -> Source | ComposedTensors:
-        """Return the open checkpoint.
-
-        Raises:
-            LazyInitError: If it is another one than when it was recorded.
-        """
-        try:
-            source = self._files.source(self.path)
-        except CheckpointError as cause:
-            msg = (
-                f"'{self.path}', which a lazy model gets '{self.key}' from, can't be read any more: {cause} Keep the "
-                "files until the model is boosted."
-            )
-            raise LazyInitError(msg) from cause
-        for key, meta in self._parts.items():
-            found = source.tensors.get(key)
-            if found != meta:
-                msg = (
-                    f"'{self.path}' was changed since a lazy model was built from it: '{key}' was {meta.shape} of "
-                    f"{meta.dtype}, and is {found}. Keep the files until the model is boosted."
-                )
-                raise LazyInitError(msg)
-        return source if self._layout is None else ComposedTensors(source, {self.key: self._layout}, {})
+        self.name = name
+        self.meta = files.tensors[name]
 
     def __call__(self) -> torch.Tensor:
         """Return the whole tensor."""
-        return self.source().read_whole(self.key)
+        return self.open().read_whole(self.name)
+
+    def open(self) -> ModelFiles:
+        """Return the open checkpoint.
+
+        Raises:
+            LazyInitError: If it can't be read any more, or was changed since it was recorded.
+        """
+        try:
+            self._opened.open(self._files)
+        except CheckpointError as cause:
+            msg = (
+                f"'{self._files.path}', which a lazy model gets '{self.name}' from, can't be read any more: {cause} "
+                "Keep the files until the model is boosted."
+            )
+            raise LazyInitError(msg) from cause
+        return self._files
 
     def sample(self) -> bytes:
         """Return what tells this tensor from another file's tensor of the same name: a few of its values.
 
         Raises:
-            LazyInitError: As `source`.
+            LazyInitError: As `open`.
         """
         shape = self.meta.shape
         box = tuple((size // 2, min(size // 2 + 1, size)) for size in shape[:-1])
         box += tuple((0, min(_SAMPLE_NUMEL, size)) for size in shape[-1:])
-        values = torch.empty(0 if 0 in shape else math.prod(end - start for start, end in box), dtype=self.meta.dtype)
-        if values.numel():
-            self.source().read(self.key, box, values)
-        return f"{self.key} {shape} {self.meta.dtype}".encode() + values.view(torch.uint8).numpy().tobytes()
+        numel = 0 if 0 in shape else math.prod(end - start for start, end in box)
+        values = torch.empty(numel, dtype=self.meta.dtype)
+        if numel:
+            shard = TensorShard(
+                name=self.name, global_shape=shape, dtype=values.dtype, box=box, flat=(0, numel), data=values
+            )
+            self.open().read(self.name, shard)
+        return f"{self.name} {shape} {self.meta.dtype}".encode() + values.view(torch.uint8).numpy().tobytes()
 
 
-def empty_like(meta: TensorMeta) -> torch.Tensor:
-    """Return a meta tensor of the geometry that a tensor of a checkpoint has when it is read."""
-    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+def record_read(recorder: Recorder, files: ModelFiles, name: str) -> LazyTensor:
+    """Return a lazy tensor that will have the values of a checkpoint's tensor."""
+    read = FileRead(recorder, files, name)
+    like = torch.empty(read.meta.shape, dtype=read.meta.dtype, device="meta")
+    return recorder.record_source("a tensor of a file", read, like)
 
 
 def find_reads(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int, FileRead]:
@@ -164,3 +154,50 @@ def _read_behind(maker: Entry, touching: dict[int, list[Entry]]) -> FileRead | N
     if not is_whole or len(makers) != 1 or not isinstance(makers[0].function, FileRead):
         return None
     return makers[0].function
+
+
+def load_pretrained(model: nn.Module, checkpoint: str | Path, *, strict: bool = True) -> LoadReport:
+    """Let a lazy model have the values of a checkpoint instead of those that its construction draws.
+
+    Nothing is read but names and shapes: the values are read when the model is boosted, by each rank as far as it
+    keeps them. Initialisers of tensors that are in the checkpoint never run; where none is left to draw, random
+    generators are left as they were before `LazyInitContext`.
+
+    Args:
+        model: A lazy model. Floating values are converted to its dtypes.
+        checkpoint: A file, an index, or a folder, in any form that `Booster.load_model` reads.
+        strict: Raise unless model and checkpoint hold the same tensors; ``False`` takes those that fit.
+
+    Returns:
+        What will be loaded and what will not.
+
+    Raises:
+        LazyInitError: If the model has its values already.
+        CheckpointError: If the checkpoint can't be read, or with ``strict`` does not fit.
+    """
+    named = NamedTensors.of(model)
+    lazies = [tensor for tensor in named.tensors.values() if isinstance(tensor, LazyTensor)]
+    if not lazies:
+        msg = "`load_pretrained` is for lazy models; this one has its values. Boost it and use `Booster.load_model`."
+        raise LazyInitError(msg)
+    files = checkpoint_io_class().open_model(Path(checkpoint).resolve(), model)
+    extra = extra_state_modules(model)
+    metas = {name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in named.tensors.items()}
+    expected = Expectation(tensors=metas, aliases=named.aliases, extra=tuple(extra))
+    report, found = compare(files.tensors, files.values, expected)
+    if strict and not report.is_complete:
+        msg = f"'{files.path}' does not fit the model. {report.problems()} Pass `strict=False` to load what fits."
+        raise CheckpointError(msg)
+    with files, torch.no_grad():
+        for name, stored in found.items():
+            tensor = named.tensors[name]
+            if isinstance(tensor, LazyTensor):
+                value = record_read(tensor.lazy_recorder, files, stored)
+                tensor.data = value.to(device=tensor.device, dtype=tensor.dtype)
+            else:
+                tensor.copy_(files.read_whole(stored))
+        for name, value in files.extra_values(extra).items():
+            extra[name].set_extra_state(value)
+    for recorder in {id(tensor.lazy_recorder): tensor.lazy_recorder for tensor in lazies}.values():
+        recorder.draws_if_needed = True
+    return report

@@ -20,7 +20,7 @@ from booster_runtime.lazy.replay import find_live
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from booster_runtime.lazy.streams import Draw, Stream
+    from booster_runtime.lazy.generators import Draw, RecordedGenerator
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout, torch.memory_format)
 
@@ -66,16 +66,16 @@ class _Draws:
 
     def __init__(self) -> None:
         self._draws: dict[Draw, int] = {}
-        self._streams: dict[Stream, int] = {}
+        self._sources: dict[RecordedGenerator, int] = {}
 
     def describe(self, draw: Draw) -> str:
         """Return which numbers of which generator a draw takes, if all processes seed them alike."""
         self._draws[draw] = len(self._draws)
-        stream = self._streams.setdefault(draw.stream, len(self._streams))
+        source = self._sources.setdefault(draw.source, len(self._sources))
         start: object = "seeded" if draw.previous is None else self._draws.get(draw.previous)
-        if start is None and draw.previous is not None and draw.previous.after is not None:
-            start = draw.previous.after.numpy().tobytes()  # after a draw that ran at once, from this process' own seed
-        return f"draw {stream} {start!r}"
+        if start is None and draw.previous is not None and draw.previous.end is not None:
+            start = draw.previous.end.numpy().tobytes()  # after a draw that ran at once, from this process' own seed
+        return f"draw {source} {start!r}"
 
 
 def _operation(entry: Entry) -> str:

@@ -16,7 +16,7 @@ from booster_core.errors import LazyInitError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from booster_runtime.lazy.streams import Draw
+    from booster_runtime.lazy.generators import Draw
     from booster_runtime.lazy.tensor import LazyTensor
 
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_checkpoint.load import ShardReader
 from booster_core.errors import LazyInitError
-from booster_core.state import pack, slices_of
+from booster_core.state import copy_part
 from booster_runtime.lazy.files import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
 from booster_runtime.lazy.holders import Holder, cut_all, find_elsewhere, find_holders, loosened
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from booster_core.state import TensorShard
     from booster_runtime.lazy.files import FileRead
     from booster_runtime.lazy.recorder import Recorder
-
-
-_BUCKET_BYTES = 1 << 24
-"""Most memory for values that can't be read straight into their place."""
 
 
 def is_lazy(model: nn.Module) -> bool:
@@ -94,7 +89,7 @@ def fill_elsewhere(elsewhere: Sequence[Holder]) -> None:
                 holder.become(holder.ref.of(storage))
             return True
 
-        recorder.make(by_slot.keys(), hand_over)
+        recorder.replay(by_slot.keys(), hand_over, uses_given=True)
 
 
 def _check_closed(recorder: Recorder) -> None:
@@ -230,11 +225,7 @@ class Recording:
             for shard in by_name[name]:
                 if before_write is not None:
                     before_write(shard)
-                part = value[slices_of(shard.box)]
-                if shard.flat is None:
-                    shard.data.detach().copy_(part)
-                else:
-                    pack(part, *shard.flat, shard.data.detach())
+                copy_part(value, shard)
 
         self._read_directly(by_name, before_write)
         self.place(write, by_name.keys(), device)
@@ -251,11 +242,11 @@ class Recording:
                     name = next((name for name in holder.names if name in by_name), None)
                     read = reads.get(holder.ref.slot)
                     if name is not None and read is not None and _can_read(holder, read, by_name[name]):
-                        with ShardReader(read.source(), _BUCKET_BYTES) as reader:
-                            for shard in by_name.pop(name):
-                                if before_write is not None:
-                                    before_write(shard)
-                                reader.fill(shard, read.key)
+                        files = read.open()
+                        for shard in by_name.pop(name):
+                            if before_write is not None:
+                                before_write(shard)
+                            files.read(read.name, shard)
                         self._holders.remove(holder)
 
     def _become(self, holder: Holder, value: Tensor) -> None:

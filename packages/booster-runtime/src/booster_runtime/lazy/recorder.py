@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from booster_core.errors import LazyInitError
-from booster_runtime.lazy.files import Files
+from booster_runtime.lazy.files import OpenFiles
+from booster_runtime.lazy.generators import Draw, Generators
 from booster_runtime.lazy.log import Const, Consts, Entry, Ref, Slots
 from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
 from booster_runtime.lazy.replay import Replay, find_live
-from booster_runtime.lazy.streams import Draw, Stream, Streams
 from booster_runtime.lazy.tensor import REMEDY, LazyTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Generator
 
@@ -38,13 +38,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.streams = Streams()
+        self.generators = Generators()
         self.run_eagerly: Counter[str] = Counter()
         self.is_open = True
-        self.files = Files()
+        self.files = OpenFiles()
         # Leave draws out where no values that are wanted depend on any.
         self.draws_if_needed = False
-        self._given_seeds: dict[Draw, torch.Tensor] = {}
         self._slots = Slots()
         self._consts = Consts()
         self._lock = threading.RLock()
@@ -132,78 +131,42 @@ class Recorder:
         """Return a tensor's place in the recording."""
         return self._slots.ref_of(tensor)
 
-    def make(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
-        """Replay what some storages need, before the replay for good; generators are left as they are."""
-        self.replay(wanted, hand_over, runs_dead_draws=self._draws_for(wanted), seeds=self._given_seeds)
-
-    def _draws_for(self, wanted: Collection[int]) -> bool:
-        """Return whether any wanted value depends on a draw."""
-        is_live = find_live(self.entries, wanted)
-        return any(live and entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True))
-
     def finish(self, wanted: Collection[int], hand_over: Callable[[int, torch.UntypedStorage], bool]) -> None:
         """Replay the recording for good: generators that nobody used since end up as after eager construction."""
-        ends = {}
-        untouched = [stream for stream in self.streams if stream.is_untouched]
-        if self.draws_if_needed and not self._draws_for(wanted):
-            self.replay(wanted, hand_over, runs_dead_draws=False)
-            for stream in untouched:
-                stream.generator.set_state(stream.found)
-            return
-        if self._given_seeds:
-            if untouched:
-                self.replay((), hand_over)
-            ends = {stream: _end_of(stream) for stream in untouched}
-        self.replay(wanted, hand_over, seeds=self._given_seeds)
-        for stream in untouched:
-            stream.generator.set_state(ends.get(stream, _end_of(stream)))
-
-    @property
-    def seeds(self) -> list[torch.Tensor]:
-        """The states that generators were found in, in the order of their use."""
-        return [seed for _, seed in self._seeded]
-
-    @property
-    def _seeded(self) -> list[tuple[Draw, torch.Tensor]]:
-        draws = [entry.draw for entry in self.entries]
-        return [(draw, draw.seed) for draw in draws if draw is not None and draw.seed is not None]
-
-    def take_seeds(self, seeds: list[torch.Tensor]) -> None:
-        """Replay from other states than this process' own, in the order of `seeds`."""
-        for (draw, own), seed in zip(self._seeded, seeds, strict=True):
-            if not torch.equal(own, seed):
-                self._given_seeds[draw] = seed
+        places = self.generators.places()
+        is_live = find_live(self.entries, wanted)
+        draws = any(live and entry.draw is not None for entry, live in zip(self.entries, is_live, strict=True))
+        if self.draws_if_needed and not draws:
+            self.replay(wanted, hand_over)
+            ends = [draw.source.found for draw in places]
+        elif self.generators.given:
+            ends = self.replay((), hand_over, ends_of=places)
+            self.replay(wanted, hand_over, uses_given=True)
+        else:
+            ends = self.replay(wanted, hand_over, ends_of=places)
+        for draw, end in zip(places, ends, strict=True):
+            draw.source.generator.set_state(end)
 
     def replay(
         self,
         wanted: Collection[int],
         hand_over: Callable[[int, torch.UntypedStorage], bool],
         *,
-        skips_draws: bool = False,
-        runs_dead_draws: bool = True,
-        seeds: Mapping[Draw, torch.Tensor] | None = None,
-    ) -> None:
-        """Replay the recording; generators are left as they were before."""
-        for stream in self.streams:
-            if stream.last is not None:
-                stream.last.is_kept = True
-        before = {stream: stream.generator.get_state() for stream in self.streams}
-        run = Replay(
+        ends_of: Sequence[Draw] = (),
+        uses_given: bool = False,
+    ) -> list[torch.Tensor]:
+        """Replay what some storages need; generators are left as they were before. See `Replay`."""
+        replay = Replay(
             self.entries,
             wanted,
             self._slots.num_bytes(),
             self._slots.devices,
             hand_over,
-            skips_draws=skips_draws,
-            runs_dead_draws=runs_dead_draws,
-            seeds=seeds or {},
+            self.generators,
+            uses_given=uses_given,
         )
-        try:
-            with _disable_current_modes(), self.files.kept_open():
-                run.run()
-        finally:
-            for stream, state in before.items():
-                stream.generator.set_state(state)
+        with _disable_current_modes(), self.files.kept_open():
+            return replay.run(ends_of)
 
     # Operations without lazy arguments -------------------------------------------------------------------------------
 
@@ -327,7 +290,7 @@ class Recorder:
         return self._consts.read(leaf)
 
     def _draw(self, generator: Generator | None, device: torch.device) -> Draw:
-        return self.streams.of(generator, device).record()
+        return self.generators.record(generator, device)
 
     # Values while recording ------------------------------------------------------------------------------------------
 
@@ -338,7 +301,7 @@ class Recorder:
             found[slot] = storage
             return True
 
-        self.replay(slots, keep, skips_draws=True)
+        self.replay(slots, keep)
         return found
 
     def _eagerly(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -356,17 +319,14 @@ class Recorder:
         if not is_random(func):
             return func(*real_args, **real_kwargs)
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        stream = self.streams.of(kwargs.get("generator"), device)
-        place = stream.locate()
-        if place.seed is None:
-            assert place.previous is not None, "a draw has a seed or comes after another"
-            if place.previous.after is None:
-                self._values(())  # plays all draws, and remembers where each left its generator
-            assert place.previous.after is not None, "just played"
-            stream.generator.set_state(place.previous.after)
+        source = self.generators.of(kwargs.get("generator"), device)
+        previous = source.locate().previous
+        if previous is not None:
+            (state,) = self.replay((), lambda *_: False, ends_of=[previous])
+            source.generator.set_state(state)
         with torch.no_grad():
             result = func(*real_args, **real_kwargs)
-        stream.move_on()
+        source.move_on()
         return result
 
     def _check_is_no_forward(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]) -> None:
@@ -393,10 +353,3 @@ def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.device != _META:
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=_META)
     return leaf
-
-
-def _end_of(stream: Stream) -> torch.Tensor:
-    """Return the state that the last draw left a generator in, after a replay."""
-    assert stream.last is not None, "the stream has draws"
-    assert stream.last.after is not None, "a replay keeps the last draw's state"
-    return stream.last.after

@@ -1,12 +1,14 @@
 """Runs a recording: in program order where generators are concerned, and otherwise as early as values are there.
 
-Each storage is made when it is first needed and handed over, or dropped, after the last entry that touches it.
+Each storage is made when it is first needed and handed over, or dropped, after the last entry that touches it. Draws
+that no wanted value depends on are left out, unless the state after them is needed.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,11 @@ from booster_runtime.lazy.log import Const, Entry, Ref
 from booster_runtime.lazy.operations import COPIES, UNSET
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from booster_runtime.lazy.log import Entry
-    from booster_runtime.lazy.streams import Draw, Stream
+    from torch import Tensor
+
+    from booster_runtime.lazy.generators import Draw, Generators, Playback
 
 
 class Replay:
@@ -33,10 +36,8 @@ class Replay:
         slot_devices: The recorded device of each storage.
         hand_over: Called with each wanted slot and its storage, once, when it has its final values; returns whether
             the storage is kept.
-        skips_draws: Leave dead draws out whose generator's state afterwards is known, and remember every state: for
-            replays in the middle of a recording.
-        runs_dead_draws: Do dead draws at all; without, nothing that is wanted may depend on a draw.
-        seeds: States to start draws from in place of those that they recorded.
+        generators: The generators that it draws from; they are left as they are.
+        uses_given: Start from the first rank's seeds, see `Generators.given`.
     """
 
     def __init__(
@@ -46,48 +47,54 @@ class Replay:
         slot_bytes: Sequence[int],
         slot_devices: Sequence[torch.device],
         hand_over: Callable[[int, torch.UntypedStorage], bool],
+        generators: Generators,
         *,
-        skips_draws: bool = False,
-        runs_dead_draws: bool = True,
-        seeds: Mapping[Draw, torch.Tensor] | None = None,
+        uses_given: bool = False,
     ) -> None:
         self._entries = entries
         self._wanted = frozenset(wanted)
         self._slot_bytes = slot_bytes
         self._slot_devices = slot_devices
         self._hand_over = hand_over
-        self._skips_draws = skips_draws
-        self._runs_dead_draws = runs_dead_draws
-        self._seeds = seeds or {}
+        self._generators = generators
+        self._uses_given = uses_given
         self._plan: Plan = make_plan(entries, wanted)
+        self._entry_of = {entry.draw: entry for entry in entries if entry.draw is not None}
         self._memory = Memory()
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._num_uses = dict(self._plan.num_uses)
         self._is_done = [False] * len(entries)
         self._ready: list[int] = []
-        # The draw whose state afterwards each generator holds.
-        self._position: dict[Stream, Draw] = {}
+        self._playback: Playback
 
-    def run(self) -> None:
+    def run(self, ends_of: Sequence[Draw] = ()) -> list[Tensor]:
         """Run it.
 
-        Generators are left where the last draw left them.
+        Args:
+            ends_of: Draws after which the state of the generator is asked for.
+
+        Returns:
+            These states.
         """
         default_dtype = torch.get_default_dtype()
         try:
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with (
+                torch.inference_mode(mode=False),
+                torch.no_grad(),
+                self._generators.playback(self._discard_draw, uses_given=self._uses_given) as self._playback,
+            ):
                 for index, entry in enumerate(self._entries):
-                    if self._plan.is_live[index]:
-                        # A source waits for whoever needs it.
-                        if not self._is_done[index] and not (entry.is_source and self._plan.followers[index]):
-                            self._execute(index)
-                            self._cascade()
-                    elif entry.draw is not None and self._runs_dead_draws:
-                        self._discard_draw(entry)
+                    # A source waits for whoever needs it.
+                    waits = entry.is_source and bool(self._plan.followers[index])
+                    if self._plan.is_live[index] and not self._is_done[index] and not waits:
+                        self._execute(index)
+                        self._cascade()
+                ends = [self._playback.end_of(draw) for draw in ends_of]
         finally:
             torch.set_default_dtype(default_dtype)
         for slot in self._wanted - self._plan.num_uses.keys():
             self._hand_over(slot, self._storage(slot))  # nobody ever wrote to it
+        return ends
 
     def _execute(self, index: int) -> None:
         for source in self._plan.sources[index]:
@@ -105,18 +112,13 @@ class Replay:
         if entry.name in UNSET:
             self._finish(index)  # made where it is first written
             return
-        if torch.get_default_dtype() != entry.dtype:
-            torch.set_default_dtype(entry.dtype)
         args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
-        if entry.draw is not None:
-            self._go_to(entry.draw)
         if entry.name in COPIES:
             ref = entry.results[0][1]
             made = ref.of(self._storage(ref.slot)).copy_(args[0])
         else:
-            made = entry.function(*args, **kwargs)
-        if entry.draw is not None:
-            self._remember(entry.draw)
+            with nullcontext() if entry.draw is None else self._playback.at(entry.draw):
+                made = self._call(entry, args, kwargs)
         if entry.results:
             given = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
             tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
@@ -129,6 +131,11 @@ class Replay:
             del tensors
         del args, kwargs, made
         self._finish(index)
+
+    def _call(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        if torch.get_default_dtype() != entry.dtype:
+            torch.set_default_dtype(entry.dtype)
+        return entry.function(*args, **kwargs)
 
     def _finish(self, index: int) -> None:
         self._is_done[index] = True
@@ -170,35 +177,12 @@ class Replay:
         ref.of(laid_out).copy_(tensor)
         return laid_out
 
-    # Draws ----------------------------------------------------------------------------------------------------------
-
-    def _go_to(self, draw: Draw) -> None:
-        """Bring a generator to where a draw starts."""
-        stream = draw.stream
-        if draw.seed is not None:
-            stream.generator.set_state(self._seeds.get(draw, draw.seed))
-        elif self._position.get(stream) is not draw.previous:
-            assert draw.previous is not None, "a draw has a seed or comes after another"
-            assert draw.previous.after is not None, "the states that are gone back to are kept"
-            stream.generator.set_state(draw.previous.after)
-
-    def _remember(self, draw: Draw) -> None:
-        self._position[draw.stream] = draw
-        if self._skips_draws or draw.is_kept:
-            draw.after = draw.stream.generator.get_state()
-
-    def _discard_draw(self, entry: Entry) -> None:
-        draw = entry.draw
-        assert draw is not None, "asked before"
-        if draw.after is not None and self._skips_draws:
-            return
-        self._go_to(draw)
-        if torch.get_default_dtype() != entry.dtype:
-            torch.set_default_dtype(entry.dtype)
+    def _discard_draw(self, draw: Draw) -> None:
+        """Do a draw whose values nobody needs."""
+        entry = self._entry_of[draw]
         storages: list[torch.UntypedStorage] = []
         args, kwargs = tree_map(lambda value: self._scratch(value, storages), (entry.args, entry.kwargs))
-        entry.function(*args, **kwargs)
-        self._remember(draw)
+        self._call(entry, args, kwargs)
         del args, kwargs
         for storage in storages:
             self._memory.give(storage)
