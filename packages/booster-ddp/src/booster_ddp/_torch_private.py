@@ -63,6 +63,10 @@ not_compiled = _disable_dynamo
 not_compiled_itself = _disable_dynamo(recursive=False)
 """Decorator: run a function uncompiled, but let what it calls be compiled."""
 
+# The number of the backward that this thread is in, as `torch.autograd.graph` identifies them. No function around it:
+# each parameter's hook calls it.
+graph_task = torch._C._current_graph_task_id  # noqa: SLF001
+
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's class, whose broadcast of buffers leaves the graphs of earlier forwards usable.
@@ -76,11 +80,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _sync_buffers(self) -> None:
         with _unsafe_preserve_version_counter(tuple(self.modules_buffers)):  # as torch 2.13
             super()._sync_buffers()  # type: ignore[no-untyped-call]
-
-
-def graph_task() -> int:
-    """Return the number of the backward that this thread is in, as ``torch.autograd.graph`` identifies them."""
-    return torch._C._current_graph_task_id()  # noqa: SLF001
 
 
 def unfinished_reduction(ddp: parallel.DistributedDataParallel) -> RuntimeError | None:

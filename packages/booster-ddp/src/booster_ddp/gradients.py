@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.hooks import RemovableHandle
 
     from booster_core.plugin import BoostContext
     from booster_ddp.model import DDPModel
@@ -40,7 +41,8 @@ class UnreducedGradients:
 
     Attributes:
         has_reduced: Whether the present DDP has averaged gradients. The same on every rank.
-        some_unused: Whether a backward that DDP averaged has used only some of the parameters on this rank.
+        some_unused: Whether a backward that DDP averaged has used only some of the parameters on this rank; known of
+            parameters whose uses are counted.
     """
 
     def __init__(
@@ -61,10 +63,14 @@ class UnreducedGradients:
         self._tracked: set[int] = set()
         self._task = -1
         self._exist = False
+        self._counting: list[RemovableHandle] = []
         self.begin()
 
     def begin(self) -> None:
         """Begin with a DDP that has not run."""
+        for handle in self._counting:
+            handle.remove()
+        self._counting = []
         self._is_armed = False  # DDP's reducer takes the next gradients
         self._has_begun = False  # and a backward has given it some
         self._has_marks = False  # it remembers parameters of a backward that it did not average
@@ -77,6 +83,11 @@ class UnreducedGradients:
             if id(parameter) not in self._tracked:
                 self._tracked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._notice)  # type: ignore[no-untyped-call]
+
+    def count_uses(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Find out whether backward uses all of these parameters, until the next `begin`."""
+        for parameter in parameters:
+            self._counting.append(parameter.register_post_accumulate_grad_hook(self._note_use))  # type: ignore[no-untyped-call]
 
     @property
     def exist(self) -> bool:
@@ -172,11 +183,14 @@ class UnreducedGradients:
         return unfinished_reduction(ddp) if ddp is not None and self._is_armed and self._has_begun else None
 
     def _notice(self, parameter: Tensor) -> None:
-        """Note that backward has given a parameter a gradient: the hook of each parameter."""
+        """Note a backward by the gradients that it gives: the hook of each parameter, and as short as can be."""
+        del parameter
         task = graph_task()
         if task != self._task:
             self._task = task
             self._begin_backward()
+
+    def _note_use(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
 
     def _begin_backward(self) -> None:
@@ -203,7 +217,8 @@ class UnreducedGradients:
         model = self._model()
         self._is_armed = self._has_begun = self._exist = self._has_marks = False
         self.has_reduced = True
-        self.some_unused |= model is not None and len(self._used) < len(model.trained)
+        if self._counting and model is not None:
+            self.some_unused |= len(self._used) < len(model.trained)
 
 
 def average_gradients(

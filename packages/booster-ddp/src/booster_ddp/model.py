@@ -244,6 +244,8 @@ class DDPModel(ModelWrapper):
         self._set_ddp(ddp)
         self._was_built = True
         self.gradients.track(self.trained.values())
+        if self._search is None:
+            self.gradients.count_uses(self.trained.values())
         self._untracked = {name: each for name, each in self._untracked.items() if name not in self.trained}
 
 
