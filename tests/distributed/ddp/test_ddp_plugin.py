@@ -1,6 +1,9 @@
 """The DDP plugin: options, compression hooks, unused parameters, buffers and `no_sync`."""
 
 import contextlib
+import os
+import re
+import tempfile
 import warnings
 
 import pytest
@@ -12,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
 from booster_ddp import TorchDDPPlugin
+from booster_ddp._torch_private import check_names
 from booster_ddp.plugin import check_sync_batchnorm
 from booster_testing import RankError, expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
@@ -105,6 +109,13 @@ def test_narrow_reduce_dtype_registers_a_compression_hook():
 def test_invalid_options_raise(options, match):
     with pytest.raises(ConfigError, match=match):
         TorchDDPPlugin(**options)
+
+
+def test_a_torch_without_a_private_name_is_named():
+    with pytest.raises(
+        ImportError, match=rf"torch {re.escape(torch.__version__)}, which has no torch\.distributed\.Gone"
+    ):
+        check_names(["distributed.Reducer", "distributed.Gone"])
 
 
 def test_comm_hook_of_wrong_type_raises():
@@ -221,6 +232,25 @@ def becomes_unused_later():
 
 def test_parameter_that_becomes_unused_raises_before_the_step():
     expect_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", becomes_unused_later, 2)
+
+
+def warnings_of_torch(**options):
+    """Return what torch's reducer writes to the standard error in two steps that use all parameters."""
+    with tempfile.TemporaryFile() as log:
+        before = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            train(steps=2, **options)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        log.seek(0)
+        return log.read().decode()
+
+
+def test_the_search_of_the_first_step_gives_no_advice():
+    for written in run_on_ranks(warnings_of_torch, 2):
+        assert "find_unused_parameters=True was specified" not in written
 
 
 def frozen_model():
