@@ -87,7 +87,7 @@ def default_buckets():
     model = Stack(1)
     boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     by_hand = DistributedDataParallel(Stack(1))
-    return [(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default) for ddp in (boosted.module, by_hand)]
+    return [(ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default) for ddp in (boosted.ddp, by_hand)]
 
 
 def test_default_buckets_are_those_of_torch():

@@ -1,6 +1,10 @@
-"""The DDP plugin: options, compression hooks, unused parameters, BatchNorm and `no_sync`."""
+"""The DDP plugin: options, compression hooks, unused parameters, buffers and `no_sync`."""
 
 import contextlib
+import os
+import re
+import tempfile
+import warnings
 
 import pytest
 import torch
@@ -11,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from booster_core import Booster, PrecisionPolicy
 from booster_core.errors import ConfigError, GradientError, MissingRanksError
 from booster_ddp import TorchDDPPlugin
+from booster_ddp._torch_private import check_names
+from booster_ddp.plugin import check_sync_batchnorm
 from booster_testing import RankError, expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMixedBag, TinyMLP
 
 
@@ -104,6 +111,13 @@ def test_invalid_options_raise(options, match):
         TorchDDPPlugin(**options)
 
 
+def test_a_torch_without_a_private_name_is_named():
+    with pytest.raises(
+        ImportError, match=rf"torch {re.escape(torch.__version__)}, which has no torch\.distributed\.Gone"
+    ):
+        check_names(["distributed.Reducer", "distributed.Gone"])
+
+
 def test_comm_hook_of_wrong_type_raises():
     with pytest.raises(TypeError, match="got `int`"):
         TorchDDPPlugin(comm_hook=3)
@@ -119,7 +133,7 @@ def options_reach_ddp():
     _booster, model, _optimizer = boost(
         TinyMLP(), gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=3, find_unused_parameters=True
     )
-    ddp = model.module
+    ddp = model.ddp
     assert isinstance(ddp, DistributedDataParallel)
     return (
         ddp.gradient_as_bucket_view,
@@ -146,15 +160,15 @@ def first_step_decides(unused_on):
         if dist.get_rank() in unused_on:
             loss = boosted(tokens).detach().mean() + model.embedding.weight.sum() * 0.1
         booster.backward(loss, optimizer)
+        found.append(boosted.ddp.find_unused_parameters)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(boosted.module.find_unused_parameters)
     return found, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def test_first_step_detects_that_all_parameters_are_used():
     results = run_on_ranks(first_step_decides, 2, ())
-    assert [found for found, _ in results] == [[False] * 3] * 2
+    assert [found for found, _ in results] == [[True, False, False]] * 2
     assert torch.equal(results[0][1], results[1][1])
 
 
@@ -194,7 +208,7 @@ def unused_on_one_rank_only():
             torch.testing.assert_close(parameter.grad, sum(parts) / len(parts))
         optimizer.step()
         optimizer.zero_grad()
-    assert boosted.module.find_unused_parameters
+    assert boosted.ddp.find_unused_parameters
 
 
 def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
@@ -220,17 +234,23 @@ def test_parameter_that_becomes_unused_raises_before_the_step():
     expect_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", becomes_unused_later, 2)
 
 
-def unfrozen_after_boost():
-    model = TinyMLP()
-    model.first.requires_grad_(requires_grad=False)
-    booster, boosted, optimizer = boost(model)
-    model.first.requires_grad_(requires_grad=True)
-    booster.backward(boosted(batch(0)[0]).mean(), optimizer)
-    optimizer.step()
+def warnings_of_torch(**options):
+    """Return what torch's reducer writes to the standard error in two steps that use all parameters."""
+    with tempfile.TemporaryFile() as log:
+        before = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            train(steps=2, **options)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        log.seek(0)
+        return log.read().decode()
 
 
-def test_unfreezing_after_boost_raises():
-    expect_on_ranks(GradientError, "frozen when `boost` was called.*'first.weight'", unfrozen_after_boost, 2)
+def test_the_search_of_the_first_step_gives_no_advice():
+    for written in run_on_ranks(warnings_of_torch, 2):
+        assert "find_unused_parameters=True was specified" not in written
 
 
 def frozen_model():
@@ -248,7 +268,7 @@ def starts_from_rank_0():
     rank = dist.get_rank()
     model = model_of(rank)
     boosted, *_ = Booster("cpu", None, TorchDDPPlugin(find_unused_parameters=True)).boost(model_of(rank))
-    assert isinstance(boosted.module, DistributedDataParallel)
+    assert isinstance(boosted.ddp, DistributedDataParallel)
     _, boosted, _ = boost(model)
     return {name: tensor.clone() for name, tensor in boosted.state_dict().items()}
 
@@ -271,48 +291,12 @@ def test_parameters_and_buffers_are_broadcast_from_rank_0():
     assert not first["mask"].any()
 
 
-class Normed(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.conv = nn.Conv1d(3, 5, 3)
-        self.norm = norm
-        self.out = nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.out(self.norm(self.conv(x)).tanh().mean(-1))
+def sync_batchnorm_on_a_cpu():
+    boost(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), sync_batchnorm=True)
 
 
-def sync_batchnorm(momentum):
-    torch.manual_seed(0)
-    reference = Normed(nn.BatchNorm1d(5, momentum=momentum))
-    torch.manual_seed(0)
-    model = Normed(nn.BatchNorm1d(5, momentum=momentum))
-    weight = model.norm.weight
-    booster, boosted, optimizer = boost(model, sync_batchnorm=True)
-    assert model.norm.weight is weight
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        # Unequal batches: statistics are over samples, not ranks. The loss is scaled so that averaging gives the mean.
-        whole = torch.randn(6, 3, 8, generator=generator) * 3 + 5
-        own = whole[:2] if dist.get_rank() == 0 else whole[2:]
-        booster.backward(boosted(own).square().sum() / 6 * dist.get_world_size(), optimizer)
-        reference(whole).square().sum().div(6).backward()
-        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
-        for it in (optimizer, plain):
-            it.step()
-            it.zero_grad()
-        torch.testing.assert_close(model.norm.running_mean, reference.norm.running_mean)
-        torch.testing.assert_close(model.norm.running_var, reference.norm.running_var)
-        assert model.norm.num_batches_tracked == reference.norm.num_batches_tracked
-    boosted.eval(), reference.eval()
-    torch.testing.assert_close(boosted(whole), reference(whole))
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_sync_batchnorm_equals_batchnorm_on_the_global_batch(momentum):
-    run_on_ranks(sync_batchnorm, 2, momentum)
+def test_sync_batchnorm_on_a_cpu_raises():
+    expect_on_ranks(ConfigError, "does not run on CPUs. Leave the option out", sync_batchnorm_on_a_cpu, 2)
 
 
 class BatchNormAct(nn.BatchNorm1d):
@@ -322,27 +306,63 @@ class BatchNormAct(nn.BatchNorm1d):
         return super().forward(x).relu()
 
 
-def test_sync_batchnorm_of_a_subclass_that_overrides_forward_raises():
-    expect_on_ranks(ConfigError, r"drop the forward of 1 .*'norm' \(BatchNormAct\)", sync_batchnorm_of_a_subclass, 2)
+def test_sync_batchnorm_refuses_what_torch_would_not_replace():
+    device = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"drop the forward of 1 .*'1' \(BatchNormAct\)"):
+        check_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), BatchNormAct(8)), device)
+    with pytest.raises(ConfigError, match="the model is a `BatchNorm1d` itself"):
+        check_sync_batchnorm(nn.BatchNorm1d(8), device)
+    check_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.SyncBatchNorm(8)), device)
 
 
-def sync_batchnorm_of_a_subclass():
-    boost(Normed(BatchNormAct(5)), sync_batchnorm=True)
+def keeps_buffers_apart(by_hand, **options):
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.register_buffer("scale", torch.rand(8))
+    if by_hand:
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        _, wrapped, optimizer = boost(model, broadcast_buffers=False, **options)
+    for step in range(3):
+        wrapped(batch(step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("asked", [None, False])
+def test_broadcast_buffers_false_keeps_buffers_rank_local(asked):
+    expected = run_on_ranks(keeps_buffers_apart, 2, by_hand=True)
+    assert not torch.equal(expected[0]["scale"], expected[1]["scale"])
+    found = run_on_ranks(keeps_buffers_apart, 2, by_hand=False, find_unused_parameters=asked)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_tensors(ours, theirs, tolerance_for(torch.float32))
+
+
+def ignoring(compiled):
+    model = TinyMLP()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
+    boost(torch.compile(model, backend="eager") if compiled else model)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_keeps_parameters_out_of_ddp_is_refused(compiled):
+    expect_on_ranks(
+        ConfigError, "ignore 1 of its parameters.*'first.weight'.*delete the attribute", ignoring, 2, compiled
+    )
 
 
 def no_sync_communicates_once():
     torch.manual_seed(0)
-    booster, model, optimizer = boost(TinyMLP())
-    booster.backward(model(batch(0)[0]).mean(), optimizer)  # the first step builds DDP
-    optimizer.step()
-    optimizer.zero_grad()
     calls = []
-    model.module.register_comm_hook(
-        None,
-        lambda _, bucket: (calls.append(1), dist.all_reduce(bucket.buffer(), async_op=True).get_future())[1].then(
-            lambda future: future.value()[0]
-        ),
-    )
+
+    def count(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(1)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    booster, model, optimizer = boost(TinyMLP(), comm_hook=count)
     for micro in range(3):
         with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
             booster.backward(model(batch(micro)[0]).mean(), optimizer)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster_core import Booster
-from booster_testing import run_on_ranks
+from booster_core.errors import GradientError
+from booster_testing import RankError, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 
@@ -69,21 +70,44 @@ def test_sparse_gradients_equal_one_process(find_unused_parameters):
     run_on_ranks(compare_with_one_process, 2, is_used_on_all=True, find_unused_parameters=find_unused_parameters)
 
 
-def only_in_the_first_step():
-    """Compare a first step in which one rank does not use the table."""
+def used_on_one_rank():
+    """Compare steps in which one rank does not use the table."""
     from booster_ddp import TorchDDPPlugin
 
     torch.manual_seed(0)
     model, plain = Table(), Table()
     plain.load_state_dict(model.state_dict())
-    expected = train_plainly(plain, is_used_on_all=False)[0]
+    expected = train_plainly(plain, is_used_on_all=False)
     booster = Booster("cpu", plugin=TorchDDPPlugin())
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        tokens = tokens_of(step, dist.get_rank(), is_used_on_all=False)
+        with booster.no_sync(boosted):
+            booster.backward(boosted(tokens).square().mean(), optimizer)
+        optimizer.settle()
+        assert model.table.weight.grad.is_sparse
+        assert_same_tensors(dense(model), expected[step], tolerance_for(torch.float32))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_sparse_gradient_of_one_rank_is_averaged_with_zeros_under_no_sync():
+    run_on_ranks(used_on_one_rank, 2)
+
+
+def used_on_one_rank_outside_of_no_sync():
+    from booster_ddp import TorchDDPPlugin
+
+    model = Table()
+    booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=True))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     tokens = tokens_of(0, dist.get_rank(), is_used_on_all=False)
     booster.backward(boosted(tokens).square().mean(), optimizer)
-    assert model.table.weight.grad.is_sparse
-    assert_same_tensors(dense(model), expected, tolerance_for(torch.float32))
 
 
-def test_sparse_gradient_of_one_rank_is_averaged_with_zeros():
-    run_on_ranks(only_in_the_first_step, 2)
+def test_sparse_gradient_that_ddp_can_not_average_names_no_sync():
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(used_on_one_rank_outside_of_no_sync, 2)
+    assert isinstance(caught.value.__cause__, GradientError)
+    assert "sparse gradients was not used on this rank" in str(caught.value.__cause__)
+    assert "`booster.no_sync`" in str(caught.value.__cause__)

@@ -257,7 +257,7 @@ def counted_reductions(**options):
         optimizer.step()
         optimizer.zero_grad()
     calls = []
-    optimizer._unreduced.average = lambda: calls.append(1)
+    model.gradients.average = lambda: calls.append(1)
     for step in range(3):
         with booster.no_sync(model):
             booster.backward(model(own(step)).square().mean(), optimizer)

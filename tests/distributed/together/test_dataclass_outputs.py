@@ -166,12 +166,12 @@ def boosted(plugin, kind, layer, precision=None):
     return gradients
 
 
-REFUSED = {("ddp-static", "dataclass"), ("ddp-static", "class"), ("ddp-unused", "class")}
+REFUSED = {("ddp-static", "dataclass"), ("ddp-static", "class")}
 
 
 @pytest.mark.parametrize(("plugin", "kind"), sorted(REFUSED))
-def test_outputs_that_an_option_of_ddp_can_not_follow_are_refused(plugin, kind):
-    message = rf"returns a `{KINDS[kind].__name__}`, in which DDP finds no tensors\. `\w+=True` needs them"
+def test_outputs_that_a_static_graph_of_ddp_can_not_follow_are_refused(plugin, kind):
+    message = rf"returns a `{KINDS[kind].__name__}`, in which DDP finds no tensors\. `static_graph=True` needs them"
     expect_on_ranks(ConfigError, message, boosted, 2, plugin, KINDS[kind], Layer)
 
 

@@ -1,16 +1,23 @@
-"""`DDPConfig`: the options of the DDP plugin, checked without a process group."""
+"""`DDPConfig`: the options of the DDP plugin, checked without a process group, and torch's compression hooks by name.
 
-from __future__ import annotations
+A compression hook replaces DDP's all-reduce of a gradient bucket by one that moves fewer bytes. Two kinds of torch's
+hooks have no name here: the quantizing ones, which need every tensor on CUDA, and batched PowerSGD, which fails an
+assertion in torch 2.13. Any function that torch's ``register_comm_hook`` takes may be passed instead of a name.
+"""
 
+# No postponed annotations here: torch compares a hook's annotations with classes.
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch does not list GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError
-from booster_ddp.comm_hooks import check_comm_hook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +29,21 @@ class DDPConfig:
             synchronized backward.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced. ``None`` is torch's default: 25, and
             1 for the bucket that is ready first.
-        find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` decides in the first
-            step whether that is needed. If parameters become unused only in later steps, pass ``True``.
+        find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` searches in the first
+            step, and goes on only if a parameter was unused; the same again where other parameters are trained than
+            before. A model that is boosted without its optimizer is searched always. If parameters become unused only
+            in later steps, pass ``True``.
         check_reduction: Accepted by torch for old scripts, without effect; ``True`` raises.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         static_graph: Declare that each step uses the same parameters in the same way.
-        comm_hook: Name of a gradient compression hook, see `booster_ddp.comm_hooks`, or a function that torch's
-            ``register_comm_hook`` takes. ``"fp16_compress"`` and ``"bf16_compress"`` hold for gradients that DDP's
-            reducer does not see as well: those of the first step, where ``find_unused_parameters=None`` decides, and of
-            ``no_sync``. Other hooks are called by the reducer alone; those gradients are averaged as they are.
+        comm_hook: Name of a gradient compression hook (``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or
+            ``"powersgd"``), or a function that torch's ``register_comm_hook`` takes. ``"fp16_compress"`` and
+            ``"bf16_compress"`` hold for gradients that DDP's reducer does not see as well, such as those of steps
+            wholly under ``no_sync``. Other hooks are called by the reducer alone; those gradients are averaged as they
+            are.
         comm_hook_state: State for the hook: a process group or ``PowerSGDState``. Created if left out.
-        sync_batchnorm: Replace the model's BatchNorm layers by ones that use the statistics of the global batch.
+        sync_batchnorm: Replace the model's BatchNorm layers by ``torch.nn.SyncBatchNorm``, which uses the statistics of
+            the global batch. Not on CPUs.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
@@ -64,3 +75,77 @@ class DDPConfig:
             msg = "`comm_hook_state` has no effect without `comm_hook`. Pass both, or neither."
             raise ConfigError(msg)
         check_comm_hook(self.comm_hook)
+
+
+Hook = Any  # Callable[[object, GradBucket], torch.futures.Future[Tensor]], which torch does not type
+
+
+def allreduce(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average in the gradients' own dtype, as DDP does without a hook."""
+    return default_hooks.allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
+
+
+def fp16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average in fp16: half the bytes; gradients below 6e-8 are lost."""
+    return default_hooks.fp16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
+def bf16_compress(state: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average in bf16: half the bytes, three significant digits, on any backend.
+
+    torch refuses its own hook of this name on other devices than CUDA, although gloo can sum bf16.
+    """
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
+_STATELESS: dict[str, Hook] = {
+    "allreduce": allreduce,
+    "fp16_compress": fp16_compress,
+    "bf16_compress": bf16_compress,
+}
+_POWER_SGD = "powersgd"
+BY_DTYPE = {torch.float16: "fp16_compress", torch.bfloat16: "bf16_compress"}
+"""The hook that sums gradients in each dtype that is narrower than fp32."""
+
+
+def check_comm_hook(hook: str | Callable[..., Any] | None) -> None:
+    """Check a ``comm_hook`` option.
+
+    Raises:
+        ConfigError: If it is an unknown name.
+        TypeError: If it is neither a name nor a function.
+    """
+    names = sorted([*_STATELESS, _POWER_SGD])
+    if isinstance(hook, str) and hook not in names:
+        msg = f"Unknown `comm_hook={hook!r}`. Use one of {', '.join(map(repr, names))}, or a function."
+        raise ConfigError(msg)
+    if hook is not None and not isinstance(hook, str) and not callable(hook):
+        msg = f"`comm_hook` must be a name or a function; got `{type(hook).__name__}`."
+        raise TypeError(msg)
+
+
+def register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: object) -> None:
+    """Register a gradient compression hook on a DDP model.
+
+    Args:
+        ddp: The DDP model.
+        hook: A name that `check_comm_hook` accepts, or a function.
+        state: First argument of the hook; ``None`` for the default group, or PowerSGD's defaults (rank 1 after
+            1,000 steps of plain averaging).
+
+    Collective: none, but every rank must register the same hook.
+    Reference: Vogels et al. 2019, "PowerSGD" (arXiv:1905.13727).
+    """
+    if hook == _POWER_SGD:
+        state = powerSGD_hook.PowerSGDState(process_group=None) if state is None else state
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        ddp.register_comm_hook(state, _STATELESS[hook] if isinstance(hook, str) else hook)
+
+
+def restart_comm_hook(state: object) -> None:
+    """Let a state of PowerSGD begin as new, because what it remembers of each bucket is of other buckets."""
+    if isinstance(state, powerSGD_hook.PowerSGDState):
+        state.iter = 0
+        for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            memory.clear()

@@ -104,10 +104,14 @@ class ModelWrapper(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision is None or not self.precision.uses_autocast:
-            return self.module(*args, **kwargs)
+            return self.run_module(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=self.precision.compute_dtype):
-            outputs = self.module(*args, **kwargs)
+            outputs = self.run_module(*args, **kwargs)
         return cast_floating(outputs, self.precision.output_dtype)
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``module``, under autocast where the precision asks for it; strategies override it, not call it."""
+        return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""

@@ -1,0 +1,109 @@
+"""What this package uses of torch beyond its public interface.
+
+Names are checked when the package is imported, so that a release of torch without them is named at once.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+_NAMES = (
+    "_C._current_graph_task_id",
+    "_compile._disable_dynamo",
+    "autograd.grad_mode._unsafe_preserve_version_counter",
+    "distributed.GradBucket",
+    "distributed.Reducer._check_reducer_finalized",
+    "distributed.Reducer._reset_state",
+    "distributed.Reducer.prepare_for_backward",
+    "nn.modules.batchnorm._BatchNorm",
+    "nn.parallel.DistributedDataParallel._sync_buffers",
+)
+
+
+def check_names(names: Iterable[str] = _NAMES) -> None:
+    """Check that torch has the private names that this package uses.
+
+    Args:
+        names: Dotted names below ``torch``.
+
+    Raises:
+        ImportError: If it lacks one.
+    """
+    missing = []
+    for name in names:
+        try:
+            attrgetter(name)(torch)
+        except AttributeError:
+            missing.append(f"torch.{name}")
+    if missing:
+        msg = (
+            f"booster-ddp does not know torch {torch.__version__}, which has no {', '.join(missing)}. Use a version "
+            "of torch from 2.10 to 2.15, or a later release of booster-ddp."
+        )
+        raise ImportError(msg)
+
+
+check_names()
+
+from torch._compile import _disable_dynamo  # noqa: E402 - after the check
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # noqa: E402
+
+# The public decorator imports the compiler at once.
+not_compiled = _disable_dynamo
+"""Decorator: run a function, and what it calls, uncompiled."""
+not_compiled_itself = _disable_dynamo(recursive=False)
+"""Decorator: run a function uncompiled, but let what it calls be compiled."""
+
+# The number of the backward that this thread is in, as `torch.autograd.graph` identifies them. No function around it:
+# each parameter's hook calls it.
+graph_task = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's class, whose broadcast of buffers leaves the graphs of earlier forwards usable.
+
+    A layer such as BatchNorm updates its buffers in forward without telling autograd, so that one process may run two
+    forwards before the first backward. DDP's broadcast before each forward changes the same buffers. torch 2.10 lets
+    autograd count that as a change, and the first backward raises; later releases hide it, as this class does.
+    """
+
+    @not_compiled  # the compiler leaves torch's own class alone
+    def _sync_buffers(self) -> None:
+        with _unsafe_preserve_version_counter(tuple(self.modules_buffers)):  # as torch 2.13
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+def unfinished_reduction(ddp: parallel.DistributedDataParallel) -> RuntimeError | None:
+    """Return torch's error if a DDP model waits for gradients of a reduction that has begun, else ``None``."""
+    try:
+        ddp.reducer._check_reducer_finalized()  # noqa: SLF001
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def follow_outputs(ddp: parallel.DistributedDataParallel, outputs: Sequence[Tensor]) -> None:
+    """Let a DDP model search for unused parameters from these tensors in place of those that it found."""
+    ddp.reducer.prepare_for_backward(list(outputs))
+
+
+def forget_used(ddp: parallel.DistributedDataParallel) -> None:
+    """Let a DDP model forget which parameters were used since it last finished a reduction."""
+    ddp.reducer._reset_state()  # noqa: SLF001
+
+
+def release(ddp: Any) -> None:
+    """Free the buckets and hooks of a DDP model that is no longer in use; backward through its outputs stays possible.
+
+    DDP's outputs ask for the model's reducer in backward, and need no more of it than that it may be ``None``.
+    """
+    ddp.reducer = ddp.logger = None
