@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from booster_core import Booster
@@ -74,7 +75,8 @@ def test_a_frozen_base_is_sharded_and_not_rounded(base_dtype, world_size):
 
 
 def test_without_autocast_the_base_is_gathered_in_the_narrow_dtype():
-    for share, logits, gradients, described in run_on_ranks(train, 2, {"autocast": False}, torch.float32):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for share, logits, gradients, described in run_on_ranks(train, 2, {"mixed_precision": policy}, torch.float32):
         assert share == pytest.approx(1 / 2, rel=0.01)
         with pytest.raises(AssertionError, match="logits by"):
             assert_same_tensors(*logits, EXACT)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import FSDPConfig, TorchFSDPPlugin
-from booster_fsdp.wrapping import choose_units
+from booster_fsdp.units import choose_units
 from booster_runtime import collectives, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for

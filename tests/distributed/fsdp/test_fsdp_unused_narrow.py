@@ -47,7 +47,7 @@ LOOPS = {
 }
 FORMATS = {
     "autocast": {"precision": "bf16"},
-    "without autocast": {"precision": "bf16", "autocast": False},
+    "fp32 sums": {"mixed_precision": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
     "torch's default": {"mixed_precision": MixedPrecisionPolicy(param_dtype=BF16)},
     "bf16 sums": {"mixed_precision": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
 }

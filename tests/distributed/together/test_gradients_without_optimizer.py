@@ -9,13 +9,17 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError
+from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
+    "fsdp": lambda: TorchFSDPPlugin(unit_classes=["Linear"]),
+    "fsdp, one replicated": lambda: TorchFSDPPlugin(ignored_modules=["0"]),
     "zero": LowLevelZeroPlugin,
     "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
     "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
@@ -45,7 +49,15 @@ def train_with_a_late_optimizer(name, *, frozen):
 
 
 @matrix(
-    ["trained-zero", "trained-hybrid", "unfrozen after boost-gemini", "unfrozen after boost-hybrid zero"],
+    [
+        "trained-zero",
+        "trained-hybrid",
+        "trained-fsdp",
+        "trained-fsdp, one replicated",
+        "unfrozen after boost-fsdp",
+        "unfrozen after boost-gemini",
+        "unfrozen after boost-hybrid zero",
+    ],
     frozen=named([False, True], ["trained", "unfrozen after boost"]),
     name=PLUGINS,
 )
@@ -70,7 +82,7 @@ def use_without_gradients(name):
     assert_same_tensors({"x": through}, {"x": plain.grad}, CLOSE)
 
 
-@matrix(["zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
+@matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
 def test_without_gradients_of_parameters_no_optimizer_is_needed(name):
     run_on_ranks(use_without_gradients, 2, name)
 
@@ -86,7 +98,7 @@ def teach(name):
     optimizer.step()
 
 
-@matrix(["zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
+@matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
 def test_a_teacher_needs_no_optimizer(name):
     run_on_ranks(teach, 2, name)
 
@@ -120,6 +132,8 @@ def unfreeze(name, how, precision=None):
         optimizer.zero_grad()
     if name in ("gemini", "hybrid zero3"):
         return model.state_dict()
+    if name.startswith("fsdp"):
+        return whole_model(booster, model)
     return {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
 
 
@@ -133,4 +147,6 @@ def test_a_parameter_that_the_optimizer_holds_trains_once_it_is_unfrozen(name, h
 @matrix(1, precision=["fp32", "bf16"], name=PLUGINS)
 def test_a_parameter_that_no_group_holds_raises_once_it_is_unfrozen(name, precision):
     match = r"Parameter '0\.(weight|bias)' got a gradient, but it was frozen at `boost`.*add_param_group"
+    if name.startswith("fsdp"):
+        match = r"2 parameters that were frozen at `boost` require gradients now, such as '0\.(weight|bias)'"
     expect_on_ranks(GradientError, match, unfreeze, 2, name, "left out", precision)

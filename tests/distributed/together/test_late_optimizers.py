@@ -1,4 +1,7 @@
-"""An optimizer that is made after `boost`, from the boosted model's parameters, as users of Fabric write it."""
+"""An optimizer that is made after `boost`, from the boosted model's parameters, as users of Fabric write it, under DDP.
+
+Strategies that shard refuse it: `test_gradients_without_optimizer.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from booster_core import Booster
 from booster_core.errors import GradientError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
-from booster_fsdp import TorchFSDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -20,9 +22,6 @@ from booster_testing.training import whole_model
 PLUGINS = {
     "ddp": (TorchDDPPlugin, {}),
     "ddp, no search": (TorchDDPPlugin, {"find_unused_parameters": False}),
-    "fsdp": (TorchFSDPPlugin, {"unit_min_numel": 32}),
-    "fsdp, one unit": (TorchFSDPPlugin, {}),
-    "fsdp, all whole": (TorchFSDPPlugin, {"ignored_modules": ["Net"]}),
 }
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -31,7 +30,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """Layers with a BatchNorm, a scalar that FSDP keeps whole, and a layer that is used in some steps only."""
+    """Layers with a BatchNorm, a scalar, and a layer that is used in some steps only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,18 +99,3 @@ def graph_twice(name):
 
 def test_what_ddp_does_not_average_raises_where_no_step_could():
     expect_on_ranks(GradientError, "Pass the optimizer to `boost`", graph_twice, 2, "ddp")
-
-
-def stale(name, kind):
-    plugin, options = PLUGINS[name]
-    model, *_ = Booster("cpu", plugin=plugin(**options)).boost(net())
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    old = model(data(0), more=True)
-    model(data(1), more=True).square().mean().backward()
-    optimizer.step()
-    old.square().mean().backward()
-
-
-@matrix(["fsdp, one unit-sgd"], name=["fsdp", "fsdp, one unit"], kind=OPTIMIZERS)
-def test_a_graph_from_before_the_step_raises(name, kind):
-    expect_on_ranks(GradientError, "modified by an inplace operation", stale, 2, name, kind)

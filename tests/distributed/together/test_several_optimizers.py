@@ -13,16 +13,17 @@ from torch import nn
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
 from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
-from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import train_batch
+from booster_runtime.sharding import local_of
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 STEPS, MAX_NORM = 4, 0.5
-RANKS = {"single": 1, "ddp": 2}
+RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
 class Net(nn.Module):
@@ -88,10 +89,10 @@ def trained(plugin, root):
             each.step()
         for each in boosted:
             each.zero_grad()
-    return {name: tensor.clone() for name, tensor in model.unwrap().state_dict().items()}, norms
+    return whole_model(booster, model), norms
 
 
-@pytest.mark.parametrize("plugin", ["single", "ddp"])
+@pytest.mark.parametrize("plugin", RANKS)
 def test_training_equals_one_process_through_a_checkpoint(plugin, tmp_path):
     expected, expected_norms = one_process()
     for weights, norms in run_on_ranks(trained, RANKS[plugin], plugin, tmp_path / "run"):
@@ -115,10 +116,10 @@ def trained_by_train_batch(plugin):
             accumulation=2,
             max_norm=MAX_NORM,
         )
-    return {name: tensor.clone() for name, tensor in model.unwrap().state_dict().items()}
+    return whole_model(booster, model)
 
 
-@pytest.mark.parametrize("plugin", ["single", "ddp"])
+@pytest.mark.parametrize("plugin", RANKS)
 def test_train_batch_steps_all_of_them(plugin):
     model, optimizers = make()
     for step in range(STEPS):
@@ -143,22 +144,25 @@ def overflow_in_one(plugin, overflowing):
     watched = [own.first.weight, own.scale]  # of Muon, of AdamW
     found = []
     for step in range(3):
-        before = [each.detach().clone() for each in watched]
+        before = [local_of(each).clone() for each in watched]
         booster.backward(model(batch(step)[:4]).square().mean(), boosted)
         if step == 0 and DistCoordinator().is_master:
-            watched[overflowing].grad.view(-1)[0] = math.inf
+            local_of(watched[overflowing].grad).view(-1)[0] = math.inf
         for each in boosted:
             each.step()
         for each in boosted:
             each.zero_grad()
         found.append(
-            ([not torch.equal(*pair) for pair in zip(before, watched, strict=True)], boosted[0].loss_scaler.scale)
+            (
+                [not torch.equal(old, local_of(new)) for old, new in zip(before, watched, strict=True)],
+                boosted[0].loss_scaler.scale,
+            )
         )
     return found, boosted[0].loss_scaler is boosted[1].loss_scaler
 
 
 @pytest.mark.parametrize("overflowing", [0, 1])
-@pytest.mark.parametrize("plugin", ["single", "ddp"])
+@pytest.mark.parametrize("plugin", RANKS)
 def test_an_overflow_in_one_skips_the_step_of_all(plugin, overflowing):
     for found, is_shared in run_on_ranks(overflow_in_one, 1, plugin, overflowing):
         assert found == [([False, False], 4.0), ([True, True], 4.0), ([True, True], 8.0)]
@@ -181,8 +185,41 @@ def test_a_checkpoint_has_the_state_of_all_or_none(tmp_path):
     run_on_ranks(save_some, 2, tmp_path)
 
 
+def move(root, source, target):
+    """Train under one plugin, save, and go on under another; both as one process does."""
+    coordinator = DistCoordinator()
+    for plugin, steps in ((source, range(2)), (target, range(2, STEPS))):
+        booster = Booster("cpu", plugin=plugin)
+        model, optimizers = make()
+        model, boosted, *_ = booster.boost(model, optimizers)
+        if plugin == target:
+            booster.load_checkpoint(root, model=model, optimizer=boosted)
+        for step in steps:
+            own = batch(step).chunk(coordinator.world_size)[coordinator.rank]
+            booster.backward(model(own).square().mean(), boosted)
+            for each in boosted:
+                each.step()
+            for each in boosted:
+                each.zero_grad()
+        if plugin == source:
+            booster.save_checkpoint(root, model=model, optimizer=boosted, step=2)
+    return whole_model(booster, model)
+
+
+@pytest.mark.parametrize(("source", "target"), [("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_a_checkpoint_moves_between_plugins(source, target, tmp_path):
+    model, optimizers = make()
+    for step in range(STEPS):
+        model(batch(step)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
+    for weights in run_on_ranks(move, 2, tmp_path / "run", source, target):
+        assert_same_tensors(weights, dict(model.state_dict()), tolerance_for(torch.float32))
+
+
 PLUGINS = {
-    "fsdp": TorchFSDPPlugin,
     "zero": LowLevelZeroPlugin,
     "gemini": GeminiPlugin,
     "hybrid": HybridParallelPlugin,

@@ -318,7 +318,7 @@ FAULTS = {
         squared_logits,
         lambda: drawn(4, WIDTH),
         TorchFSDPPlugin,
-        patched("booster_fsdp.units.hidden_tensors", return_value=[]),
+        patched("booster_fsdp.model.hidden_tensors", return_value=[]),
         "first.weight",
     ),
     "mask-lost-at-a-cut": (

@@ -31,15 +31,13 @@ def test_options_reach_the_config():
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
         ({"partition": "rows"}, "`partition='rows'` is not one of"),
         ({"unit_classes": ["A"], "unit_min_numel": 1}, "`unit_classes` and `unit_min_numel` all choose the units"),
-        (
-            {"offload_policy": OffloadPolicy(), "cpu_offload": True},
-            "`offload_policy` and `cpu_offload` all say what is",
-        ),
+        ({"mesh": object()}, r"does not take `mesh=.*pass `replica_size=2`"),
+        ({"offload_policy": OffloadPolicy()}, r"does not take `offload_policy=.*Pass `cpu_offload=True`"),
+        ({"autocast": False}, r"does not take `autocast=False`.*mixed_precision=MixedPrecisionPolicy"),
         (
             {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.float16), "precision": "bf16"},
             r"`mixed_precision` has param_dtype torch.float16, and the precision 'bf16' asks for torch.bfloat16",
         ),
-        ({"precision": "fp32", "autocast": False}, "`autocast=False` is for precision 'bf16' or 'fp16'"),
     ],
 )
 def test_invalid_option_raises(options, message):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from booster_core.errors import ConfigError
 
@@ -14,8 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +35,12 @@ class FSDPConfig:
         ignored_parameters: Qualified names of parameters that are replicated.
         replica_size: Number of replicas of the sharded model: it is sharded within groups of
             ``world_size / replica_size`` ranks, and gradients are averaged over the groups (hybrid sharding).
-        mesh: A device mesh over all ranks, made by the caller: with one axis, over which the model is sharded, or with
-            an axis of replicas before it. ``None`` makes one of ``replica_size``.
         shard_placement_fn: Called with each sharded parameter; returns ``Shard(dim)``, or ``None`` for the rows. A
             dimension other than the first one must be divisible by the number of ranks. See ``fully_shard``.
         mixed_precision: torch's policy, passed to ``fully_shard`` for each unit; its ``output_dtype`` is that of the
             model's outputs. Forward runs in its dtypes without autocast, and the run's precision follows from it.
-        autocast: ``False`` runs forward in ``"bf16"`` or ``"fp16"`` without autocast: parameters and inputs are cast
-            to that dtype, and each operation computes in the dtype of its inputs.
         cpu_offload: Offload parameters, gradients and optimizer state to host memory, and step there. If forward
             runs on the CPU, they are in host memory already.
-        offload_policy: torch's policy, passed to ``fully_shard`` for each unit, such as
-            ``CPUOffloadPolicy(pin_memory=False)``; in place of ``cpu_offload``, which pins memory.
         forward_prefetch: Number of units to prefetch in forward, in the order of registration; 0 uses torch's default,
             which overlaps one on CUDA.
         backward_prefetch: Number of units to prefetch in backward, in reverse order; 0 uses torch's default, which
@@ -75,12 +66,9 @@ class FSDPConfig:
     ignored_modules: tuple[str, ...] = ()
     ignored_parameters: tuple[str, ...] = ()
     replica_size: int = 1
-    mesh: DeviceMesh | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mixed_precision: MixedPrecisionPolicy | None = None
-    autocast: bool = True
     cpu_offload: bool = False
-    offload_policy: OffloadPolicy | None = None
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     max_norm: float = 0.0
@@ -111,18 +99,8 @@ class FSDPConfig:
         if self.partition not in ("auto", "flat", "parameter"):
             msg = f"`partition={self.partition!r}` is not one of 'auto', 'flat', 'parameter'."
             raise ConfigError(msg)
-        defaults = {field.name: field.default for field in fields(self)}
-        for names, what in (
-            (("unit_classes", "unit_min_numel", "unit_if"), "choose the units"),
-            (("mesh", "replica_size"), "choose the mesh"),
-            (("offload_policy", "cpu_offload"), "say what is offloaded"),
-        ):
-            given = [name for name in names if getattr(self, name) != defaults[name]]
-            if len(given) > 1:
-                msg = f"{' and '.join(f'`{name}`' for name in given)} all {what}. Pass only one of them."
-                raise ConfigError(msg)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether shards are kept in host memory."""
-        return self.cpu_offload or isinstance(self.offload_policy, CPUOffloadPolicy)
+        chosen = ("unit_classes", "unit_min_numel", "unit_if")
+        given = [name for name in chosen if getattr(self, name)]
+        if len(given) > 1:
+            msg = f"{' and '.join(f'`{name}`' for name in given)} all choose the units. Pass only one of them."
+            raise ConfigError(msg)

@@ -1,7 +1,7 @@
 """Number formats of a run: from the precision that was asked for to torch's ``MixedPrecisionPolicy`` for each unit.
 
 Parameters are kept in fp32 and gathered in a narrower dtype. Forward then runs under autocast, which chooses a dtype
-for each operation, or without it, as ``fully_shard`` does by itself: inputs are cast, and operations follow them.
+for each operation, or with ``mixed_precision`` as ``fully_shard`` does by itself: inputs are cast, operations follow.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ def resolve_formats(config: FSDPConfig, asked: PrecisionPolicy) -> PrecisionPoli
     """Return the precision of a run, from what was asked for by name and the policy of torch in the options.
 
     Raises:
-        ConfigError: If they differ, or ``autocast=False`` would change nothing.
+        ConfigError: If they differ.
     """
     theirs = config.mixed_precision
     if theirs is None:
-        if not config.autocast and not asked.uses_autocast:
-            msg = (
-                "`autocast=False` is for precision 'bf16' or 'fp16' over wider parameters; this run computes in "
-                f"{asked.name}. Pass `precision='bf16'` as well, or leave out `autocast`."
-            )
-            raise ConfigError(msg)
         return asked
     compute = theirs.param_dtype or torch.float32
     reduced = reduce_dtype(theirs, torch.float32) or torch.float32  # of parameters in fp32
@@ -59,7 +53,7 @@ def resolve_formats(config: FSDPConfig, asked: PrecisionPolicy) -> PrecisionPoli
 
 def uses_autocast(config: FSDPConfig, policy: PrecisionPolicy) -> bool:
     """Return whether forward runs under autocast."""
-    return policy.uses_autocast and config.autocast and config.mixed_precision is None
+    return policy.uses_autocast and config.mixed_precision is None
 
 
 def gathers_narrow(config: FSDPConfig, policy: PrecisionPolicy) -> bool:
@@ -80,17 +74,15 @@ def unit_format(
         is_root: Whether the unit is the model itself.
         is_rounded: Whether a narrow precision gathers it in its dtype; else each parameter is gathered in its own.
     """
-    output = policy.output_dtype if is_root else None
     if config.mixed_precision is not None:
-        return replace(config.mixed_precision, output_dtype=output)
+        return replace(config.mixed_precision, output_dtype=policy.output_dtype if is_root else None)
     gathered = policy.compute_dtype if policy.uses_autocast and is_rounded else None
     reduced: torch.dtype | None = policy.reduce_dtype
     is_wider = dtype is not None and policy.param_dtype is None and dtype.itemsize > policy.reduce_dtype.itemsize
     if is_wider or (gathered is None and reduced == dtype):
         reduced = None
-    if uses_autocast(config, policy) or gathered is None:  # autocast handles inputs, and the wrapper outputs
-        return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, output_dtype=output)
+    # Autocast handles inputs, and the wrapper outputs.
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def reduce_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype | None) -> torch.dtype | None:

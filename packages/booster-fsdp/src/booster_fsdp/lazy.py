@@ -9,33 +9,36 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster_core.plugin import rebind, stored_dtypes
+from booster_fsdp._torch_private import take_parameters
 from booster_runtime.lazy import take_values
 from booster_runtime.sharding import dtensor_shards, local_of, send_first
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.fsdp import FSDPModule
     from torch.optim import Optimizer
 
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
-    from booster_fsdp.units import Units
     from booster_runtime.lazy import HostValues, Recording
 
 
 def hollow_model(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+    model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, policy: PrecisionPolicy
 ) -> Recording | HostValues:
     """Take the values of a lazy model, or of one on the host, out of it, and move what is left to the device.
 
     Args:
         model: The model; its lazy tensors, or its parameters, become meta tensors.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         device: Where the model will run.
         policy: Sets the dtype of trained parameters.
 
     Collective: every rank of the world, if the model has tensors with values.
     """
     recording = take_values(model)
-    if optimizer is not None:
+    for optimizer in optimizers:
         rebind(optimizer, recording.replaced)
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -57,7 +60,7 @@ def hollow_model(
 def fill_model(
     model: nn.Module,
     recording: Recording | HostValues,
-    units: Units,
+    units: Sequence[FSDPModule],
     device: torch.device,
     policy: PrecisionPolicy,
     *,
@@ -69,7 +72,7 @@ def fill_model(
     Args:
         model: The model, sharded.
         recording: Computes its values.
-        units: The model's units.
+        units: What `shard_model` returned.
         device: Where the model runs.
         policy: Precision of the run.
         offload: Keep shards in host memory.
@@ -88,7 +91,7 @@ def fill_model(
                 if id(parameter) not in made:
                     made[id(parameter)] = _with_memory(parameter, home)
                 module.register_parameter(name, made[id(parameter)])
-    units.take_parameters()
+    take_parameters(units)
     shards = [
         shard
         for path, parameter in model.named_parameters()

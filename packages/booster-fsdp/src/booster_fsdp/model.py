@@ -1,25 +1,34 @@
-"""`FSDPModel`: wraps the sharded model; methods such as ``generate`` run gathered and in the run's precision."""
+"""`FSDPModel`: wraps the sharded model, and `Forwards`, which watches its units while they run.
+
+Outside of a call, modules hold sharded parameters, whose values count; while they run, they hold gathered copies.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import ModelWrapper, through_guard
 from booster_core.ranks import NamedCall
+from booster_fsdp._torch_private import gathered_parameters, groups_of, show_gathered, show_rows
+from booster_runtime.data import hidden_tensors
 from booster_runtime.local_state import refuse_pickle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import nn
+    from torch import Tensor
 
     from booster_core.precision import PrecisionPolicy
-    from booster_fsdp.optimizer import FSDPOptimizer
-    from booster_fsdp.units import Units
+    from booster_fsdp.gradients import ShardedGradients
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 """What torch says where a sharded parameter meets a plain tensor."""
@@ -30,19 +39,26 @@ class FSDPModel(ModelWrapper):
 
     Args:
         module: The user's model.
-        units: Its units.
+        gradients: Finishes its gradients.
         precision: What autocast applies; ``None`` for none.
         forward_methods: Methods other than ``forward`` that run with gathered parameters.
     """
 
+    gradients: ShardedGradients
+
     def __init__(
-        self, module: nn.Module, *, units: Units, precision: PrecisionPolicy | None, forward_methods: Sequence[str]
+        self,
+        module: nn.Module,
+        *,
+        gradients: ShardedGradients,
+        precision: PrecisionPolicy | None,
+        forward_methods: Sequence[str],
     ) -> None:
         super().__init__(module, precision=precision)
-        self.__dict__["units"] = units
+        self.__dict__["gradients"] = gradients
+        self.__dict__["_forwards"] = Forwards(gradients)
         # `torch.distributed.checkpoint` asks for it next to `named_buffers`, which lists the user's.
         self.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set  # noqa: SLF001
-        self.__dict__["optimizer"] = None
         self.__dict__["_forward_methods"] = frozenset(forward_methods)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -65,26 +81,22 @@ class FSDPModel(ModelWrapper):
         """
         refuse_pickle()
 
-    def attach_optimizer(self, optimizer: FSDPOptimizer | None) -> None:
-        """Set the optimizer that holds the gradients of the model's shards."""
-        self.__dict__["optimizer"] = optimizer
-
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, reduced or not."""
-        self.units.reshard()
-        self.units.forget()
+        self.gradients.reshard()
+        self.gradients.forget()
         super().zero_grad(set_to_none)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none)
+        for optimizer in self.boosted_optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
-        self.units.reshard()
+        self.gradients.reshard()
         return super().state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the sharded parameters under their names in the user's model, also after an evaluation."""
-        self.units.reshard()
+        self.gradients.reshard()
         return super().named_parameters(*args, **kwargs)
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -98,11 +110,65 @@ class FSDPModel(ModelWrapper):
         return value
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._notice_updates()
+        forwards: Forwards = self.__dict__["_forwards"]
         if torch.compiler.is_compiling():  # graphs can't break inside of a `try`
             return super()._forward(*args, **kwargs)
-        try:
+        with forwards.outermost():
             return super()._forward(*args, **kwargs)
+
+    @through_guard
+    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        precision = self.precision
+        enabled = precision is not None and precision.uses_autocast
+        dtype = precision.compute_dtype if precision is not None and enabled else None
+        autocast = torch.autocast(self._device_type, dtype=dtype, enabled=enabled)
+        forwards: Forwards = self.__dict__["_forwards"]
+        with NamedCall("forward"), autocast, forwards.outermost():
+            return method(*args, **kwargs)
+
+
+class Forwards:
+    """Watches the forwards of a model's units, and what its modules hold between them.
+
+    torch gathers a unit for backward by hooks on the tensors of its output. Where it finds none, no gradient would be
+    reduced, so this finds those inside of other objects. Autograd's check for in-place changes of saved tensors does
+    not cover parameters that are gathered again for backward: a graph from before a step would use the parameters from
+    after it, so these hooks also refuse backward through a graph that is older than the parameters.
+
+    Args:
+        gradients: Of the model; knows its units.
+    """
+
+    def __init__(self, gradients: ShardedGradients) -> None:
+        self._gradients = gradients
+        self._writes = ForwardWrites(cast("Sequence[nn.Module]", gradients.modules))
+        self._groups: list[Any] = []
+        self._depth = 0
+        for module in gradients.modules:
+            state: Any = module._get_fsdp_state()  # noqa: SLF001 - as in `_torch_private`; also below
+            groups = list(groups_of(module))
+            self._groups += groups
+            register, gather = state._register_pre_backward_hook, state._pre_backward  # noqa: SLF001
+            state._register_pre_backward_hook = functools.partial(self._after, state, groups, register, gather)  # noqa: SLF001
+            for group in groups:
+                group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
+                group.post_forward = functools.partial(self._post_forward, group, group.post_forward)
+                group.pre_backward = functools.partial(_pre_backward, group, group.pre_backward)
+
+    @contextlib.contextmanager
+    def outermost(self) -> Iterator[None]:
+        """Begin with what the shards hold, and end with modules that hold shards, around a call of the model.
+
+        What is gathered stays so for backward, but not after a call without gradients.
+
+        Raises:
+            ConfigError: If forward has used a parameter that was not gathered.
+        """
+        if not self._depth:
+            self._gradients.reshard()
+        self._depth += 1
+        try:
+            yield
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
@@ -113,17 +179,184 @@ class FSDPModel(ModelWrapper):
                 "gathered for the whole forward."
             )
             raise ConfigError(msg) from error
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                if not torch.is_grad_enabled():
+                    self._gradients.reshard()
+                for group in self._groups:
+                    if not group.is_sharded:
+                        show_rows(group)
 
-    def _notice_updates(self) -> None:
-        # For steps of an optimizer that is not ours. Not compiled: Dynamo can't trace the version counters.
-        if self.optimizer is None and not torch.compiler.is_compiling():
-            self.units.notice_updates()
+    def _pre_forward(self, group: Any, run: Any, *args: Any) -> Any:
+        was_gathered = group.is_unsharded
+        given = run(*args)
+        if was_gathered:
+            show_gathered(group)
+        self._writes.take(group)
+        return given
 
-    @through_guard
-    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._notice_updates()
-        precision = self.precision
-        enabled = precision is not None and precision.uses_autocast
-        dtype = precision.compute_dtype if precision is not None and enabled else None
-        with NamedCall("forward"), torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
-            return method(*args, **kwargs)
+    def _post_forward(self, group: Any, run: Any, *args: Any) -> Any:
+        self._writes.check(group)
+        return run(*args)
+
+    def _after(self, state: Any, groups: Sequence[Any], register: Any, gather: Any, output: Any) -> Any:
+        """Let torch register its hooks on a unit's output, behind a check for parameters that are newer."""
+        if torch.is_grad_enabled():
+            state._pre_backward = functools.partial(self._check_age, groups, self._version_of(groups), gather)  # noqa: SLF001
+        hidden = hidden_tensors(output)
+        if hidden:
+            register(hidden)
+        return register(output)
+
+    def _check_age(self, groups: Sequence[Any], made_at: object, gather: Any, gradient: Tensor) -> Tensor:
+        if self._version_of(groups) != made_at:
+            msg = (
+                "The parameters were modified by an inplace operation, such as `optimizer.step()` or loading a "
+                "checkpoint, after the forward that this backward goes through, so its gradients would be wrong. Run "
+                "backward before the step, or forward again after it."
+            )
+            raise GradientError(msg)
+        return cast("Tensor", gather(gradient))
+
+    def _version_of(self, groups: Sequence[Any]) -> tuple[int, int]:
+        """Return what changes with a unit's shards: our optimizer updates views of their rows."""
+        writes = sum(inner.sharded_param.num_writes for group in groups for inner in group.fsdp_params)
+        return self._gradients.num_updates, writes
+
+
+def _pre_backward(group: Any, run: Any, *args: Any) -> None:
+    """Gather a unit for backward; what recomputes its forward finds the gathered parameters in the modules."""
+    was_gathered = group.is_unsharded
+    run(*args)
+    if was_gathered:
+        show_gathered(group)
+
+
+class ForwardWrites:
+    """Finds parameters that forward writes to while they are gathered: FSDP drops such values with the gathered copies.
+
+    Version counters tell of operations in place at no cost. What goes through ``.data`` leaves no trace there, so the
+    first forward of each unit in training and in evaluation, and then each whose number is a power of two, compares
+    sums over the bits of its parameters as well.
+
+    Args:
+        modules: The modules of the units.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._excepted = _parametrized_in_forward(modules)
+        self._num_forwards: dict[tuple[int, bool], int] = {}
+        self._sums: dict[int, Tensor] = {}  # of gathered parameters, by the ids of torch's objects for them
+
+    def take(self, group: Any) -> None:
+        """Remember a unit's gathered parameters before its forward."""
+        key = id(group), torch.is_grad_enabled()
+        number = self._num_forwards[key] = self._num_forwards.get(key, 0) + 1
+        if number & (number - 1) == 0 and not torch.compiler.is_compiling():
+            for inner, gathered in self._watched(group):
+                self._sums[id(inner)] = _sums(gathered)
+
+    def check(self, group: Any) -> None:
+        """Compare a unit's gathered parameters after its forward.
+
+        Raises:
+            ConfigError: If forward has written to one of them.
+        """
+        for inner, gathered in self._watched(group):
+            before = self._sums.pop(id(inner), None) if self._sums else None
+            # torch's gathers leave the version counters at zero.
+            if gathered._version:  # noqa: SLF001 - as autograd notices it
+                raise _written(inner, "in place")
+            if before is not None and not torch.equal(before, _sums(gathered)):
+                raise _written(inner, "through `.data`")
+
+    def _watched(self, group: Any) -> Iterator[tuple[Any, Tensor]]:
+        for inner, gathered in gathered_parameters(group):
+            if not gathered.is_inference() and id(inner._module_info.module) not in self._excepted:  # noqa: SLF001
+                yield inner, gathered
+
+
+def _sums(gathered: Tensor) -> Tensor:
+    """Return sums over the bits of a tensor, some of which depend on their order."""
+    with torch.no_grad():
+        bits = gathered.detach().reshape(-1).view(_BITS[gathered.element_size()])
+        places = torch.arange(1, 1 + min(bits.numel(), _MOST_AT_ONCE), device=bits.device)
+        sums = [bits.sum()]
+        for start in range(0, bits.numel(), _MOST_AT_ONCE):
+            part = bits[start : start + _MOST_AT_ONCE]
+            sums.append((part * places[: part.numel()]).sum())
+        return torch.stack(sums)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_AT_ONCE = 1 << 20
+
+
+def _written(inner: Any, how: str) -> ConfigError:
+    return ConfigError(
+        f"Parameter '{inner._param_fqn}' was changed {how} during forward. FSDP drops that change, because "  # noqa: SLF001
+        "it keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
+        "`ignored_modules`."
+    )
+
+
+def _parametrized_in_forward(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of modules whose parameters peft parametrizes while forward runs (its ``target_parameters``).
+
+    torch sets such a parameter to its own memory, which counts as a write.
+    """
+    if "peft" not in sys.modules:
+        return set()
+    from peft.tuners.lora.layer import ParamWrapper
+
+    inside = (module for unit in modules for module in unit.modules())
+    return {id(module.get_base_layer()) for module in inside if isinstance(module, ParamWrapper)}
+
+
+def keep_outputs(module: nn.Module) -> None:
+    """Let a module copy outputs that would be lost, or lose their hooks; call this before ``fully_shard``.
+
+    An in-place operation on an output that is a view (``x += y``), such as that of a linear layer on a
+    three-dimensional input, drops torch's hook, and with it the gradients of the unit. An output that is a parameter,
+    or a view of one, would lose its values when the parameter is freed.
+    """
+    module.register_forward_hook(_with_own_memory)
+
+
+def _with_own_memory(module: nn.Module, args: Any, output: Any) -> Any:
+    del args
+    return _apply_to_tensors(functools.partial(_own, module), output)
+
+
+def _own(module: nn.Module, tensor: Tensor) -> Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return tensor.clone() if tensor.is_leaf or tensor._is_view() else tensor  # noqa: SLF001 - the only way to ask
+    if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        return tensor
+    start = tensor.untyped_storage().data_ptr()
+    gathered = (each for each in module.parameters() if not isinstance(each, DTensor))
+    return tensor.clone() if start and any(each.untyped_storage().data_ptr() == start for each in gathered) else tensor
+
+
+def refuse_apart(module: nn.Module, name: str) -> None:
+    """Let a module that is no unit refuse to run while its parameters are sharded.
+
+    Args:
+        module: The module; it has sharded parameters of its own.
+        name: Its name, for the message.
+    """
+    own = next(key for key, parameter in module._parameters.items() if isinstance(parameter, DTensor))  # noqa: SLF001
+
+    def check(module: nn.Module, args: Any) -> None:
+        del args
+        if not torch.compiler.is_compiling() and isinstance(module._parameters[own], DTensor):  # noqa: SLF001
+            msg = (
+                f"`{name}` ({type(module).__name__}) ran outside of the forward of its unit, where its parameters are "
+                "sharded. To call a part of the model by itself, write a method of the model that does, and name it in "
+                "`TorchFSDPPlugin(forward_methods=[...])`: it runs with gathered parameters. Within the model's "
+                "forward, choose the units yourself, without that part: `unit_classes=[...]`."
+            )
+            raise ConfigError(msg)
+
+    module.register_forward_pre_hook(check)

@@ -13,7 +13,7 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper, rebind
 from booster_core.state import NamedTensors
 from booster_fsdp.views import Views
-from booster_fsdp.whole import WholeParameters
+from booster_fsdp.whole_parameters import WholeParameters
 from booster_runtime import collectives
 from booster_runtime.sharding import check_takes_parts, local_of, numbers_of_group, partition_for
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_fsdp.config import FSDPConfig
-    from booster_fsdp.settling import Settlement
-    from booster_fsdp.units import Units
+    from booster_fsdp.gradients import ShardedGradients
     from booster_runtime.sharding import ShardingRanks
 
 
@@ -39,8 +38,7 @@ class FSDPOptimizer(OptimizerWrapper):
         optim: The user's optimizer, over the parameters that the model had before it was sharded.
         model: The user's model, sharded.
         before: The parameters before sharding, and their paths in the model, as for ``get_parameter``.
-        units: The model's units.
-        settlement: Completes the model's gradients.
+        gradients: Finishes the model's gradients, for all of its optimizers.
         ranks: The ranks of a replica.
         config: Options.
         device: Where the model runs.
@@ -56,8 +54,7 @@ class FSDPOptimizer(OptimizerWrapper):
         model: nn.Module,
         *,
         before: Mapping[nn.Parameter, str],
-        units: Units,
-        settlement: Settlement,
+        gradients: ShardedGradients,
         ranks: ShardingRanks,
         config: FSDPConfig,
         device: torch.device,
@@ -65,7 +62,7 @@ class FSDPOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optim, **kwargs)
         self._takes_rows = partition_for(optim, config.partition) == "flat"
-        if config.offloads and device.type != "cpu" and not self._takes_rows:
+        if config.cpu_offload and device.type != "cpu" and not self._takes_rows:
             msg = (
                 f"{type(optim).__name__} needs whole parameters, which ranks exchange on '{device.type}', but "
                 "`cpu_offload=True` keeps them in host memory. Use another optimizer, or leave out `cpu_offload`."
@@ -73,15 +70,15 @@ class FSDPOptimizer(OptimizerWrapper):
             raise ConfigError(msg)
         self._model_parameters = list(model.parameters())
         self._names = NamedTensors.of(model).name_of
-        self._units = units
+        self._sharded = gradients
         self.ranks = ranks
         self._config = config
         self._device = device
-        self._settlement = settlement
         self._whole: list[WholeParameters] = []
         self.views = Views(optim)
         self._held: list[nn.Parameter] = []
-        rebind(optim, {parameter: model.get_parameter(path) for parameter, path in before.items()})
+        now = {parameter: model.get_parameter(path) for parameter, path in before.items()}
+        rebind(optim, {old: new for old, new in now.items() if old is not new})
         for group in optim.param_groups:
             self._adopt(group)
 
@@ -98,9 +95,9 @@ class FSDPOptimizer(OptimizerWrapper):
             self._whole.append(whole)
             self.views.add_whole(whole.wholes)
 
-    def is_stepped_whole(self, parameter: Tensor) -> bool:
-        """Return whether one rank of a replica steps the whole parameter, and alone has its state."""
-        return not self._takes_rows and isinstance(parameter, DTensor)
+    def stepped_whole(self) -> list[nn.Parameter]:
+        """Return the parameters that one rank of a replica steps whole, which alone has their state."""
+        return [] if self._takes_rows else [each for each in self._held if isinstance(each, DTensor)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters to the inner optimizer.
@@ -111,13 +108,14 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: none, but every rank must add the same group, between a step and the next backward.
         """
-        self._units.reshard()
+        self._sharded.reshard()
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
         numbers = {id(parameter): number for number, parameter in enumerate(self._model_parameters)}
         names = {number: self._names[key] for key, number in numbers.items()}
         remedy = "Take it from the model that `boost` returned, outside of forward."
-        numbers_of_group(listed, numbers, {numbers[id(p)] for p in self._held}, names, remedy=remedy)
+        held = {numbers[key] for each in self.scaling.optimizers for key in each.listed_parameters()}
+        numbers_of_group(listed, numbers, held, names, remedy=remedy)
         self.optim.add_param_group({**param_group, "params": listed})
         if self._takes_rows:
             try:
@@ -134,7 +132,7 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world; under ``no_sync`` only for the gathers of parameters.
         """
-        self._settlement.has_backward = True
+        self._sharded.has_backward = True
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def check_inputs(self, inputs: tuple[Any, ...]) -> None:
@@ -144,10 +142,7 @@ class FSDPOptimizer(OptimizerWrapper):
             ConfigError: If one is: forward used a gathered copy of it, and nothing leads to the parameter itself.
         """
         super().check_inputs(inputs)
-        model = cast("nn.Module", self._units.modules[0])
-        present = [*self._model_parameters, *model.parameters()]  # after forward some are gathered copies
-        replicated = {id(each) for each in self._model_parameters if not isinstance(each, DTensor)}
-        sharded = {id(each) for each in present} - replicated
+        sharded = {id(each) for each in self._model_parameters if isinstance(each, DTensor)}
         num_sharded = sum(id(each) in sharded for each in inputs)
         if num_sharded:
             msg = (
@@ -162,7 +157,7 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world, where there was a backward since the last call.
         """
-        self._settlement.settle()
+        self._sharded.settle()
 
     def gradients(self) -> list[Tensor]:
         """Return the averaged gradients of this rank's rows and of replicated parameters.
@@ -170,20 +165,22 @@ class FSDPOptimizer(OptimizerWrapper):
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self.settle()
-        held = [local_of(parameter.grad) for parameter in self._trained() if parameter.grad is not None]
+        held = [local_of(parameter.grad) for parameter in self.trained_parameters() if parameter.grad is not None]
         return [gradient for gradient in held if gradient.numel()]
 
-    def _trained(self) -> list[nn.Parameter]:
+    def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are listed, and the model's others that are trained."""
         held = {id(parameter) for parameter in self._held}
         return [*self._held, *(parameter for parameter in self.unlisted if id(parameter) not in held)]
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica; each element counts once."""
-        gradients = self.gradients()
+        optimizers = cast("list[FSDPOptimizer]", self.scaling.optimizers)
+        gradients = [gradient for each in optimizers for gradient in each.gradients()]
         counted = [
             local_of(parameter.grad)
-            for parameter in self._trained()
+            for each in optimizers
+            for parameter in each.trained_parameters()
             if parameter.grad is not None and (isinstance(parameter, DTensor) or self.ranks.shard_rank == 0)
         ]
         return clip_by_norm(
@@ -228,8 +225,8 @@ class FSDPOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, reduced or not."""
-        trained = self._trained()
-        self._units.forget({id(parameter) for parameter in trained})
+        trained = self.trained_parameters()
+        self._sharded.forget({id(parameter) for parameter in trained})
         # torch zeroes a group's gradients in one call, which takes no mixture of DTensors and others.
         kept = [None if set_to_none else parameter.grad for parameter in trained]
         super().zero_grad(set_to_none=True)
@@ -283,8 +280,8 @@ class FSDPOptimizer(OptimizerWrapper):
         for whole in self._whole:
             whole.scatter()
         # Parameters that a forward without backward left gathered have old values.
-        self._units.note_update()
-        self._settlement.send_buffers()
+        self._sharded.note_update()
+        self._sharded.send_buffers()
         return result
 
     def _make_ready(self) -> None:

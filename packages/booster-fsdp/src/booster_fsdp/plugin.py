@@ -8,7 +8,6 @@ state for checkpoints.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -20,6 +19,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import (
     Boosted,
     Capability,
+    GradientScaling,
     like,
     place_model,
     unwrap_model,
@@ -29,24 +29,24 @@ from booster_core.precision import PrecisionPolicy
 from booster_core.state import slices_of
 from booster_fsdp.config import FSDPConfig
 from booster_fsdp.formats import resolve_formats, uses_autocast
+from booster_fsdp.gradients import ShardedGradients
 from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
 from booster_fsdp.optimizer import FSDPOptimizer
-from booster_fsdp.settling import Settlement
-from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, shard_model
+from booster_fsdp.sharding import check_parameters, let_write, make_mesh, ranks_of, shard_model
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.local_state import mark_as_local
-from booster_runtime.sharding import agree_on_values, dtensor_shards
+from booster_runtime.sharding import agree_on_values, dtensor_shards, refuse_all_gradients, without_optimizer
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
@@ -64,12 +64,9 @@ class TorchFSDPPlugin(Strategy):
         ignored_modules: Modules that are replicated.
         ignored_parameters: Parameters that are replicated.
         replica_size: Number of replicas of the sharded model.
-        mesh: The caller's device mesh.
         shard_placement_fn: Returns the dimension on which a parameter is sharded.
         mixed_precision: torch's policy of dtypes.
-        autocast: Run a narrow precision under autocast.
         cpu_offload: Offload state to host memory.
-        offload_policy: torch's policy of offloading.
         forward_prefetch: Units prefetched in forward.
         backward_prefetch: Units prefetched in backward.
         max_norm: Clip gradients by this global norm in each step.
@@ -77,9 +74,12 @@ class TorchFSDPPlugin(Strategy):
         broadcast_buffers: Broadcast buffers that forward changes after each step.
         forward_methods: Methods other than ``forward`` that use parameters.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
+        mesh: Not taken: ``replica_size`` says how ranks are laid out.
+        offload_policy: Not taken: ``cpu_offload=True`` offloads.
+        autocast: Not taken: ``mixed_precision`` runs forward without autocast.
 
     Raises:
-        ConfigError: If a value is out of range, or two contradict each other.
+        ConfigError: If a value is out of range, two contradict each other, or an option is not taken.
 
     Memory per rank and step, for N ranks: 1/N of parameters, gradients and optimizer state; the gathered parameters and
     gradients of one or two units.
@@ -90,7 +90,10 @@ class TorchFSDPPlugin(Strategy):
     name: ClassVar[str] = "fsdp"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "own"
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.SEVERAL_OPTIMIZERS,
+    }
 
     def __init__(
         self,
@@ -102,12 +105,9 @@ class TorchFSDPPlugin(Strategy):
         ignored_modules: Sequence[str] = (),
         ignored_parameters: Sequence[str] = (),
         replica_size: int = 1,
-        mesh: DeviceMesh | None = None,
         shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
         mixed_precision: MixedPrecisionPolicy | None = None,
-        autocast: bool = True,
         cpu_offload: bool = False,
-        offload_policy: OffloadPolicy | None = None,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
         max_norm: float = 0.0,
@@ -115,7 +115,11 @@ class TorchFSDPPlugin(Strategy):
         broadcast_buffers: bool = True,
         forward_methods: Sequence[str] | None = None,
         precision: PrecisionPolicy | str | None = None,
+        mesh: None = None,
+        offload_policy: None = None,
+        autocast: bool = True,
     ) -> None:
+        _refuse({"mesh": mesh, "offload_policy": offload_policy, "autocast": None if autocast else False})
         for option, names in (
             ("unit_classes", unit_classes),
             ("ignored_modules", ignored_modules),
@@ -133,12 +137,9 @@ class TorchFSDPPlugin(Strategy):
             ignored_modules=tuple(ignored_modules),
             ignored_parameters=tuple(ignored_parameters),
             replica_size=replica_size,
-            mesh=mesh,
             shard_placement_fn=shard_placement_fn,
             mixed_precision=mixed_precision,
-            autocast=autocast,
             cpu_offload=cpu_offload,
-            offload_policy=offload_policy,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
             max_norm=max_norm,
@@ -156,7 +157,7 @@ class TorchFSDPPlugin(Strategy):
 
         Raises:
             ConfigError: If the policy asks for masters in another dtype than the parameters, or for other dtypes than
-                ``mixed_precision``, or ``autocast=False`` would change nothing.
+                ``mixed_precision``.
         """
         return resolve_formats(self.config, super().resolve_precision(policy))
 
@@ -182,7 +183,7 @@ class TorchFSDPPlugin(Strategy):
         """
         del values
         mesh = self._mesh_of_world(context)
-        model, given = objects.model, next(iter(objects.optimizers), None)
+        model, given = objects.model, objects.optimizers
         methods = self._forward_methods(model)
         check_parameters(model)
         recording = None
@@ -191,6 +192,8 @@ class TorchFSDPPlugin(Strategy):
         else:
             place_model(model, given, context.device, context.precision)
             agree_on_values(model)
+        if not given:
+            refuse_all_gradients(model)  # of parameters that stay replicated
         before = {parameter: path for path, parameter in model.named_parameters()}
         units = shard_model(model, mesh, self.config, context.precision)
         if recording is not None:
@@ -200,75 +203,70 @@ class TorchFSDPPlugin(Strategy):
                 units,
                 context.device,
                 context.precision,
-                offload=self.config.offloads,
+                offload=self.config.cpu_offload,
                 coordinator=context.coordinator,
             )
+        let_write(model, units)
         for method in methods:
             register_fsdp_forward_method(model, method)
         mark_as_local(model)
+        gradients = ShardedGradients(
+            model,
+            units,
+            context.device,
+            broadcast_buffers=self.config.broadcast_buffers,
+            refuse=None if given else without_optimizer,
+        )
         cast_by = context.precision if uses_autocast(self.config, context.precision) else None
-        wrapped = FSDPModel(model, units=units, precision=cast_by, forward_methods=methods)
-        settlement = Settlement(model, units, context.device, broadcast_buffers=self.config.broadcast_buffers)
-        optimizer = None
-        if given is not None:
-            optimizer = FSDPOptimizer(
-                given,
+        wrapped = FSDPModel(model, gradients=gradients, precision=cast_by, forward_methods=methods)
+        scaling = GradientScaling(context.precision)
+        optimizers = [
+            FSDPOptimizer(
+                each,
                 model,
                 before=before,
-                units=units,
-                settlement=settlement,
+                gradients=gradients,
                 ranks=ranks_of(mesh),
                 config=self.config,
                 device=context.device,
                 context=context,
+                scaling=scaling,
             )
-            if recording is not None:
+            for each in given
+        ]
+        if recording is not None:
+            for optimizer in optimizers:
                 optimizer.views.move_state()
-        else:
-            settlement.settle_each_backward()
-        wrapped.attach_optimizer(optimizer)
-        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
+        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))
 
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of sharded parameters and optimizer state."""
-        optimizer = model.boosted_optimizer
-        sharded = optimizer if isinstance(optimizer, FSDPOptimizer) else None
-        return FSDPStateAdapter(model, sharded, context.coordinator, cast("FSDPModel", model).units)
+        return FSDPStateAdapter(model, _optimizers_of(model), context.coordinator, cast("FSDPModel", model).gradients)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
-        """Return a context in which unsharded gradients accumulate on this rank, in as much memory as the whole model.
-
-        A model that was boosted without its optimizer reduces nevertheless: no optimizer of ours would reduce the
-        gradients that are left.
-        """
-        optimizer = model.boosted_optimizer
-        if not isinstance(optimizer, FSDPOptimizer):
-            return super().no_sync(model)
-        return _without_reduction(cast("FSDPModule", unwrap_model(model)))
+        """Return a context in which unsharded gradients accumulate here, in as much memory as the whole model."""
+        return cast("FSDPModel", model).gradients.without_reduction()
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks and gathered from its shards."""
-        optimizer = model.boosted_optimizer
-        cast("FSDPModel", model).units.reshard()
-        parameter = unwrap_model(model).get_parameter(name)
-        if isinstance(optimizer, FSDPOptimizer):
-            return optimizer.full_gradient(parameter)
-        gradient: Any = parameter.grad
-        if gradient is None:
+        optimizers = _optimizers_of(model)
+        if not optimizers:  # whose gradients raise in backward
             return None
-        whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-        return whole.detach()
+        cast("FSDPModel", model).gradients.reshard()
+        parameter = unwrap_model(model).get_parameter(name)
+        holder = next((each for each in optimizers if id(parameter) in each.listed_parameters()), optimizers[0])
+        return holder.full_gradient(parameter)
 
     def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace this rank's part of a parameter's gradient, which `full_gradient` has returned just before."""
-        optimizer = model.boosted_optimizer
+        optimizers = model.boosted_optimizers
         gradient = unwrap_model(model).get_parameter(name).grad
         assert gradient is not None, "`full_gradient` has returned it"
         if not isinstance(gradient, DTensor):
-            write_gradient(gradient, values, optimizer)
+            write_gradient(gradient, values, optimizers)
             return
         for shard in dtensor_shards(name, None, gradient):
-            write_gradient(shard.data, values[slices_of(shard.box)], optimizer)
+            write_gradient(shard.data, values[slices_of(shard.box)], optimizers)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
@@ -293,10 +291,25 @@ class TorchFSDPPlugin(Strategy):
         return asked
 
 
-@contextlib.contextmanager
-def _without_reduction(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+def _optimizers_of(model: ModelWrapper) -> tuple[FSDPOptimizer, ...]:
+    return tuple(each for each in model.boosted_optimizers if isinstance(each, FSDPOptimizer))
+
+
+def _refuse(options: Mapping[str, object]) -> None:
+    """Raise for options of torch that this plugin does not take, with what says the same.
+
+    Raises:
+        ConfigError: If one is given.
+    """
+    remedies = {
+        "mesh": "The plugin makes it of all ranks: pass `replica_size=2` to shard the model within halves of them.",
+        "offload_policy": "Pass `cpu_offload=True`, which offloads to pinned memory where there is a device.",
+        "autocast": (
+            "To run forward without autocast, pass `mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32)` of `torch.distributed.fsdp`."
+        ),
+    }
+    for name, value in options.items():
+        if value is not None:
+            msg = f"The FSDP plugin does not take `{name}={value}`. {remedies[name]}"
+            raise ConfigError(msg)

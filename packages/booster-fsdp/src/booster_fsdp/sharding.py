@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_fsdp.communication import use_runtime_collectives
+from booster_fsdp._torch_private import check_internals, replace_parameters
+from booster_fsdp.collectives import use_runtime_collectives
 from booster_fsdp.formats import describe_formats, gathers_narrow, reduce_dtype, unit_format, uses_autocast
-from booster_fsdp.outputs import return_no_views
-from booster_fsdp.units import Units
-from booster_fsdp.wrapping import choose_units, find_ignored, head_of
+from booster_fsdp.model import keep_outputs, refuse_apart
+from booster_fsdp.parameters import shard_parameter
+from booster_fsdp.units import choose_units, find_ignored, head_of
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
@@ -45,16 +47,12 @@ def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMe
     """Return the mesh: an axis over which the model is sharded, after one of replicas if there is more than one.
 
     Raises:
-        ConfigError: If ``replica_size``, or a number as ``reshard_after_forward``, does not divide the ranks, or the
-            mesh in the options does not have all ranks in order.
+        ConfigError: If ``replica_size``, or a number as ``reshard_after_forward``, does not divide the ranks.
 
     Collective: every rank of the world.
     """
     sharding_groups(world_size, config.replica_size)
-    given = config.mesh
-    if given is not None:
-        _check_mesh(given, world_size, device_type)
-    shard_size = world_size // config.replica_size if given is None else given.size(given.ndim - 1)
+    shard_size = world_size // config.replica_size
     asked = config.reshard_after_forward
     if not isinstance(asked, bool) and shard_size % asked:
         divisors = ", ".join(str(size) for size in range(2, shard_size + 1) if shard_size % size == 0)
@@ -63,8 +61,6 @@ def make_mesh(world_size: int, device_type: str, config: FSDPConfig) -> DeviceMe
             f"Use True, False{' or one of ' + divisors if divisors else ''}."
         )
         raise ConfigError(msg)
-    if given is not None:
-        return given
     if config.replica_size == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     # torch would make the groups with a time limit of its own.
@@ -84,25 +80,6 @@ def ranks_of(mesh: DeviceMesh) -> ShardingRanks:
         replica_group=mesh.get_group(0) if last else None,
         replica_rank=mesh.get_local_rank(0) if last else 0,
     )
-
-
-def _check_mesh(mesh: DeviceMesh, world_size: int, device_type: str) -> None:
-    ranks = mesh.mesh
-    found = f"`mesh` is {tuple(ranks.shape)} on '{mesh.device_type}' with the ranks {ranks.tolist()}"
-    if mesh.ndim > 2:
-        msg = f"{found}. It has one axis (shards) or two (replicas, shards); for others, use plugin='hybrid'."
-    elif sorted(ranks.flatten().tolist()) != list(range(world_size)):
-        msg = f"{found}, but there are {world_size} ranks. Make it of all of them."
-    elif mesh.device_type != device_type:
-        msg = f"{found}, but the run is on '{device_type}'. Make it for that device."
-    elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        msg = f"{found}. Name its axes by `mesh_dim_names`, as torch asks for."
-    # torch numbers the ranks of a group in ascending order, whatever their order on the mesh.
-    elif any(bool((ranks.diff(dim=axis) < 0).any()) for axis in range(mesh.ndim)):
-        msg = f"{found}. Let ranks ascend along each axis."
-    else:
-        return
-    raise ConfigError(msg)
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -133,8 +110,8 @@ def check_parameters(model: nn.Module) -> None:
     refuse_renormalized(model)
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy) -> Units:
-    """Shard a model in place, and return its units; some parameters are replicated.
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy) -> list[FSDPModule]:
+    """Shard a model in place, and return the model and the modules that became units; some parameters are replicated.
 
     Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not
     floating, such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow
@@ -160,7 +137,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: 
             parameter.data = parameter.data.contiguous()
     options: dict[str, Any] = {
         "ignored_params": whole or None,
-        "offload_policy": _offload_policy(config, mesh.device_type),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if config.cpu_offload
+        else OffloadPolicy(),
         "shard_placement_fn": config.shard_placement_fn,
     }
     formats = {
@@ -183,7 +162,22 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: 
     note_reductions(model, sent, torch.device(mesh.device_type), by_backend=not is_summed_here, is_rounded=True)
     sharded = [cast("FSDPModule", modules[name]) for name in chosen]
     _prefetch(cast("FSDPModule", model), sharded, config)
-    return Units([cast("FSDPModule", model), *sharded])
+    check_internals([cast("FSDPModule", model), *sharded])
+    return [cast("FSDPModule", model), *sharded]
+
+
+def let_write(model: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Let scripts write to a model's sharded parameters, and its modules refuse to run while theirs are sharded.
+
+    Args:
+        model: The model, sharded.
+        units: What `shard_model` returned.
+    """
+    replace_parameters(units, shard_parameter)
+    for name, module in model.named_modules():
+        own = module._parameters.values()  # noqa: SLF001 - without those of modules inside
+        if not isinstance(module, FSDPModule) and any(isinstance(each, DTensor) for each in own):
+            refuse_apart(module, name)
 
 
 def _replicated(
@@ -217,7 +211,7 @@ def _unrounded(
 def _shard(module: nn.Module, name: str, *, reshard: bool | int | None, **options: Any) -> None:
     """Make one module a unit."""
     is_table = type(module) is nn.Embedding and bool(name)
-    return_no_views(module)
+    keep_outputs(module)
     try:
         fully_shard(module, reshard_after_forward=reshard, **options)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as cause:
@@ -227,19 +221,6 @@ def _shard(module: nn.Module, name: str, *, reshard: bool | int | None, **option
     if is_table:
         # The gradient of a lookup does not depend on the table.
         cast("FSDPModule", module).set_unshard_in_backward(False)
-
-
-def _offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
-    given = config.offload_policy
-    if isinstance(given, CPUOffloadPolicy) and given.pin_memory and device_type == "cpu":
-        msg = (
-            "`offload_policy=CPUOffloadPolicy()` pins memory for copies to an accelerator, and this run is on the CPU. "
-            "Pass `CPUOffloadPolicy(pin_memory=False)`."
-        )
-        raise ConfigError(msg)
-    if given is not None:
-        return given
-    return CPUOffloadPolicy(pin_memory=device_type != "cpu") if config.cpu_offload else OffloadPolicy()
 
 
 def _is_kept_whole(parameter: nn.Parameter) -> bool:

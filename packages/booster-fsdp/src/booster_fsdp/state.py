@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from booster_core.ranks import DistCoordinator
     from booster_core.state import JSONValue, ParamGroup, TensorMeta, TensorShard
+    from booster_fsdp.gradients import ShardedGradients
     from booster_fsdp.optimizer import FSDPOptimizer
-    from booster_fsdp.units import Units
 
 
 class FSDPStateAdapter(DTensorStateAdapter):
@@ -26,28 +26,33 @@ class FSDPStateAdapter(DTensorStateAdapter):
 
     Args:
         model: The boosted model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers, of which there may be none.
         coordinator: Provides the rank and the number of ranks.
-        units: The model's units.
+        gradients: The model's; knows when shards have new values.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: FSDPOptimizer | None, coordinator: DistCoordinator, units: Units
+        self,
+        model: nn.Module,
+        optimizers: Sequence[FSDPOptimizer],
+        coordinator: DistCoordinator,
+        gradients: ShardedGradients,
     ) -> None:
-        self._units = units
-        self._sharded = optimizer
-        super().__init__(model, optimizer, coordinator, prepare=units.reshard)
+        self._gradients = gradients
+        self._sharded = optimizers
+        super().__init__(model, optimizers, coordinator, prepare=gradients.reshard)
 
     @override
     def optimizer_shards(self) -> Iterator[TensorShard]:
         self._prepare()
         self._required_optimizers()
-        assert self._sharded is not None
         parameters = NamedTensors.of(self._module).tensors
+        whole = {id(parameter): each for each in self._sharded for parameter in each.stepped_whole()}
         of_all = []
         for name, state, tensor in self._state_tensors():
-            if state != MASTER and self._sharded.is_stepped_whole(parameters[name]):
-                yield whole_shard(name, state, tensor, is_owner=self._sharded.ranks.replica_rank == 0)
+            optimizer = whole.get(id(parameters[name]))
+            if state != MASTER and optimizer is not None:
+                yield whole_shard(name, state, tensor, is_owner=optimizer.ranks.replica_rank == 0)
             else:
                 of_all.append((name, state, tensor))
         yield from self._shards(of_all)
@@ -60,20 +65,24 @@ class FSDPStateAdapter(DTensorStateAdapter):
         groups: Sequence[ParamGroup],
     ) -> None:
         self._required_optimizers()
-        assert self._sharded is not None
-        is_whole = any(self._sharded.is_stepped_whole(parameter) for parameter in self._module.parameters())
-        with self._sharded.views.shown() if is_whole else contextlib.nullcontext():
+        names = {id(tensor): name for name, tensor in NamedTensors.of(self._module).tensors.items()}
+        whole = {names[id(parameter)] for each in self._sharded for parameter in each.stepped_whole()}
+        with contextlib.ExitStack() as stack:
+            for each in self._sharded:
+                if each.stepped_whole():
+                    stack.enter_context(each.views.shown())
             super().prepare_optimizer_load(tensors, scalars, groups)
-        if is_whole:  # parameters that other ranks step take saved masters, too
-            self._masters = {name for group in groups for name in group.params if MASTER in tensors.get(name, {})}
+        # Parameters that other ranks step take saved masters, too.
+        listed = {name for group in groups for name in group.params}
+        self._masters |= {name for name in whole & listed if MASTER in tensors.get(name, {})}
 
     @override
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         super().finish_load(model=model, optimizer=optimizer)
-        self._units.note_update()
+        self._gradients.note_update()
 
     @override
     def _name_of(self) -> Mapping[int, str]:
         names = dict(super()._name_of())
-        views = {} if self._sharded is None else self._sharded.views.of
+        views = {parameter: view for each in self._sharded for parameter, view in each.views.of.items()}
         return names | {id(view): names[id(parameter)] for parameter, view in views.items()}

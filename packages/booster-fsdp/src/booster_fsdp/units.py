@@ -1,228 +1,142 @@
-"""Access the FSDP units of a model; only this module, `internals` and `forward_writes` use torch's private attributes.
+"""Choose the modules that become FSDP units: by class, by size, by a function, or the model's layers.
 
-torch reduces the gradients of those parameters that have one on this rank, so ranks that used different parameters
-would reduce different buffers. Before each reduction, missing gradients are therefore set to zero, and used parameters
-are recorded, so that a parameter that no rank used ends without a gradient, as in one process.
+A unit's parameters are gathered together, right before its forward. No process group is needed here.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, cast
+import contextlib
+import difflib
+from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd import Variable
+from torch import nn
 
-from booster_core.errors import GradientError
-from booster_fsdp.forward_writes import ForwardWrites
-from booster_fsdp.internals import (
-    check_internals,
-    drop_gradient,
-    fill_gradients,
-    gradient_of,
-    groups_of,
-    reduce_accumulated,
-)
-from booster_fsdp.outputs import refuse_stale_backward
-from booster_runtime.data import hidden_tensors
+from booster_core.errors import ConfigError
+from booster_runtime.sharding import CONTAINERS, LAYER_NUMEL, layers_of, modules_by_size, without_split_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import nn
-    from torch.distributed.fsdp import FSDPModule
+    from booster_fsdp.config import FSDPConfig
 
 
-class Units:
-    """Access the units of one model.
+def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
+    """Return the names of the modules that become units, in the order of registration, without the model itself.
 
     Args:
-        modules: The sharded modules in the order of registration, including the model itself.
+        model: The user's model.
+        config: The options that choose units.
 
     Raises:
-        ConfigError: If this version of torch is not as expected.
+        ConfigError: If a class in the options is not in the model, or can't be a unit.
 
-    Attributes:
-        used: Ids of the sharded parameters that had a gradient when they were reduced, since `forget`.
-        num_reductions: Number of reductions so far.
+    Collective: none; every rank chooses the same.
     """
+    if config.unit_classes:
+        chosen = _by_class(model, config.unit_classes)
+    elif config.unit_min_numel is not None:
+        chosen = modules_by_size(model, config.unit_min_numel, bool)
+    elif config.unit_if is not None:
+        chosen = _by_function(model, config.unit_if)
+    else:
+        chosen = _layers_and_ends(model)
+    kept = without_split_ties(model, {id(module) for module in chosen.values()})
+    return [name for name, module in chosen.items() if id(module) in kept]
 
-    def __init__(self, modules: Sequence[FSDPModule]) -> None:
-        self.modules = list(modules)
-        check_internals(self.modules)
-        self.used: set[int] = set()
-        self._filled: set[int] = set()  # ids of those whose gradient on this rank is only the zeros of `_complete`
-        self.num_reductions = 0
-        self._unreduced: set[Any] = set()
-        self._num_updates = 0
-        self._seen_versions = 0
-        self._settle: Callable[[], None] | None = None
-        self._task = -1
-        self._writes = ForwardWrites(cast("Sequence[nn.Module]", self.modules))
-        for state, group in self._states_and_groups():
-            group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
-            group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
-            group.post_forward = functools.partial(self._post_forward, state, group, group.post_forward)
-        root = self.modules[0]
-        if not any(True for _ in groups_of(root)):
-            # Before torch's own hook, which starts a backward.
-            cast("nn.Module", root).register_forward_hook(self._after_root, prepend=True)
 
-    def note_update(self) -> None:
-        """Record that shards have new values: backward through earlier graphs raises from now on."""
-        self._num_updates += 1
-        # Parameters that a forward without backward left gathered have old values.
-        self.reshard()
+def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
+    """Return the parameters that the options keep replicated.
 
-    def notice_updates(self) -> None:
-        """Detect whether shards have new values; for a model whose optimizer is not ours."""
-        versions = sum(_version_of(group) for group in self._groups())
-        if versions != self._seen_versions:
-            self._seen_versions = versions
-            self.note_update()
+    Raises:
+        ConfigError: If a name matches no module or parameter.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    ignored: set[nn.Parameter] = set()
+    for name in config.ignored_modules:
+        found = [modules[name]] if name in modules else [m for m in modules.values() if _class_name(m) == name]
+        if not found:
+            msg = f"`ignored_modules` names '{name}', which is neither a module of the model nor the class of one."
+            raise ConfigError(msg + _suggestion(name, [*modules, *_class_names(model)]))
+        for module in found:
+            ignored.update(module.parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in config.ignored_parameters:
+        if name not in parameters:
+            msg = f"`ignored_parameters` names '{name}', which is not a parameter of the model."
+            raise ConfigError(msg + _suggestion(name, list(parameters)))
+        ignored.add(parameters[name])
+    return ignored
 
-    def settle_each_backward(self, settle: Callable[[], None], whole: Iterable[nn.Parameter]) -> None:
-        """Call a function at the end of each backward; for a model whose optimizer is not ours.
 
-        Args:
-            settle: The function.
-            whole: Trained parameters that are replicated, and so belong to no unit.
-        """
-        self._settle = settle
-        for parameter in whole:
-            parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
+def head_of(model: nn.Module, chosen: Sequence[str]) -> str | None:
+    """Return the name of the unit that is the output head of a transformers model."""
+    heads = _named_by(model, "get_output_embeddings")
+    return next((name for name, module in model.named_modules() if name in chosen and id(module) in heads), None)
 
-    def reduce_rest(self) -> None:
-        """Reduce gradients that were accumulated under `no_sync`.
 
-        Raises:
-            GradientError: If torch has not reduced them.
+def _layers_and_ends(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's layers, and the large embeddings and heads that transformers models name."""
+    layers = layers_of(model)
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    ends = _named_by(model, "get_input_embeddings") | _named_by(model, "get_output_embeddings")
 
-        Collective: every rank of the world, if there was such a backward since the last reduction; else none.
-        """
-        if not self._unreduced:
-            return
-        groups = list(self._groups())
-        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-        for group in groups:
-            group.reduce_grads = group.all_reduce_grads = True
-        try:
-            reduce_accumulated(self.modules[0])
-        finally:
-            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
-                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
-        if self._unreduced:
+    def is_unit(name: str, module: nn.Module) -> bool:
+        is_end = bool(name) and id(module) in ends - inside
+        return name in layers or (is_end and sum(p.numel() for p in module.parameters()) >= LAYER_NUMEL)
+
+    return {name: module for name, module in model.named_modules() if is_unit(name, module)}
+
+
+def _named_by(model: nn.Module, accessor: str) -> set[int]:
+    """Return the ids of the modules that a method of the models of transformers inside of a model returns."""
+    found = set()
+    for module in model.modules():
+        if hasattr(module, "_no_split_modules"):
+            with contextlib.suppress(AttributeError, NotImplementedError):  # some models have no such module
+                end = getattr(module, accessor)()
+                found |= {id(end)} if isinstance(end, nn.Module) else set()
+    return found
+
+
+def _by_class(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:
+    present = _class_names(model)
+    for name in classes:
+        if name not in present:
             msg = (
-                "torch has not reduced the gradients that were accumulated under `no_sync`. Call the boosted model "
-                "itself, rather than a part of it."
+                f"`unit_classes` names '{name}', but the model has no module of that class. "
+                f"It has: {', '.join(map(repr, present))}."
             )
-            raise GradientError(msg)
-
-    def reshard(self) -> None:
-        """Reshard all parameters: forward without backward leaves some gathered."""
-        for module in self.modules:
-            module.reshard()
-
-    def forget(self, parameters: set[int] | None = None) -> None:
-        """Drop gradients that are not reduced yet, and the record of used parameters.
-
-        Args:
-            parameters: Ids of the sharded parameters; ``None`` for all.
-        """
-        for group in self._groups():
-            group._partial_reduce_output = None  # noqa: SLF001 - see the module's docstring; also below
-            for inner in group.fsdp_params:
-                if parameters is None or id(inner.sharded_param) in parameters:
-                    drop_gradient(inner)
-        if parameters is None:
-            self._unreduced.clear()
-        self.used = set() if parameters is None else self.used - parameters
-
-    def take_parameters(self) -> None:
-        """Tell torch about parameters that were registered in place of those it created."""
-        # Where a user has asked for swapped parameters, torch takes others for a fault.
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        try:
-            for group in self._groups():
-                for inner in group.fsdp_params:
-                    inner.reset_sharded_param()
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-    def _groups(self) -> Iterator[Any]:
-        for _, group in self._states_and_groups():
-            yield group
-
-    def _states_and_groups(self) -> Iterator[tuple[Any, Any]]:
-        for module in self.modules:
-            for group in groups_of(module):
-                yield module._get_fsdp_state(), group  # noqa: SLF001 - see the module's docstring
-
-    def _pre_forward(self, group: Any, run: Any, *args: Any) -> Any:
-        given = run(*args)
-        self._writes.take(group)
-        return given
-
-    def _post_forward(self, state: Any, group: Any, run: Any, *args: Any) -> Any:
-        self._writes.check(group)
-        output = run(*args)
-        # torch gathers a unit for backward by hooks on the tensors that it finds. Where it finds none, no gradient
-        # would be reduced.
-        hidden = hidden_tensors(output)
-        if hidden:
-            state._register_pre_backward_hook(hidden)  # noqa: SLF001
-        refuse_stale_backward(output, lambda: (self._num_updates, _version_of(group)))
-        return output
-
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        if not torch.compiler.is_compiling():
-            refuse_stale_backward(output, lambda: self._num_updates)
-
-    def _post_backward(self, group: Any, reduce: Any, *unused: Any) -> None:
-        """Complete a unit's gradients, then let torch reduce them."""
-        has_run = any(hasattr(inner, "_unsharded_param") for inner in group.fsdp_params)
-        if group.reduce_grads:
-            self.num_reductions += 1
-            self._unreduced.discard(group)
-            self._complete(group)
-        elif has_run:
-            self._unreduced.add(group)
-        if self._settle is not None:
-            self._await_end()
-        # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
-        if group.reduce_grads or has_run:
-            reduce(*unused)
-
-    def _await_end(self, parameter: torch.Tensor | None = None) -> None:
-        """Complete gradients at the end of this backward, after torch has finished it."""
-        del parameter
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as `torch.autograd.graph` identifies backward passes
-        if task not in (self._task, -1):
-            self._task = task
-            _call_after_backward(lambda: _call_after_backward(self._settle))
-
-    def _complete(self, group: Any) -> None:
-        gathered = [
-            inner
-            for inner in group.fsdp_params
-            if hasattr(inner, "_unsharded_param") and inner._unsharded_param.requires_grad  # noqa: SLF001
-        ]
-        for inner in gathered:
-            key = id(inner.sharded_param)
-            if gradient_of(inner) is not None or (inner.sharded_param.grad is not None and key not in self._filled):
-                self.used.add(key)
-                self._filled.discard(key)
-            else:
-                self._filled.add(key)
-        fill_gradients(gathered)
+            raise ConfigError(msg + _suggestion(name, present))
+    chosen = {name: module for name, module in model.named_modules() if name and _class_name(module) in classes}
+    for name, module in chosen.items():
+        _check_has_forward(name, module, "`unit_classes`")
+    return chosen
 
 
-def _version_of(group: Any) -> int:
-    """Return a number that changes with a unit's shards, except by our optimizer, which updates views of their rows."""
-    return sum(inner.sharded_param._version for inner in group.fsdp_params)  # noqa: SLF001 - as autograd notices it
+def _by_function(model: nn.Module, choose: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
+    chosen = {name: module for name, module in model.named_modules() if name and choose(name, module)}
+    for name, module in chosen.items():
+        _check_has_forward(name, module, "`unit_if`")
+    return chosen
 
 
-def _call_after_backward(function: Any) -> None:
-    Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as FSDP does
+def _check_has_forward(name: str, module: nn.Module, option: str) -> None:
+    if isinstance(module, CONTAINERS):
+        msg = (
+            f"{option} chooses '{name}', a {_class_name(module)}, which has no forward and so can't be a unit. "
+            "Choose the modules inside it."
+        )
+        raise ConfigError(msg)
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _class_names(model: nn.Module) -> list[str]:
+    return sorted({_class_name(module) for name, module in model.named_modules() if name})
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -45,7 +45,12 @@ from booster_runtime.sharding.narrow import working_dtypes
 from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 from booster_runtime.sharding.renormalized import refuse_renormalized
-from booster_runtime.sharding.unreduced import raise_for_unused, refuse_all_gradients, refuse_gradient
+from booster_runtime.sharding.unreduced import (
+    raise_for_unused,
+    refuse_all_gradients,
+    refuse_gradient,
+    without_optimizer,
+)
 from booster_runtime.sharding.written import not_optimized
 
 __all__ = [
@@ -94,6 +99,7 @@ __all__ = [
     "sharded_like",
     "sharding_groups",
     "whole_shard",
+    "without_optimizer",
     "without_split_ties",
     "working_dtypes",
 ]

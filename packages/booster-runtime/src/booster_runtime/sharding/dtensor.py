@@ -97,7 +97,7 @@ class DTensorStateAdapter(ReplicatedStateAdapter):
 
     Args:
         model: The model, wrapped or not.
-        optimizer: Its optimizer, wrapped or not.
+        optimizer: Its optimizer, wrapped or not; or several, each with parameters of its own.
         coordinator: The ranks that hold equal copies of plain tensors.
         prepare: Called before tensors are listed, for strategies that register other tensors in between.
 
@@ -108,7 +108,7 @@ class DTensorStateAdapter(ReplicatedStateAdapter):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         coordinator: DistCoordinator,
         *,
         prepare: Callable[[], None] | None = None,
@@ -144,12 +144,11 @@ class DTensorStateAdapter(ReplicatedStateAdapter):
     ) -> None:
         self._prepare()
         super().prepare_optimizer_load(tensors, scalars, groups)
-        (optimizer,) = self._required_optimizers()
-        state_of = optimizer.state
-        for parameter, state in state_of.items():
-            if isinstance(parameter, DTensor):
-                for key, value in state.items():
-                    state[key] = _placed_beside(key, value, parameter)
+        for optimizer in self._required_optimizers():
+            for parameter, state in optimizer.state.items():
+                if isinstance(parameter, DTensor):
+                    for key, value in state.items():
+                        state[key] = _placed_beside(key, value, parameter)
 
     def _shards(
         self, tensors: Iterable[tuple[str, str | None, Tensor]], of_first: Collection[str] = ()

@@ -41,6 +41,11 @@ def refuse_all_gradients(model: nn.Module) -> None:
         refuse_gradient(parameter, names[id(parameter)], _NO_OPTIMIZER)
 
 
+def without_optimizer(name: str) -> GradientError:
+    """Return the error for a parameter's gradient in a model that was boosted without its optimizer."""
+    return GradientError(f"Parameter '{name}' got a gradient, {_NO_OPTIMIZER}")
+
+
 def refuse_gradient(parameter: nn.Parameter, name: str, reason: str = _FROZEN) -> Any:
     """Raise at the first gradient of a parameter, until the handle that this returns is removed.
 

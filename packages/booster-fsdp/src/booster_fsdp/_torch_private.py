@@ -1,4 +1,4 @@
-"""What units need of torch's FSDP beyond its public interface: groups of parameters, and gradients before reduction.
+"""What is used of torch's FSDP beyond its public interface: groups of parameters, and gradients before reduction.
 
 Versions of torch differ in these, so `check_internals` compares them with what is expected here, where a model is
 boosted. Otherwise gradients could be lost without a word.
@@ -14,23 +14,26 @@ import torch
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed.fsdp import FSDPModule
 
 _OF_ROOTS = ("_is_root", "_root_post_backward_final_callback")
 """Only before torch 2.15."""
-_OF_STATES = ("_register_pre_backward_hook",)
+_OF_STATES = ("_pre_backward", "_register_pre_backward_hook")
 _OF_GROUPS = (
     "_partial_reduce_output",
     "all_reduce_grads",
     "fsdp_params",
+    "is_sharded",
+    "is_unsharded",
     "post_backward",
     "post_forward",
+    "pre_backward",
     "pre_forward",
     "reduce_grads",
 )
-_OF_PARAMETERS = ("_module_info", "_param_fqn", "reset_sharded_param", "sharded_param")
+_OF_PARAMETERS = ("_module_info", "_param_fqn", "_setattr_on_modules", "reset_sharded_param", "sharded_param")
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
@@ -40,6 +43,55 @@ def groups_of(module: FSDPModule) -> Iterator[Any]:
     if groups is None:  # before torch 2.12 there was only one
         groups = [state._fsdp_param_group]  # noqa: SLF001
     yield from (group for group in groups if group is not None)
+
+
+def show_rows(group: Any) -> None:
+    """Let modules hold the sharded parameters of a group, which stays gathered if it is."""
+    for inner in group.fsdp_params:
+        inner._setattr_on_modules(inner.sharded_param)  # noqa: SLF001
+
+
+def show_gathered(group: Any) -> None:
+    """Let modules hold the gathered parameters of a group, if it is gathered."""
+    if group.is_unsharded:
+        for inner in group.fsdp_params:
+            inner._setattr_on_modules(inner._unsharded_param)  # noqa: SLF001
+
+
+def gathered_parameters(group: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """Yield torch's object for each parameter of a group, and the gathered parameter, if it was ever gathered."""
+    for inner in group.fsdp_params:
+        gathered = getattr(inner, "_unsharded_param", None)
+        if gathered is not None:
+            yield inner, gathered
+
+
+def replace_parameters(modules: Iterable[FSDPModule], make: Callable[[Any], torch.nn.Parameter]) -> None:
+    """Register other parameters in place of those that torch has created, over the same memory.
+
+    Args:
+        modules: The sharded modules.
+        make: Returns what takes the place of a parameter.
+    """
+    for module in modules:
+        for group in groups_of(module):
+            for inner in group.fsdp_params:
+                inner._setattr_on_modules(make(inner.sharded_param))  # noqa: SLF001
+    take_parameters(modules)
+
+
+def take_parameters(modules: Iterable[FSDPModule]) -> None:
+    """Tell torch about parameters that were registered in place of those it created."""
+    # Where a user has asked for swapped parameters, torch takes others for a fault.
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        for module in modules:
+            for group in groups_of(module):
+                for inner in group.fsdp_params:
+                    inner.reset_sharded_param()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def check_internals(modules: Sequence[FSDPModule]) -> None:

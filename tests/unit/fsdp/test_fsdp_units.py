@@ -5,7 +5,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_fsdp import FSDPConfig
-from booster_fsdp.wrapping import choose_units, find_ignored
+from booster_fsdp.units import choose_units, find_ignored
 from booster_runtime.sharding import parameters_by_unit
 from booster_testing.models import tiny_llama
 

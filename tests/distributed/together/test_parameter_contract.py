@@ -1,0 +1,248 @@
+"""What a script may do to parameters after `boost`: as in one process, or an error of Booster on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import BoosterError
+from booster_testing import run_on_ranks
+from booster_testing.training import whole_model
+
+NAME = "first.weight"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def values():
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(7))
+
+
+def init_all(module):
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.3)
+        nn.init.constant_(module.bias, 0.1)
+
+
+def assign(model, _):
+    parameter = model.get_parameter(NAME)
+    parameter.data = values()
+
+
+def assign_product(model, _):
+    parameter = model.get_parameter(NAME)
+    parameter.data = parameter.data * 3
+
+
+def write_through_data(model, _):
+    model.get_parameter(NAME).data[...] = values()
+
+
+def write_element(model, _):
+    with torch.no_grad():
+        model.get_parameter(NAME)[5, 0] = 3.0
+
+
+def write_view(model, _):
+    with torch.no_grad():
+        model.get_parameter(NAME)[5].zero_()
+
+
+def assign_vector(model, _):
+    size = sum(parameter.numel() for parameter in model.parameters())
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(8))
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def in_place(name, *args):
+    def operation(model, _):
+        with torch.no_grad():
+            getattr(model.get_parameter(NAME), name)(*(each() if callable(each) else each for each in args))
+
+    return operation
+
+
+def initialize(name):
+    return lambda model, _: getattr(nn.init, name)(model.get_parameter(NAME))
+
+
+def lerp(model, _):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.lerp_(parameter * 2, 0.25)
+
+
+def norm(model, _):
+    found = model.get_parameter(NAME).detach().norm()
+    return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+
+
+def save(model, _):
+    torch.save(model, io.BytesIO())
+
+
+OPERATIONS = {
+    "norm": norm,
+    "copy_": in_place("copy_", values),
+    "fill_": in_place("fill_", 0.5),
+    "clamp_": in_place("clamp_", -0.1, 0.1),
+    "mul_ by a plain tensor": in_place("mul_", values),
+    "nn.init.kaiming_uniform_": initialize("kaiming_uniform_"),
+    "nn.init.trunc_normal_": initialize("trunc_normal_"),
+    "nn.init.orthogonal_": initialize("orthogonal_"),
+    "data = x": assign,
+    "data = data * 3": assign_product,
+    "data[...] = x": write_through_data,
+    "element": write_element,
+    "view": write_view,
+    "vector_to_parameters": assign_vector,
+    "apply(init)": lambda model, _: model.apply(init_all) and None,
+    "lerp_": lerp,
+    "register_hook": lambda model, _: model.get_parameter(NAME).register_hook(lambda gradient: gradient * 2) and None,
+    "deepcopy": lambda model, _: copy.deepcopy(model) and None,
+    "AveragedModel": lambda model, _: torch.optim.swa_utils.AveragedModel(model) and None,
+    "torch.save": save,
+}
+
+
+class Run:
+    """A training of one process, or of a boosted model."""
+
+    def __init__(self, plugin=None):
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.booster = None
+        if plugin is not None:
+            self.booster = Booster("cpu", plugin=plugin)
+            self.model, self.optimizer, *_ = self.booster.boost(self.model, self.optimizer)
+
+    def forward(self, step):
+        data = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        own = data if self.booster is None else data[dist.get_rank() :: dist.get_world_size()]
+        return self.model(own).square().mean()
+
+    def backward(self, loss):
+        loss.backward() if self.booster is None else self.booster.backward(loss, self.optimizer)
+
+    def step(self, number):
+        self.backward(self.forward(number))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def no_sync(self):
+        return contextlib.nullcontext() if self.booster is None else self.booster.no_sync(self.model, self.optimizer)
+
+    def change(self, operation):
+        torch.manual_seed(11)
+        return operation(self.model, self.optimizer)
+
+    def weights(self):
+        if self.booster is None:
+            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        return whole_model(self.booster, self.model)
+
+
+def after_boost(run, operation):
+    return run.change(operation)
+
+
+def after_a_step(run, operation):
+    run.step(0)
+    return run.change(operation)
+
+
+def after_evaluation(run, operation):
+    run.step(0)
+    with torch.no_grad():
+        run.forward(1)
+    return run.change(operation)
+
+
+def before_backward(run, operation):
+    loss = run.forward(0)
+    found = run.change(operation)
+    run.backward(loss)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return found
+
+
+def in_no_sync(run, operation):
+    with run.no_sync():
+        run.backward(run.forward(0))
+        found = run.change(operation)
+    run.step(1)
+    return found
+
+
+MOMENTS = {
+    "after boost": after_boost,
+    "after a step": after_a_step,
+    "after evaluation": after_evaluation,
+    "before backward": before_backward,
+    "in no_sync": in_no_sync,
+}
+
+
+# These draw into a tensor like the parameter, which torch makes a DTensor: it warns that ranks draw the same numbers.
+DRAWN_BY_TORCH = ("nn.init.trunc_normal_", "nn.init.orthogonal_")
+PLUGINS = {"ddp": (), "fsdp": [f"{operation}, {moment}" for operation in DRAWN_BY_TORCH for moment in MOMENTS]}
+"""For each plugin, the cells that fail."""
+
+
+def outcome(plugin, operation, moment):
+    """Return what an operation leads to, and the error's class and text, or the weights."""
+    run = Run(plugin)
+    try:
+        found = MOMENTS[moment](run, OPERATIONS[operation])
+        for step in (2, 3):
+            run.step(step)
+    except Exception as error:  # noqa: BLE001 - every kind is judged
+        return "raised", error
+    return found, run.weights()
+
+
+def judge(plugin, operation, moment):
+    """Return what is wrong; ``None`` if nothing is."""
+    expected, theirs = outcome(None, operation, moment)
+    found, ours = outcome(plugin, operation, moment)
+    if found == "raised":
+        return None if isinstance(ours, BoosterError) or expected == "raised" else f"{type(ours).__name__}: {ours}"
+    if expected == "raised":
+        return "did not raise"
+    if isinstance(expected, float) and found != pytest.approx(expected, rel=1e-5):
+        return f"returned {found} in place of {expected}"
+    far = [name for name in theirs if not torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)]
+    return f"other values of {far}" if far else None
+
+
+def wrong_cells(plugin):
+    found = {}
+    for operation, moment in itertools.product(OPERATIONS, MOMENTS):
+        wrong = judge(plugin, operation, moment)
+        if wrong is not None:
+            found[f"{operation}, {moment}"] = wrong
+    return found
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_parameters_are_as_in_one_process_or_raise(plugin):
+    for found in run_on_ranks(wrong_cells, 2, plugin):
+        assert {cell: wrong for cell, wrong in found.items() if cell not in PLUGINS[plugin]} == {}
+        assert set(PLUGINS[plugin]) <= found.keys(), "these cells work now"
