@@ -7,7 +7,7 @@ import pytest
 
 from booster_core.errors import LaunchError
 from booster_core.ranks import launch as launch_module
-from booster_runtime.liveness.flight_recorder import keep_flight_record
+from booster_runtime.watch.flight_recorder import keep_flight_record
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 

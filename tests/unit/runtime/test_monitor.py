@@ -14,11 +14,11 @@ from patience import unhindered_seconds
 
 from booster_core.errors import CheckpointError, RankFailedError
 from booster_core.ranks import PROGRESS, World
-from booster_runtime.liveness import start_monitor
-from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.start import _start_server
-from booster_runtime.liveness.uncaught import is_consequence
-from booster_runtime.liveness.wire import FROM_SERVER, Lines, encode
+from booster_runtime.watch import start_monitor
+from booster_runtime.watch.server import Server
+from booster_runtime.watch.start import _start_server
+from booster_runtime.watch.uncaught import is_consequence
+from booster_runtime.watch.wire import FROM_SERVER, Lines, encode
 
 
 def at(name, count, **counts):

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from booster_core.ranks import World
-from booster_runtime.liveness import NOT_WANTED, Monitor, links, start_monitor
-from booster_runtime.liveness import server as server_module
-from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.wire import FROM_MEMBERS, FROM_SERVER, MAX_LINE_BYTES, Lines, encode
+from booster_runtime.watch import NOT_WANTED, Monitor, links, start_monitor
+from booster_runtime.watch import server as server_module
+from booster_runtime.watch.server import Server
+from booster_runtime.watch.wire import FROM_MEMBERS, FROM_SERVER, MAX_LINE_BYTES, Lines, encode
 
 TOKEN = "secret"
 HELLO = {"type": "hello", "rank": 1, "pid": 1001, "token": TOKEN}
@@ -372,7 +372,7 @@ def test_a_server_that_cannot_be_started_is_told_to_every_rank(monkeypatch):
     def refuses(*_, **__):
         raise OSError(98, "no port is free")
 
-    monkeypatch.setattr("booster_runtime.liveness.start.Server", refuses)
+    monkeypatch.setattr("booster_runtime.watch.start.Server", refuses)
     store = dist.HashStore()
     worlds = [World(rank=rank, world_size=2, store=store) for rank in range(2)]
     threads = [

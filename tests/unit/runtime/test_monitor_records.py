@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from booster_runtime.liveness.records import Record
-from booster_runtime.liveness.verdicts import Verdicts
-from booster_runtime.liveness.wire import FROM_MEMBERS, FROM_SERVER, Lines, encode
+from booster_runtime.watch.records import Record
+from booster_runtime.watch.verdicts import Verdicts
+from booster_runtime.watch.wire import FROM_MEMBERS, FROM_SERVER, Lines, encode
 
 
 def at(name, count, *, finished, **counts):

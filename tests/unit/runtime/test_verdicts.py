@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from booster_runtime.liveness.idleness import Idleness
-from booster_runtime.liveness.records import Record
-from booster_runtime.liveness.verdicts import Verdicts
+from booster_runtime.watch.idleness import Idleness
+from booster_runtime.watch.records import Record
+from booster_runtime.watch.verdicts import Verdicts
 
 TEXT = "ValueError: bad"
 NOTHING = Record()

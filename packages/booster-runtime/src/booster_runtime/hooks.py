@@ -19,7 +19,7 @@ def before_launch(backend: str) -> None:
     """Refuse environment variables with a wrong value, set up the log, and let NCCL record its collectives."""
     from booster_core.log import configure_log
     from booster_runtime.collectives.settings import checks_collectives
-    from booster_runtime.liveness.flight_recorder import keep_flight_record
+    from booster_runtime.watch.flight_recorder import keep_flight_record
 
     configure_log()
     checks_collectives()
@@ -36,7 +36,7 @@ def watch_ranks(
     is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
     """Connect this rank to the monitor, so that all ranks end when one fails."""
-    from booster_runtime.liveness import NOT_WANTED, start_monitor
+    from booster_runtime.watch import NOT_WANTED, start_monitor
 
     monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
     if monitor is None and world.unwatched_because not in (None, NOT_WANTED):

@@ -8,13 +8,13 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from booster_runtime.liveness.wire import FROM_MEMBERS, MAX_HELLO_BYTES, Lines
+from booster_runtime.watch.wire import FROM_MEMBERS, MAX_HELLO_BYTES, Lines
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from booster_runtime.liveness.wire import Message
+    from booster_runtime.watch.wire import Message
 
 _MAX_UNSENT_BYTES = 1 << 24
 """How far a rank may fall behind in reading; until it catches up it is sent nothing more."""

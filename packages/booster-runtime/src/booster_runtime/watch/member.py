@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from booster_core.ranks import PROGRESS
-from booster_runtime.liveness.idleness import LOOK_SECONDS, Idleness, busy_seconds
-from booster_runtime.liveness.records import Record, describe_death
-from booster_runtime.liveness.sockets import describe_loss
-from booster_runtime.liveness.uncaught import is_consequence, report_uncaught
-from booster_runtime.liveness.verdicts import ENDED, beat_seconds
-from booster_runtime.liveness.wire import FROM_SERVER, Lines, Message, encode, say
+from booster_runtime.watch.idleness import LOOK_SECONDS, Idleness, busy_seconds
+from booster_runtime.watch.records import Record, describe_death
+from booster_runtime.watch.sockets import describe_loss
+from booster_runtime.watch.uncaught import is_consequence, report_uncaught
+from booster_runtime.watch.verdicts import ENDED, beat_seconds
+from booster_runtime.watch.wire import FROM_SERVER, Lines, Message, encode, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from booster_core.ranks import World
-    from booster_runtime.liveness.server import Server
+    from booster_runtime.watch.server import Server
 
 GRACE_SECONDS = 5.0
 """How long the main thread may take to end by itself when another rank has failed."""

@@ -15,7 +15,7 @@ from booster_core.ranks import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from booster_runtime.liveness.wire import Message
+    from booster_runtime.watch.wire import Message
 
 Call = tuple[str, int]
 """The name of a call, and which of the calls of that name it is."""

@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import launch, launch_from_torch
 
-from booster_runtime.liveness import member
+from booster_runtime.watch import member
 
 member.GRACE_SECONDS = GRACE or member.GRACE_SECONDS
 what, victim, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from booster_core.ranks import PROGRESS
-from booster_runtime.liveness.member import Monitor
-from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.sockets import keep_from_children, outlast_interruptions
+from booster_runtime.watch.member import Monitor
+from booster_runtime.watch.server import Server
+from booster_runtime.watch.sockets import keep_from_children, outlast_interruptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

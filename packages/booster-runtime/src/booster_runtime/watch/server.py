@@ -11,16 +11,16 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from booster_runtime.liveness.links import Link, RefusedError
-from booster_runtime.liveness.records import Record, parse_call
-from booster_runtime.liveness.sockets import describe_loss, keep_from_children, outlast_interruptions
-from booster_runtime.liveness.verdicts import Verdicts
-from booster_runtime.liveness.wire import MAX_LINE_BYTES, Message, encode, say
+from booster_runtime.watch.links import Link, RefusedError
+from booster_runtime.watch.records import Record, parse_call
+from booster_runtime.watch.sockets import describe_loss, keep_from_children, outlast_interruptions
+from booster_runtime.watch.verdicts import Verdicts
+from booster_runtime.watch.wire import MAX_LINE_BYTES, Message, encode, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from booster_runtime.liveness.records import Call
+    from booster_runtime.watch.records import Call
 
 _ANSWER_SECONDS = 2.0
 """How long ranks may take to say where they are."""

@@ -6,7 +6,7 @@ busy rank is never taken for dead. `verdicts` decides what has failed; `records`
 has come, which `booster_core.ranks.calls` notes; `wire` and `sockets` carry the messages.
 """
 
-from booster_runtime.liveness.member import Monitor
-from booster_runtime.liveness.start import NOT_WANTED, start_monitor
+from booster_runtime.watch.member import Monitor
+from booster_runtime.watch.start import NOT_WANTED, start_monitor
 
 __all__ = ["NOT_WANTED", "Monitor", "start_monitor"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from booster_runtime.liveness.records import (
+from booster_runtime.watch.records import (
     Record,
     describe_death,
     describe_ended,
@@ -24,8 +24,8 @@ from booster_runtime.liveness.records import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from booster_runtime.liveness.records import Call
-    from booster_runtime.liveness.wire import Message
+    from booster_runtime.watch.records import Call
+    from booster_runtime.watch.wire import Message
 
 ENDED = "ended normally"
 _RANKS_PER_SECOND = 256
