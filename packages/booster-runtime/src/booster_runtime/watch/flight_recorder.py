@@ -56,7 +56,7 @@ class Recorded:
         tensors: Number of elements and dtype of each tensor that it reads and writes.
         ranks: The world ranks of the group.
         is_waiting: Whether it was begun, but not completed.
-        left_seconds: After which time it ends the process; ``None`` where it will raise an error instead.
+        expires_at: When it ends the process, by `time.monotonic`; ``None`` where it will raise an error instead.
     """
 
     group: str
@@ -65,7 +65,7 @@ class Recorded:
     tensors: tuple[str, ...]
     ranks: tuple[int, ...]
     is_waiting: bool
-    left_seconds: float | None
+    expires_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +142,10 @@ class FlightRecorder:
 
     def _recorded(self, entry: dict[str, Any], group: str, ranks: tuple[int, ...], *, is_waiting: bool) -> Recorded:
         backend, _, operation = entry["profiling_name"].partition(":")
-        left = None
+        expires_at = None
         if backend in _ENDING_PROCESSES:
             limit = entry["timeout_ms"] / 1000 if backend == "nccl" else self._timeout_seconds
-            left = limit - (time.time_ns() - entry["time_created_ns"]) / 1e9
+            expires_at = time.monotonic() + limit - (time.time_ns() - entry["time_created_ns"]) / 1e9
         return Recorded(
             group=group,
             number=int(entry["collective_seq_id"]),
@@ -157,7 +157,7 @@ class FlightRecorder:
             ),
             ranks=ranks,
             is_waiting=is_waiting,
-            left_seconds=left,
+            expires_at=expires_at,
         )
 
     def _status(self) -> dict[tuple[str, str], tuple[str, str]]:

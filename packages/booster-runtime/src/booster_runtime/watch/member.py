@@ -385,7 +385,19 @@ def _progress(recording: Recording | None = None) -> dict[str, Any]:
     ranks = record["ranks"]
     record["ranks"] = None if ranks is None else _as_text(ranks)
     if recording is not None:
-        collectives = [{**vars(each), "ranks": _as_text(each.ranks)} for each in recording.collectives]
+        now = time.monotonic()
+        collectives = [
+            {
+                "group": each.group,
+                "number": each.number,
+                "operation": each.operation,
+                "tensors": each.tensors,
+                "ranks": _as_text(each.ranks),
+                "is_waiting": each.is_waiting,
+                "left_seconds": None if each.expires_at is None else each.expires_at - now,
+            }
+            for each in recording.collectives
+        ]
         record |= {"collectives": collectives, "begun": recording.begun, "knows_groups": recording.is_whole}
     return record
 
