@@ -142,7 +142,7 @@ def test_script_started_by_torchrun(plugin, tmp_path):
     assert_trained(tmp_path / "out", 2 * REPLICAS.get(plugin, 2))
 
 
-@pytest.mark.slow  # test_liveness.py has torchrun's report end with the error
+@pytest.mark.slow  # test_watch.py has torchrun's report end with the error
 def test_failing_script_prints_its_error_last(tmp_path):
     done = start("old_model", "ddp", tmp_path / "out", *TORCHRUN)
     assert done.returncode != 0

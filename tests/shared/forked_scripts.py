@@ -30,7 +30,7 @@ JOB_SECONDS = 300.0
 _IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.utils.data", "transformers.models.llama.modeling_llama"),
     *("peft", "booster_core", "booster_ddp", "booster_fsdp", "booster_zero", "booster_gemini", "booster_hybrid"),
-    *("booster_checkpoint", "booster_runtime.liveness", "booster_testing.conformance"),
+    *("booster_checkpoint", "booster_runtime.watch", "booster_testing.conformance"),
 )
 """What the scripts import themselves, each for seconds."""
 

@@ -10,52 +10,20 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from monitor_clients import WHERE, MonitorClient
 from patience import unhindered_seconds
 
 from booster_core.errors import CheckpointError, RankFailedError
 from booster_core.ranks import PROGRESS, World
-from booster_runtime.liveness import start_monitor
-from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.start import _start_server
-from booster_runtime.liveness.uncaught import is_consequence
-from booster_runtime.liveness.wire import FROM_SERVER, Lines, encode
+from booster_runtime.watch import start_monitor
+from booster_runtime.watch.server import Server
+from booster_runtime.watch.sockets import encode
+from booster_runtime.watch.start import _start_server
+from booster_runtime.watch.uncaught import is_consequence
 
 
 def at(name, count, **counts):
     return {"counts": {**counts, name: count}, "last": [name, count], "finished": False, "call": [name, count]}
-
-
-class Client:
-    """A connection to a server, driven by the test."""
-
-    def __init__(self, port):
-        self.connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-        self.lines = Lines(FROM_SERVER, pytest.fail)
-        self.messages = []
-
-    def send(self, **message):
-        self.connection.sendall(encode(message))
-
-    def hello(self, rank, token="secret"):
-        self.send(type="hello", rank=rank, pid=1000 + rank, token=token)
-        return self
-
-    def here(self, record):
-        self.send(type="here", record=record, idle_seconds=0.0)
-
-    def where(self, record, call, ranks=None):
-        self.send(type="where", record=record, call=call, ranks=ranks)
-
-    def receive(self):
-        while not self.messages:
-            data = self.connection.recv(65536)
-            if not data:
-                raise EOFError
-            self.messages += self.lines.feed(data)
-        return self.messages.pop(0)
-
-    def close(self):
-        self.connection.close()
 
 
 @pytest.fixture
@@ -68,7 +36,7 @@ def server():
 
 @pytest.fixture
 def clients(server):
-    clients = [Client(server.port).hello(rank) for rank in range(3)]
+    clients = [MonitorClient(server.port).hello(rank) for rank in range(3)]
     assert [client.receive() for client in clients] == [{"type": "welcome", "speaks": rank > 0} for rank in range(3)]
     yield clients
     for client in clients:
@@ -77,7 +45,7 @@ def clients(server):
 
 def answer(clients, ranks, record):
     for rank in ranks:
-        assert clients[rank].receive() == {"type": "where"}
+        assert clients[rank].receive() == WHERE
         clients[rank].here(record)
 
 
@@ -122,7 +90,7 @@ def test_a_goodbye_is_told_to_nobody(clients):
 
 def test_who_does_not_answer_is_said_not_to(clients):
     clients[1].here(at("step", 4))
-    clients[0].where(at("step", 5), ["step", 5], [0, 1])
+    clients[0].where(at("step", 5), ["step", 5], "0 1")
     assert (
         clients[0]
         .receive()["missing"]
@@ -146,7 +114,7 @@ class Crowd:
     """Many clients in one thread."""
 
     def __init__(self, port, num):
-        self.clients = [Client(port).hello(rank) for rank in range(num)]
+        self.clients = [MonitorClient(port).hello(rank) for rank in range(num)]
         self._selector = selectors.DefaultSelector()
         for rank, client in enumerate(self.clients):
             self._selector.register(client.connection, selectors.EVENT_READ, rank)
@@ -155,7 +123,7 @@ class Crowd:
         """Yield each message that has come, and its rank."""
         for key, _ in self._selector.select(1):
             client = self.clients[key.data]
-            for message in client.lines.feed(client.connection.recv(1 << 16)):
+            for message in client.feed(client.connection.recv(1 << 16)):
                 yield key.data, message
 
     def close(self):
@@ -208,18 +176,18 @@ def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds():
     ],
 )
 def test_third_parties_are_not_let_in(server, data):
-    other = Client(server.port)
+    other = MonitorClient(server.port)
     with pytest.raises((EOFError, ConnectionError)):  # noqa: PT012 - it may be closed while we send
         other.connection.sendall(data)
         other.receive()
     other.close()
-    client = Client(server.port).hello(0)
+    client = MonitorClient(server.port).hello(0)
     assert client.receive()["type"] == "welcome"
     client.close()
 
 
 def test_the_end_of_the_server_is_announced(server):
-    client = Client(server.port).hello(0)
+    client = MonitorClient(server.port).hello(0)
     assert client.receive()["type"] == "welcome"
     server.close()
     assert client.receive() == {"type": "closing", "cause": None, "gone": {}}

@@ -1,4 +1,4 @@
-"""What is said of the ranks that others wait for, and the lines in which they tell it."""
+"""What is said of the ranks that others wait for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from booster_runtime.liveness.records import Record
-from booster_runtime.liveness.verdicts import Verdicts
-from booster_runtime.liveness.wire import FROM_MEMBERS, FROM_SERVER, Lines, encode
+from booster_runtime.watch.verdicts import Call, Record, Verdicts
 
 
 def at(name, count, *, finished, **counts):
     message = {"counts": {name: count, **counts}, "last": [name, count], "finished": finished}
-    return Record.parse(message)
+    return Record.parse(message, 3)
 
 
 def run_at(records):
@@ -25,7 +23,7 @@ def run_at(records):
         elif record == "ended":
             run.ending(rank, Record())
         elif record == "died":
-            run.lost(rank)
+            run.lost(rank, 0.0)
     return run
 
 
@@ -54,15 +52,18 @@ HERE = at("step", 12, finished=False)
     ],
 )
 def test_where_the_missing_ranks_are(records, words):
-    assert run_at(records).missing(("step", 12), None, silent=()).startswith(words)
+    assert run_at(records).missing(Call("step", 12), silent=()).startswith(words)
 
 
 def test_ranks_that_take_no_part_in_a_call_are_not_missing_in_it():
     run = run_at([HERE, "ended", "ended"])
-    assert run.missing(("step", 12), (0, 2), silent=()).startswith("rank 2 has not reached it; it ended normally")
-    assert run.ended(0, ("step", 12), (0, 1)).startswith("rank 1 ended normally while rank 0 waits in `step` #12")
-    assert run.ended(0, ("step", 12), None).startswith("ranks 1 and 2 ended normally while rank 0 waits in `step` #12")
-    assert run_at([HERE, "died"]).ended(0, ("step", 12), None) is None
+    missing = run.missing(Call("step", 12, frozenset((0, 2))), silent=())
+    assert missing.startswith("rank 2 has not reached it; it ended normally")
+    ended = run.ended([0], Call("step", 12, frozenset((0, 1))))
+    assert ended.startswith("rank 1 ended normally while rank 0 waits in `step` #12")
+    ended = run.ended([0], Call("step", 12))
+    assert ended.startswith("ranks 1 and 2 ended normally while rank 0 waits in `step` #12")
+    assert run_at([HERE, "died"]).ended([0], Call("step", 12)) is None
 
 
 def test_all_ranks_in_a_call_are_named_when_one_of_them_has_waited_long_enough():
@@ -77,26 +78,10 @@ def test_all_ranks_in_a_call_are_named_when_one_of_them_has_waited_long_enough()
 
 def test_a_rank_that_did_not_answer_is_said_not_to_have():
     run = run_at([HERE, at("step", 11, finished=True)])
-    assert "it did not answer (it last finished `step` #11 when last heard of)." in run.missing(("step", 12), None, {1})
+    assert "it did not answer (it last finished `step` #11 when last heard of)." in run.missing(Call("step", 12), {1})
 
 
 def test_many_missing_ranks_are_counted():
-    text = run_at([at("step", 11, finished=True)] * 30).missing(("step", 12), None, silent=())
+    text = run_at([at("step", 11, finished=True)] * 30).missing(Call("step", 12), silent=())
     assert text.count("8, 9 and 20 others") == 2
     assert "last finished `step` #11" in text
-
-
-def test_messages_survive_being_cut():
-    data = encode({"type": "failed", "text": "ä\n", "record": {}}) + encode({"type": "bye"})
-    lines = Lines(FROM_MEMBERS, pytest.fail)
-    messages = [message for byte in data for message in lines.feed(bytes([byte]))]
-    assert messages == [{"type": "failed", "text": "ä\n", "record": {}}, {"type": "bye"}]
-
-
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\n", b"[1]\n", b"\xff\xfe\n", b"x" * 101])
-def test_lines_that_are_no_messages_are_refused_and_skipped(data):
-    refused = []
-    lines = Lines(FROM_SERVER, refused.append, max_bytes=100)
-    assert list(lines.feed(data)) == []
-    assert refused
-    assert list(lines.feed(b"\n" + encode({"type": "where"}))) == [{"type": "where"}]

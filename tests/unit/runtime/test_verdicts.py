@@ -4,16 +4,15 @@ import sys
 
 import pytest
 
-from booster_runtime.liveness.idleness import Idleness
-from booster_runtime.liveness.records import Record
-from booster_runtime.liveness.verdicts import Verdicts
+from booster_runtime.watch.member import Standstill
+from booster_runtime.watch.verdicts import Call, Collective, Record, Told, Verdicts
 
 TEXT = "ValueError: bad"
 NOTHING = Record()
 
 
-def verdicts(hosts="aab", timeout_seconds=600.0):
-    run = Verdicts(list(hosts), timeout_seconds)
+def verdicts(hosts="aab"):
+    run = Verdicts(list(hosts))
     for rank in range(len(hosts)):
         run.joined(rank, 100 + rank)
     return run
@@ -54,7 +53,7 @@ def test_the_failing_rank_prints_its_traceback_instead():
 
 def test_a_lost_rank_is_named():
     run = verdicts("aabb")
-    run.lost(2)
+    run.lost(2, 100.5)
     assert set(run.news(())) == {0, 1, 3}
     assert speakers(run) == [0, 3]
     assert text(run).startswith("Booster: rank 2 died without a traceback:")
@@ -62,7 +61,7 @@ def test_a_lost_rank_is_named():
 
 def test_a_rank_that_cannot_be_reached_is_named():
     run = verdicts()
-    run.lost(2, "could not be reached for 15 s")
+    run.lost(2, 100.5, "could not be reached for 15 s")
     assert text(run) == "Booster: rank 2 could not be reached for 15 s: its machine or the network is down."
 
 
@@ -70,14 +69,14 @@ def test_only_the_first_failure_counts():
     run = verdicts()
     run.failed(1, TEXT, NOTHING)
     run.failed(0, "another", NOTHING)
-    run.lost(2)
+    run.lost(2, 100.5)
     assert text(run) == "Booster: rank 1 failed: ValueError: bad"
 
 
 def test_a_goodbye_is_no_death():
     run = verdicts()
     run.left(1)
-    run.lost(1)
+    run.lost(1, 100.5)
     assert run.failure is None
     assert run.gone == {1: "ended normally"}
 
@@ -85,8 +84,8 @@ def test_a_goodbye_is_no_death():
 def test_a_death_before_the_goodbye_is_one():
     run = verdicts()
     run.ending(1, NOTHING)
-    run.lost(1)
-    assert run.failure[0] == 1
+    run.lost(1, 100.5)
+    assert run.failure.rank == 1
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -102,24 +101,20 @@ def test_the_last_place_of_each_rank_is_told():
     for rank in range(3):
         run.here(rank, at("step", 4), 0.0, 100.0)
     run.left(4)
-    run.lost(2)
+    run.lost(2, 100.5)
     told = run.news(silent={1})[0]["text"]
     assert told.endswith(
         "\nBooster: all 5 ranks end. Rank 2 was process 102 on a. Last calls: rank 0 entered `step` #4; rank 1 did not "
-        "answer (it entered `step` #4 when last heard of); rank 2 died (it entered `step` #4 when last heard of); rank "
+        "answer (it entered `step` #4 when last heard of); rank 2 died (it entered `step` #4 when last heard of, 0.5 s "
+        "before); rank "
         "3 made no such call yet; rank 4 ended normally.\n"
     )
 
 
-def at(name, count, ranks=None, **counts):
+def at(name, number, ranks=None, **counts):
     """The record of a rank that waits in a call."""
-    return Record(
-        call=(name, count),
-        last=(name, count),
-        is_finished=False,
-        ranks=None if ranks is None else frozenset(ranks),
-        counts={**counts, name: count},
-    )
+    call = Call(name, number, None if ranks is None else frozenset(ranks))
+    return Record(call=call, last=Call(name, number), is_finished=False, counts={**counts, name: number})
 
 
 def waits(run, *waits_of_ranks):
@@ -193,16 +188,6 @@ def test_a_rank_that_ends_normally_says_nothing():
     assert speakers(run) == [1]
 
 
-def test_a_call_that_nears_the_time_limit_is_told_once():
-    run = verdicts(timeout_seconds=100.0)
-    assert run.here(0, at("step", 4), 0.0, 0.0) is None
-    assert run.here(0, at("step", 4), 0.0, 80.0) is None
-    told = "Booster: rank 0 has been in `step` #4 for 90 s; the time limit is 100 s."
-    assert run.here(0, at("step", 4), 0.0, 90.0) == told
-    assert run.here(0, at("step", 4), 0.0, 95.0) is None
-    assert run.here(0, at("step", 5), 0.0, 200.0) is None
-
-
 def _calls_in(function, *args):
     """Return how many functions a call calls: its cost, whatever else the machine does."""
     num_calls = 0
@@ -228,13 +213,146 @@ def test_1024_ranks_that_wait_are_looked_through_quickly():
     assert run.failure is None
 
 
-def test_idleness_is_counted_from_the_last_sign_of_work():
-    idleness = Idleness()
-    call = ("step", 1)
-    assert idleness.look(call, 0.0, 0.0, is_waiting=False) == 0.0
-    assert idleness.look(call, 1.0, 0.1, is_waiting=False) == 1.0
-    assert idleness.look(call, 2.0, 1.0, is_waiting=False) == 0.0  # it has computed
-    assert idleness.look(call, 3.0, 1.1, is_waiting=False) == 1.0
-    assert idleness.look(call, 4.0, 2.0, is_waiting=True) == 2.0  # it polls
-    assert idleness.look(("step", 2), 5.0, 2.0, is_waiting=True) == 0.0
-    assert idleness.look(None, 6.0, 2.0, is_waiting=False) == 0.0
+def test_1024_ranks_that_ask_the_same_are_answered_at_one_rank_s_cost():
+    run = verdicts(["a"] * 1024)
+    for rank in range(1024):
+        run.here(rank, Record(counts={"step": 4 if rank != 513 else 3}), 0.0, 100.0)
+    assert _calls_in(run.missing, Call("step", 4), ()) < 10 * 1024
+    assert run.missing(Call("step", 4), ()).startswith("rank 513 has not reached it")
+
+
+def in_collective(
+    number, ranks=None, operation="all_reduce", tensors=("4 Float",), *, group="gloo:0", left=None, **begun
+):
+    """The record of a rank that waits in a collective of torch's, in no call of ours."""
+    collective = Collective(group, number, None if ranks is None else frozenset(ranks), operation)
+    told = Told(collective=collective, tensors=tensors, left_seconds=left)
+    begun = {f"gloo:{name[1:]}": last for name, last in begun.items()} | {group: number}
+    return Record(collectives=(told,), begun=begun, knows_groups=True)
+
+
+def went_through(record):
+    """The record of a rank that has been through the collective in which another waits."""
+    (told,) = record.collectives
+    return Record(
+        collectives=(Told(collective=told.collective, tensors=told.tensors, is_waiting=False),), begun=record.begun
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (in_collective(3, operation="all_gather", tensors=("4 Float", "8 Float")), "rank 1 calls `all_gather`"),
+        (in_collective(3, tensors=("8 Float",)), "rank 1 calls `all_reduce` with 8 Float"),
+        (in_collective(3, tensors=("4 BFloat16",)), "rank 1 calls `all_reduce` with 4 BFloat16"),
+        (went_through(in_collective(3, tensors=("8 Float",))), "rank 1 calls `all_reduce` with 8 Float"),
+    ],
+)
+def test_ranks_that_call_different_collectives_are_named(other, words):
+    run = verdicts()
+    run.here(1, other, 6.0 if other.collectives[0].is_waiting else 0.0, 100.0)
+    told = waits(run, (0, in_collective(3), 6.0, 100.0))
+    assert told.startswith("Booster: the ranks call different collectives as number 3 of their group: rank 0 calls")
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (in_collective(3), in_collective(3)),
+        # Ranks may send each other more or less in these.
+        (in_collective(3, operation="all_to_all"), in_collective(3, operation="all_to_all", tensors=("8 Float",))),
+        # Each is in a collective of its own group.
+        (in_collective(3, [0, 2], group="gloo:1"), in_collective(3, [1, 2], group="gloo:2", tensors=("8 Float",))),
+        # Rank 1 has begun the other's collective, in another thread perhaps, or its record does not tell.
+        (in_collective(3, group="gloo:1"), in_collective(9, group="gloo:2", _1=3)),
+        (in_collective(3, group="gloo:1"), Record(**{**vars(in_collective(9, group="gloo:2")), "knows_groups": False})),
+    ],
+)
+def test_collectives_that_may_yet_be_completed_are_waited_for(mine, other):
+    assert waits(verdicts(), (0, mine, 60.0, 100.0), (1, other, 60.0, 100.0)) is None
+
+
+def test_ranks_that_wait_for_each_other_in_collectives_of_two_groups():
+    first, second = in_collective(1, [0, 1], group="gloo:1"), in_collective(1, [0, 1], group="gloo:2")
+    told = waits(verdicts(), (0, first, 6.0, 100.0), (1, second, 6.0, 100.0))
+    assert "rank 0 waits in `all_reduce`, number 1 of the group of ranks 0 and 1, and rank 1 waits in" in told
+
+
+def test_a_collective_and_a_call_in_which_ranks_wait_for_each_other():
+    told = waits(verdicts(), (0, in_collective(4), 6.0, 100.0), (1, at("save", 1), 6.0, 100.0))
+    assert told is None  # the record of rank 1 does not tell of collectives
+    silent_group = Record(**{**vars(at("save", 1)), "begun": {"gloo:0": 3}, "knows_groups": True})
+    told = waits(verdicts(), (0, in_collective(4), 6.0, 100.0), (1, silent_group, 6.0, 100.0))
+    assert "rank 0 waits in `all_reduce`, number 4 of the group of all ranks, and rank 1 waits in `save` #1" in told
+
+
+def test_other_ranks_are_asked_once_what_they_called_where_one_waits():
+    run = verdicts()
+    run.here(0, in_collective(3), 4.0, 100.0)
+    assert run.places_to_ask() == []
+    run.here(0, in_collective(3), 6.0, 102.0)
+    assert run.places_to_ask() == [("gloo:0", 3)]
+    assert run.places_to_ask() == []
+    run.here(0, Record(), 0.0, 103.0)
+    assert run.places_to_ask() == []
+    run.here(0, in_collective(3), 6.0, 110.0)
+    assert run.places_to_ask() == [("gloo:0", 3)]
+
+
+def nccl(number, left, **record):
+    waiting = in_collective(number, group="nccl:0", left=left)
+    return Record(
+        **{**vars(waiting), **vars(at("backward", 12)), **{k: vars(waiting)[k] for k in ("collectives", "begun")}}
+    )
+
+
+def test_missing_ranks_are_named_before_a_collective_ends_its_process():
+    """NCCL aborts the process at its time limit, here after 600 s: the monitor has to speak before that."""
+    run = verdicts()
+    for now in range(0, 592, 60):
+        assert (
+            waits(
+                run, (0, nccl(7, 600.0 - now), now + 1.0, float(now)), (1, nccl(7, 600.0 - now), now + 1.0, float(now))
+            )
+            is None
+        )
+    assert waits(run, (0, nccl(7, 8.0), 592.0, 592.0)) is None
+    run.here(0, nccl(7, 6.5), 593.5, 593.5)
+    run.tick(593.5)
+    assert run.failure is not None  # within the time that it takes to tell all ranks
+    run.here(2, Record(**{**vars(at("step", 11)), "begun": {"nccl:0": 6}, "knows_groups": True}), 0.0, 594.0)
+    assert text(run) == (
+        "Booster: `backward` #12, `all_reduce`, number 7 of the group of all ranks, is about to be ended at its time "
+        "limit: rank 2 has not reached it; it entered `step` #11. Every rank must make the same calls in the "
+        "same order."
+    )
+    assert {message["rank"] for message in run.news(()).values()} == {None}
+
+
+@pytest.mark.parametrize("how", ["silent", "ended"])
+def test_ranks_that_say_nothing_are_missing_in_a_collective_that_is_about_to_end_its_process(how):
+    run = verdicts()
+    if how == "ended":
+        run.ending(2, Record(counts={"backward": 12}))
+    run.here(1, nccl(7, 6.0), 594.0, 594.0)
+    run.here(0, nccl(7, 6.0), 594.0, 594.0)
+    run.tick(594.0)
+    line = next(iter(run.news({2} if how == "silent" else ()).values()))["text"].splitlines()[0]
+    assert ": rank 2 has not reached it; it " + ("did not answer" if how == "silent" else "ended normally") in line
+
+
+def test_a_standstill_is_counted_from_the_last_change():
+    standstill = Standstill()
+    assert [standstill.look(state, now) for state, now in (("a", 0.0), ("a", 2.0), ("b", 3.0), ("b", 5.0))] == [
+        0,
+        2,
+        0,
+        2,
+    ]
+    assert [standstill.look(state, now) for state, now in ((None, 6.0), (None, 9.0), ("b", 10.0), ("b", 11.0))] == [
+        0,
+        0,
+        0,
+        1,
+    ]

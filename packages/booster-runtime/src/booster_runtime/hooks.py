@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def before_launch(backend: str) -> None:
-    """Refuse environment variables with a wrong value, set up the log, and let NCCL record its collectives."""
+    """Refuse environment variables with a wrong value, set up the log, and let torch record collectives."""
     from booster_core.log import configure_log
     from booster_runtime.collectives.settings import checks_collectives
-    from booster_runtime.liveness.flight_recorder import keep_flight_record
+    from booster_runtime.watch.flight_recorder import keep_flight_record
 
     configure_log()
     checks_collectives()
-    if "nccl" in backend:
-        keep_flight_record(os.environ)
+    keep_flight_record(os.environ, backend)
 
 
 @hookimpl
@@ -36,14 +35,14 @@ def watch_ranks(
     is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
     """Connect this rank to the monitor, so that all ranks end when one fails."""
-    from booster_runtime.liveness import NOT_WANTED, start_monitor
+    from booster_runtime.watch import NOT_WANTED, start_monitor
 
     monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
     if monitor is None and world.unwatched_because not in (None, NOT_WANTED):
         msg = (
-            f"Rank {world.rank} could not connect to the monitor on rank 0 ({world.unwatched_because}): if a rank "
-            f"dies, this one waits for it for {world.timeout_seconds:g} s. Check that the hosts accept each other's "
-            "connections on any port, or set BOOSTER_MONITOR=0 to run without it."
+            f"No monitor watches rank {world.rank} ({world.unwatched_because}): if a rank dies, this one waits for it "
+            f"for {world.timeout_seconds:g} s. Check that the hosts accept each other's connections on any port, or "
+            "set BOOSTER_MONITOR=0 on every rank to run without it."
         )
         warnings.warn(msg, RuntimeWarning, stacklevel=2)
     return monitor

@@ -254,7 +254,7 @@ def _open_group(call: Call) -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks import open_world
-    from booster_runtime.liveness import start_monitor
+    from booster_runtime.watch import start_monitor
 
     if "cuda" in call.backend:
         import torch

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_runtime.collectives import WAITS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -82,7 +83,8 @@ class Sent:
         """Return once the message has left, and keep its tensors alive no longer."""
         while self._parts:
             work, _ = self._parts.popleft()
-            work.wait()
+            with WAITS:
+                work.wait()
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -225,7 +227,8 @@ class Link:
         """
         expected = self._expected[sender].popleft()
         work, header = expected.header
-        work.wait()
+        with WAITS:
+            work.wait()
         (has_failed, is_as_expected, *_), *rows = header.tolist()
         if not is_as_expected:
             while expected.tensors:
@@ -245,8 +248,9 @@ class Link:
                 if tensor.numel():
                     follow.append(self._ask(tensor, sender))
             tensors[name] = (tensor, bool(is_differentiable))
-        for each, _ in follow:
-            each.wait()
+        with WAITS:
+            for each, _ in follow:
+                each.wait()
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for _, tensor in follow)
         self._usual_from[sender].note(expected.kind, layout)
         return {name: tensor.requires_grad_(needs) for name, (tensor, needs) in tensors.items()}

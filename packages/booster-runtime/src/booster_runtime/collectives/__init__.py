@@ -24,6 +24,7 @@ from booster_runtime.collectives.sums import sum_into
 from booster_runtime.collectives.transports import transport_of
 from booster_runtime.collectives.transports.observed import ObservedTransport
 from booster_runtime.collectives.transports.torch import TorchTransport
+from booster_runtime.collectives.waits import WAITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from booster_runtime.collectives.transports import Transport
 
 __all__ = [
+    "WAITS",
     "MismatchError",
     "Pending",
     "all_gather",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from booster_runtime.collectives.waits import WAITS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -30,8 +32,10 @@ class Pending:
         Collective: none; the collective was entered when it was started.
         """
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        if works:
+            with WAITS:
+                for work in works:
+                    work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import launch, launch_from_torch
 
-from booster_runtime.liveness import member
+from booster_runtime.watch import member
 
 member.GRACE_SECONDS = GRACE or member.GRACE_SECONDS
 what, victim, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -305,6 +305,80 @@ def test_the_monitor_can_be_turned_off(run_script, tmp_path, monkeypatch):
     run = run_script(path, (0, port), (1, port))
     assert run.codes == [0, -9], run.output
     assert "Booster" not in run.output
+
+
+def test_a_monitor_that_rank_0_alone_turns_off_is_told(run_script, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, sys
+        os.environ["BOOSTER_MONITOR"] = sys.argv[1]
+        from booster_core.ranks.launch import launch
+        launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
+        """)
+    )
+    port = str(free_port())
+    run = run_script(path, (0, port), (1, port))
+    assert run.codes == [0, 0], run.output
+    told = "No monitor watches rank 1 (BOOSTER_MONITOR=0 is set on rank 0, but not on every rank): if a rank dies"
+    assert run.output.count(told) == 1, run.output
+    assert "watches rank 0" not in run.output
+
+
+TORCH_COLLECTIVES = """
+import sys, threading, time
+import torch, torch.distributed as dist
+from booster_core.ranks.launch import launch
+from booster_runtime.watch import flight_recorder
+what, rank = sys.argv[1], int(sys.argv[2])
+if what == "missing":
+    flight_recorder._ENDING_PROCESSES = ("gloo",)  # as if its watchdog aborted, as NCCL's does
+limit = 15 if what == "missing" else 60
+launch(rank, 2, "127.0.0.1", int(sys.argv[3]), verbose=False, timeout_seconds=limit)
+if what == "operation":
+    dist.all_reduce(torch.ones(4)) if rank else dist.barrier()
+elif what == "size":  # the rank with the smaller tensor goes on
+    dist.all_reduce(torch.ones(1 << (20 + rank)))
+elif what == "groups":
+    for group in [dist.new_group([0, 1]) for _ in range(2)][:: 1 - 2 * rank]:
+        dist.all_reduce(torch.ones(4), group=group)
+elif what == "missing" and rank == 0:
+    dist.all_reduce(torch.ones(4))
+elif what == "thread":
+    if rank == 1:
+        threading.Thread(target=time.sleep, args=(300,)).start()
+        print("FAILS", time.time(), flush=True)
+        raise ZeroDivisionError("the original error")
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("operation", "the ranks call different collectives as number 1 of their group: rank 0 calls `"),
+        ("size", "rank 0 calls `all_reduce` with 1048576 Float, 1048576 Float, and rank 1 calls `all_reduce` with"),
+        ("groups", "the ranks wait for each other in different calls: rank 0 waits in `all_reduce`, number 1 of"),
+        ("missing", "is about to be ended at its time limit: rank 1 has not reached it; it last finished `launch`"),
+    ],
+)
+def test_ranks_that_torchs_collectives_keep_are_named_before_the_time_limit(run_script, tmp_path, what, named):
+    path = tmp_path / "train.py"
+    path.write_text(TORCH_COLLECTIVES)
+    port = str(free_port())
+    run = run_script(path, (what, 0, port), (what, 1, port))
+    assert run.codes == [1, 1], run.output
+    assert named in run.output, run.output
+
+
+def test_threads_that_go_on_keep_a_failed_rank_for_a_short_time(run_script, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TORCH_COLLECTIVES)
+    port = str(free_port())
+    run = run_script(path, ("thread", 0, port), ("thread", 1, port))
+    assert run.codes == [1, 1], run.output
+    assert "Booster: rank 1 failed: ZeroDivisionError: the original error" in run.output
+    assert run.seconds < 14, run.output  # the limit for what ends by itself is 20
 
 
 def test_the_monitors_switch_is_checked_before_anything_is_opened(run_script, tmp_path, monkeypatch):

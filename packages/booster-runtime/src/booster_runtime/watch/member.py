@@ -16,21 +16,21 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from booster_core.errors import MissingRanksError
 from booster_core.ranks import PROGRESS
-from booster_runtime.liveness.idleness import LOOK_SECONDS, Idleness, busy_seconds
-from booster_runtime.liveness.records import Record, describe_death
-from booster_runtime.liveness.sockets import describe_loss
-from booster_runtime.liveness.uncaught import is_consequence, report_uncaught
-from booster_runtime.liveness.verdicts import ENDED, beat_seconds
-from booster_runtime.liveness.wire import FROM_SERVER, Lines, Message, encode, say
+from booster_runtime.collectives.waits import WAITS
+from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
+from booster_runtime.watch.sockets import describe_loss, encode, say, shorten
+from booster_runtime.watch.uncaught import is_consequence, report_uncaught
+from booster_runtime.watch.verdicts import ENDED, Record, beat_seconds, describe_death
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from booster_core.ranks import World
-    from booster_runtime.liveness.server import Server
+    from booster_runtime.watch.server import Server
 
 GRACE_SECONDS = 5.0
 """How long the main thread may take to end by itself when another rank has failed."""
@@ -38,16 +38,34 @@ GRACE_SECONDS = 5.0
 _TOLD_SECONDS = 3.0
 """How long to wait for news of a failure: another's, where an error looks like its consequence, or the own."""
 _END_SECONDS = 20.0
+"""How long a rank that has failed may take to end: it prints, and calls what is registered for its end."""
 _WELCOME_SECONDS = 10.0
 _ASK_SECONDS = 8.0
+_ASKERS_PER_SECOND = 1024
 _FLUSH_SECONDS = 1.0
 _AGENT_SECONDS = 1.0
 """How much later than the failing process others end under torchrun's agent, which blames the first, by the second."""
+_GOODBYE_SECONDS = 2.0
 _MAX_TEXT_CHARS = 1000
-_MAX_LINE_BYTES = 1 << 26
-_IDLE_SECONDS = 3.0
-_PLACE_SECONDS = 10.0
-"""How often a rank says where it is, unasked: that is its last known place when it dies."""
+_LOOK_SECONDS = 1.0
+_STILL_SECONDS = 3.0
+"""How long a rank stands still until it says that it waits."""
+_PLACES_PER_SECOND = 64
+_MAX_PLACE_SECONDS = 10.0
+
+
+class Standstill:
+    """For how long a state has not changed."""
+
+    def __init__(self) -> None:
+        self._state: object = None
+        self._since = 0.0
+
+    def look(self, state: object, now: float) -> float:
+        """Return for how many seconds the state has been the same; 0 while it is ``None``."""
+        if state is None or state != self._state:
+            self._state, self._since = state, now
+        return now - self._since
 
 
 class Monitor:
@@ -75,6 +93,9 @@ class Monitor:
         self._rank = world.rank
         self._timeout_seconds = world.timeout_seconds
         self._beat_seconds = beat_seconds(world.world_size)
+        often = min(max(1.0, world.world_size / _PLACES_PER_SECOND), _MAX_PLACE_SECONDS)
+        self._place_seconds = max(often, self._beat_seconds)
+        self._ask_seconds = _ASK_SECONDS + world.world_size / _ASKERS_PER_SECOND
         self._connection = connection
         self._server = server
         self._may_end_process = may_end_process
@@ -83,10 +104,16 @@ class Monitor:
         self._process = os.getpid()
         self._speaks = True  # until the server names the one rank of each host that does
         self._is_closing = self._is_off = self._is_ending = self._is_reporting = False
-        self._failure: Message | None = None
-        self._answer: Message = {}
+        self._failure: Mapping[str, Any] | None = None
+        self._answer: dict[str, Any] = {}
+        self._loss: str | None = None
         self._welcomed, self._told, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._send_lock, self._ask_lock = threading.Lock(), threading.Lock()
+        self._recorder = FlightRecorder(world.timeout_seconds)
+        self._recording = Recording()
+        self._recorded_state: object = None
+        self._standstill = Standstill()
+        self._waited_seconds = 0.0
         self._sent_at, self._sent_place = 0.0, (PROGRESS.last, PROGRESS.is_finished)
         self.gone: dict[int, str] = {}
         """The ranks that had ended when rank 0 did, and how; empty while that serves."""
@@ -111,17 +138,21 @@ class Monitor:
         With ``only_ended``, say it of ranks that have ended normally; ``None`` where none has.
         """
         answer = self._ask(name, count, ranks)
-        return None if answer is None else answer["ended" if only_ended else "missing"]
+        if answer is not None:
+            return str(answer["missing"]) if not only_ended else answer["ended"]
+        if only_ended or (self._is_off and self._loss is None):
+            return None
+        return self._loss or f"rank 0, which knows where the others are, gave no answer within {self._ask_seconds:g} s."
 
-    def _ask(self, name: str, count: int, ranks: Sequence[int] | None) -> Message | None:
+    def _ask(self, name: str, count: int, ranks: Sequence[int] | None) -> dict[str, Any] | None:
         with self._ask_lock:
             self._answered.clear()
             self._answer = {}
             if self._is_off:
                 return None
-            members = None if ranks is None else list(ranks)
-            self._send({"type": "where", "record": PROGRESS.record(), "call": [name, count], "ranks": members})
-            deadline = time.monotonic() + _ASK_SECONDS
+            members = None if ranks is None else _as_text(ranks)
+            self._send({"type": "where", "record": _progress(), "call": [name, count], "ranks": members})
+            deadline = time.monotonic() + self._ask_seconds
             while self._answered.wait(max(0.0, deadline - time.monotonic())):
                 self._answered.clear()
                 if self._answer.get("call") == [name, count]:  # else to a question that was given up
@@ -139,15 +170,17 @@ class Monitor:
 
         What another rank's end has caused is not: that rank's failure is printed instead.
         """
-        if is_consequence(error) and self._wait_until_told():
+        # A call that timed out when a failure was known already is no second one.
+        follows = is_consequence(error) or (self._failure is not None and isinstance(error, MissingRanksError))
+        if follows and self._wait_until_told():
             time.sleep(self._agent_seconds)
             return False
         self._is_reporting = True
         text = f"{type(error).__name__}: {error}"
         self._write_error_file(text, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
         shortened = text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} ..."
-        self._send({"type": "failed", "text": shortened, "record": PROGRESS.record()})
-        threading.Thread(target=self._end_after, args=(_END_SECONDS,), name="booster end", daemon=True).start()
+        self._send({"type": "failed", "text": shortened, "record": _progress()})
+        threading.Thread(target=self._end_failed, name="booster end", daemon=True).start()
         return True
 
     def _wait_until_told(self) -> bool:
@@ -176,7 +209,7 @@ class Monitor:
         """Say that this process makes no collective call any more, though it may wait for others to end."""
         if not self._is_ending and not self.is_failing:
             self._is_ending = True
-            self._send({"type": "ending", "record": PROGRESS.record()})
+            self._send({"type": "ending", "record": _progress()})
 
     def close(self) -> None:
         """Say goodbye: this process ends normally, or at least by its own decision."""
@@ -188,8 +221,12 @@ class Monitor:
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(OSError):
+            # What the server still sends is read: a connection that is reset would lose the goodbye.
+            self._connection.shutdown(socket.SHUT_WR)
+        self._thread.join(timeout=_GOODBYE_SECONDS)
+        with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=_GOODBYE_SECONDS)
         self._connection.close()
 
     def _listen(self) -> None:
@@ -213,68 +250,91 @@ class Monitor:
 
     def _receive(self) -> OSError | None:
         """Act on what the server says until the connection ends; return the error with which it does."""
-        lines, idleness = Lines(FROM_SERVER, self._complain, _MAX_LINE_BYTES), Idleness()
+        pending = b""
         while True:
-            is_readable = bool(select.select([self._connection], [], [], LOOK_SECONDS)[0])
-            self._say_unasked(
-                idleness.look(PROGRESS.call, time.monotonic(), busy_seconds(), is_waiting=PROGRESS.is_waiting)
-            )
+            is_readable = bool(select.select([self._connection], [], [], _LOOK_SECONDS)[0])
+            self._look()
             if not is_readable:
                 continue
             try:
                 data = self._connection.recv(1 << 16)
             except OSError as error:
                 return error
-            for message in lines.feed(data):
-                self._handle(message)
             if not data:
                 return None
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                try:
+                    self._handle(json.loads(line))
+                except Exception as error:  # noqa: BLE001 - whatever it is, this message alone is ignored
+                    self._complain(f"{type(error).__name__}: {error}: {shorten(line)}")
 
     def _complain(self, problem: str) -> None:
         if self._welcomed.is_set():  # else this is no server of ours, which `wait_for_welcome` finds
             say(f"Booster: the monitor of rank {self._rank} ignores a message of rank 0: {problem}\n")
 
-    def _say_unasked(self, idle_seconds: float) -> None:
-        """Say where this rank is: now and then, and more often where it waits."""
+    def _look(self) -> None:
+        """See whether this rank stands still, and say where it is: now and then, and more often where it waits."""
         now, place = time.monotonic(), (PROGRESS.last, PROGRESS.is_finished)
-        is_waiting = idle_seconds >= _IDLE_SECONDS
-        due = self._sent_at + (self._beat_seconds if is_waiting else max(_PLACE_SECONDS, self._beat_seconds))
-        if now >= due and (PROGRESS.call is not None or place != self._sent_place):
+        in_flight = self._recorder.numbers_in_flight()
+        is_noted = PROGRESS.is_waiting or WAITS.is_in_one
+        state = (place, PROGRESS.call, WAITS.number, is_noted, in_flight) if is_noted or in_flight else None
+        seconds = self._standstill.look(state, now)
+        if seconds < _STILL_SECONDS:
+            self._waited_seconds, self._recording, self._recorded_state = 0.0, Recording(), None
+        else:
+            if in_flight and self._recorded_state != state:
+                self._recorded_state, self._recording = state, self._recorder.read()
+            is_waiting = is_noted or any(each.is_waiting for each in self._recording.collectives)
+            self._waited_seconds = seconds if is_waiting else 0.0
+        due = self._sent_at + (self._beat_seconds if self._waited_seconds else self._place_seconds)
+        if now >= due and (PROGRESS.call is not None or self._waited_seconds or place != self._sent_place):
             self._sent_at, self._sent_place = now, place
-            self._say_place(idle_seconds if is_waiting else 0.0)
+            self._say_place(self._recording)
 
-    def _say_place(self, idle_seconds: float) -> None:
-        self._send({"type": "here", "record": PROGRESS.record(), "idle_seconds": idle_seconds})
+    def _say_place(self, recording: Recording) -> None:
+        self._send({"type": "here", "record": _progress(recording), "waited_seconds": self._waited_seconds})
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        """Act on a message of the server.
+
+        Raises:
+            Exception: If it is none, of whichever kind.
+        """
         kind = message["type"]
         if kind == "welcome":
-            self._speaks = message["speaks"]
+            self._speaks = bool(message["speaks"])
             self._welcomed.set()
         elif kind == "where":
-            self._say_place(0.0)
+            self._say_place(self._recorder.read([(str(group), int(number)) for group, number in message["places"]]))
         elif kind == "missing":
-            self._answer = message
+            self._answer = {name: message[name] for name in ("call", "missing", "ended")}
             self._answered.set()
         elif kind == "closing":
+            gone = {int(rank): str(how) for rank, how in message["gone"].items()}
             self._is_closing = True
             self._turn_off()
             if message["cause"] is None:
-                self.gone = {0: ENDED, **{int(rank): how for rank, how in message["gone"].items()}}
+                self.gone = {0: ENDED, **gone}
             elif self._speaks:
                 say(f"Booster: the monitor on rank 0 has stopped, so nobody is watched: {message['cause']}\n")
-        elif self._may_end_process and not self._is_ending and self._failure is None:
-            self._learn(message)
+        elif kind == "failure":
+            if self._may_end_process and not self._is_ending and self._failure is None:
+                self._learn({"text": str(message["text"]), "speaks": bool(message["speaks"])})
+        else:
+            msg = f"no message of a known type: {kind!r}"
+            raise ValueError(msg)
 
     def _lose_server(self, error: OSError | None) -> None:
         """Take the loss of rank 0 for a failure."""
+        death = describe_death(0, describe_loss(error, self._timeout_seconds))
+        self._loss = death.removeprefix("Booster: ")
         if self._may_end_process:
-            place = Record.parse(PROGRESS.record()).place()
-            text = f"{describe_death(0, describe_loss(error, self._timeout_seconds))}\n"
-            text += f"Booster: all ranks end. Rank {self._rank} {place}.\n"
-            self._learn({"rank": 0, "text": text, "speaks": self._speaks})
+            place = Record.parse(PROGRESS.record() | {"ranks": None}, 1).place()
+            text = f"{death}\nBooster: all ranks end. Rank {self._rank} {place}.\n"
+            self._learn({"text": text, "speaks": self._speaks})
 
-    def _learn(self, failure: Message) -> None:
+    def _learn(self, failure: Mapping[str, Any]) -> None:
         """Say that a rank has failed, where that falls to this one, and see to it that this process ends."""
         self._failure = failure
         if failure["speaks"]:
@@ -287,10 +347,20 @@ class Monitor:
     def _end_after(self, seconds: float) -> None:
         """End this process, unless it has ended by itself by then."""
         time.sleep(seconds)
-        if self._is_reporting and seconds < _END_SECONDS:
-            return  # the main thread ends by an exception of its own
-        if self._failure is not None and not self._is_reporting:
+        if self._is_reporting:
+            return  # the main thread ends by an exception of its own; see `_end_failed`
+        if self._failure is not None:
             self._write_error_file(self._failure["text"].splitlines()[0], self._failure["text"])
+        _end_process()
+
+    def _end_failed(self) -> None:
+        """End this process, whose main thread raised, unless it ends by itself; threads keep it for a short time."""
+        begin, kept = time.monotonic(), Standstill()
+        while (now := time.monotonic()) < begin + _END_SECONDS:
+            is_kept = not threading.main_thread().is_alive() and any(not t.daemon for t in threading.enumerate())
+            if kept.look(is_kept or None, now) >= GRACE_SECONDS:
+                break
+            time.sleep(0.1)
         _end_process()
 
     def _write_error_file(self, summary: str, text: str) -> None:
@@ -303,10 +373,38 @@ class Monitor:
                 json.dumps({"message": {"message": summary, "extraInfo": extra}}), encoding="utf-8"
             )
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         # A server that is gone is noticed by the thread that listens to it.
         with self._send_lock, contextlib.suppress(OSError):
             self._connection.sendall(encode(message))
+
+
+def _progress(recording: Recording | None = None) -> dict[str, Any]:
+    """Return how far this process has come, in the form that `Record.parse` reads."""
+    record = PROGRESS.record()
+    ranks = record["ranks"]
+    record["ranks"] = None if ranks is None else _as_text(ranks)
+    if recording is not None:
+        now = time.monotonic()
+        collectives = [
+            {
+                "group": each.group,
+                "number": each.number,
+                "operation": each.operation,
+                "tensors": each.tensors,
+                "ranks": _as_text(each.ranks),
+                "is_waiting": each.is_waiting,
+                "left_seconds": None if each.expires_at is None else each.expires_at - now,
+            }
+            for each in recording.collectives
+        ]
+        record |= {"collectives": collectives, "begun": recording.begun, "knows_groups": recording.is_whole}
+    return record
+
+
+def _as_text(ranks: Collection[int]) -> str:
+    """Return ranks in a form that the server, which hears the same from many of them, reads once."""
+    return " ".join(map(str, ranks))
 
 
 def _end_process() -> NoReturn:

@@ -1,13 +1,18 @@
-"""Options of the monitor's TCP connections: how long they outlast a broken network, and that forks don't share them."""
+"""The monitor's TCP connections: messages, how long they outlast a broken network, and that forks don't share them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import socket
 import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _IDLE_SECONDS = 10
 _INTERVAL_SECONDS = 3
@@ -15,7 +20,24 @@ _MAX_PROBES = 100
 _MAX_SECONDS = 2_000_000
 """What fits in the kernel's milliseconds."""
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+_SHOWN_BYTES = 80
 _kept_from_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a message: a JSON object in a line."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def shorten(line: bytes) -> str:
+    """Return a received line in a form to print."""
+    return ascii(line[:_SHOWN_BYTES]) + ("..." if len(line) > _SHOWN_BYTES else "")
+
+
+def say(text: str) -> None:
+    """Write to the screen, and not through ``sys.stderr``, whose lock a main thread that hangs may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
 
 
 def outlast_interruptions(connection: socket.socket, seconds: float) -> None:
@@ -39,9 +61,9 @@ def outlast_interruptions(connection: socket.socket, seconds: float) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def describe_loss(error: OSError | None, timeout_seconds: float) -> str:
+def describe_loss(error: Exception | None, timeout_seconds: float) -> str:
     """Return how a rank was lost whose connection ended with this error, or without one."""
-    if error is not None and error.errno in _UNREACHABLE:
+    if isinstance(error, OSError) and error.errno in _UNREACHABLE:
         return f"could not be reached for {timeout_seconds:g} s"
     return "died"
 

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from booster_core.ranks import PROGRESS
-from booster_runtime.liveness.member import Monitor
-from booster_runtime.liveness.server import Server
-from booster_runtime.liveness.sockets import keep_from_children, outlast_interruptions
+from booster_runtime.watch.member import Monitor
+from booster_runtime.watch.server import Server
+from booster_runtime.watch.sockets import keep_from_children, outlast_interruptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,11 +59,11 @@ def start_monitor(
         assert hosts is not None
         server, news = _start_server(world, hosts, address, is_wanted=is_wanted)
         world.store.set("monitor", json.dumps(news))
-    elif is_wanted:
+    else:  # also where it takes no part: rank 0 may ask for it
         world.store.set(f"monitor/{world.rank}", json.dumps(_addresses_of(address)))
     where = json.loads(world.store.get("monitor"))
     monitor, connection = None, None
-    problem = where.get("problem") or (None if is_wanted else NOT_WANTED)
+    problem = NOT_WANTED if not is_wanted else where.get("problem")
     if problem is None:
         connection, problem = _connect(where["address"], where["port"], world.timeout_seconds)
     if connection is not None:
@@ -93,7 +93,7 @@ def _start_server(
 ) -> tuple[Server | None, dict[str, Any]]:
     """Return the server, started, and what the others are told of it: where it is, or why there is none."""
     if not is_wanted:
-        return None, {"problem": NOT_WANTED}
+        return None, {"problem": "BOOSTER_MONITOR=0 is set on rank 0, but not on every rank"}
     addresses = ["127.0.0.1"]
     remote = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if remote is not None:
