@@ -331,6 +331,11 @@ def test_an_address_that_is_not_rank_0s_own(port):
         launch(0, 2, "192.0.2.1", port, timeout_seconds=1)
 
 
+def test_an_address_that_no_resolver_knows(port):
+    with pytest.raises(LaunchError, match="cannot serve the store at nowhere.invalid:"):
+        launch(0, 2, "nowhere.invalid", port, timeout_seconds=1)
+
+
 def test_a_process_that_met_another_program_ends():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

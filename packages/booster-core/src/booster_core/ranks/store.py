@@ -255,8 +255,12 @@ def _of_machine(host: Host) -> str:
 
 
 def _is_own(address: str) -> bool:
-    """Return whether an address is one of this host's."""
-    for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+    """Return whether an address is one of this host's, as far as it can be told: a name may not resolve."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:  # which the error about the store says
+        return True
+    for family, *_, where in found:
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind(where)
             return True
