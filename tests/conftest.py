@@ -124,8 +124,8 @@ def _ends_by_itself(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Variables that pytest sets, or torch when an optimizer is first used."""
+_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TORCH_FR_BUFFER_SIZE"}
+"""Variables that pytest sets, torch when an optimizer is first used, and a launch for process groups to come."""
 
 
 def _environment() -> dict[str, str]:

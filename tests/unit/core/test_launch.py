@@ -332,7 +332,7 @@ def test_an_address_that_is_not_rank_0s_own(port):
 
 
 def test_an_address_that_no_resolver_knows(port):
-    with pytest.raises(LaunchError, match="cannot serve the store at nowhere.invalid:"):
+    with pytest.raises(LaunchError, match=r"cannot serve the store at nowhere\.invalid:"):
         launch(0, 2, "nowhere.invalid", port, timeout_seconds=1)
 
 
