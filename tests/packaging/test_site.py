@@ -126,7 +126,8 @@ def test_every_option_of_a_plugin_is_on_its_page(name, sources):
     options = {each.name for each in constructor.parameters} - {"self"}
     documented = set().union(*(_documented(sources[path]) for path in _directives(page)))
     named = set(re.findall(r"`(\w+)`", _prose(page)))
-    assert options - documented <= {"precision"} & named
+    in_prose = {"precision", "mesh", "offload_policy", "autocast"}  # the last three raise with a remedy
+    assert options - documented <= in_prose & named
     assert options, "the constructor is read"
 
 
