@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from booster_core.state import (
+    TensorShard,
     as_bytes,
+    copy_part,
     intersect,
     is_contiguous,
     pack,
@@ -228,3 +230,14 @@ def test_pack_waits_for_its_copies_unless_told_not_to(options, expected, strides
         pack(data, 1, 5, packed, **options)
     assert copies.non_blocking == [expected] * num_copies
     assert packed.tolist() == data.flatten()[1:5].tolist()
+
+
+@pytest.mark.parametrize("strides", [(4, 1), (1, 3)])
+@pytest.mark.parametrize(("flat", "expected"), [(None, [5, 6, 9, 10]), ((1, 3), [6, 9])])
+def test_a_shard_s_part_is_copied_from_a_whole_tensor(strides, flat, expected):
+    values = torch.empty_strided((3, 4), strides, dtype=torch.float64)
+    values.copy_(torch.arange(12.0).view(3, 4))
+    data = torch.full((2, 2) if flat is None else (2,), -1.0, requires_grad=True)
+    box = ((1, 3), (1, 3))
+    copy_part(values, TensorShard(name="w", global_shape=(3, 4), dtype=data.dtype, box=box, flat=flat, data=data))
+    assert data.flatten().tolist() == expected
