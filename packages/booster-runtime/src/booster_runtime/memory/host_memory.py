@@ -1,4 +1,4 @@
-"""Host memory beside the C library's heap: whole pages, which files are read into directly, and a folder's files."""
+"""Host memory outside of the C library's heap: whole pages, which files are read into, and files of a folder."""
 
 from __future__ import annotations
 

@@ -182,5 +182,5 @@ def _groups() -> list[tuple[Any, str]]:
 
 
 def _is_background(thread: threading.Thread) -> bool:
-    """Return whether Python started a thread beside the main one; autograd's threads are not Python's."""
+    """Return whether Python started a thread that is not the main one; autograd's threads are not Python's."""
     return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)  # noqa: SLF001
