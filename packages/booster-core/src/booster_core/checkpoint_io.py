@@ -21,7 +21,7 @@ import torch
 
 from booster_core.errors import CheckpointError, ConfigError, PluginError, shorten
 from booster_core.plugin.hooks import distribution_of
-from booster_core.state import TensorShard, decode_json, encode_json, full_box, tensor_references
+from booster_core.state import TensorShard, decode_extra_state, encode_json, full_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -481,14 +481,7 @@ class ModelFiles(ABC):
 
     def extra_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the extra state of modules, decoded, for those of the names that have some."""
-        found = {}
-        for name in names:
-            if name in self.values:
-                value = self.values[name]
-                found[name] = decode_json(value, {key: self.read_whole(key) for key in tensor_references(value)})
-            elif name in self.tensors:
-                found[name] = self.read_whole(name)
-        return found
+        return decode_extra_state(names, self.values, self.tensors, self.read_whole)
 
     def _check_unchanged(self, before: Mapping[str, TensorMeta], found: Mapping[str, TensorMeta]) -> None:
         """Raise `CheckpointError` unless the files still have all tensors that they had before."""

@@ -15,11 +15,10 @@ from booster_core.state import (
     TensorMeta,
     box_numel,
     box_shape,
-    decode_json,
+    decode_extra_state,
     full_box,
     intersect,
     slices_of,
-    tensor_references,
 )
 
 if TYPE_CHECKING:
@@ -241,15 +240,7 @@ class ComposedTensors:
 
     def extra_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the extra state of modules, decoded, as far as it is there; see `Source.extra_values`."""
-        found = {}
-        for name in names:
-            if name in self.values:
-                value = self.values[name]
-                tensors = {key: self._source.read_whole(key) for key in tensor_references(value)}
-                found[name] = decode_json(value, tensors)
-            elif name in self.tensors:
-                found[name] = self.read_whole(name)
-        return found
+        return decode_extra_state(names, self.values, self.tensors, self.read_whole, self._source.read_whole)
 
 
 def _rows(box: Box, itemsize: int) -> Iterator[Box]:

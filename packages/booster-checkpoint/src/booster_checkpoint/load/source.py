@@ -31,7 +31,7 @@ from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
 from booster_checkpoint.files.reading import read_whole
 from booster_checkpoint.storage import RemotePath, read_heads
 from booster_core.errors import CheckpointError, shorten
-from booster_core.state import decode_json, tensor_references
+from booster_core.state import decode_extra_state, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -311,14 +311,7 @@ class Source:
         Args:
             names: Names of extra state (``layer._extra_state``).
         """
-        found = {}
-        for name in names:
-            if name in self.values:
-                value = self.values[name]
-                found[name] = decode_json(value, {key: self.read_whole(key) for key in tensor_references(value)})
-            elif name in self.tensors:
-                found[name] = self.read_whole(name)
-        return found
+        return decode_extra_state(names, self.values, self.tensors, self.read_whole)
 
 
 def _checked_values(file: TensorFile) -> Mapping[str, Any]:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
-from booster_core.state.json_values import check_plain_tensors, decode_json, encode_json, read_json, tensor_references
+from booster_core.state.json_values import (
+    check_plain_tensors,
+    decode_extra_state,
+    decode_json,
+    encode_json,
+    read_json,
+    tensor_references,
+)
 from booster_core.state.names import (
     NamedTensors,
     check_model_is_saved_whole,
@@ -63,6 +70,7 @@ __all__ = [
     "check_plain_tensors",
     "compiled_module",
     "copy_part",
+    "decode_extra_state",
     "decode_json",
     "distinct",
     "encode_json",

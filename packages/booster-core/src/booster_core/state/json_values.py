@@ -18,7 +18,7 @@ import torch
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
 _DTYPE_PREFIX = "torch."
@@ -168,6 +168,32 @@ def tensor_references(value: Any) -> list[str]:
             return [value["$tensor"]]
         return [key for item in value.values() for key in tensor_references(item)]
     return []
+
+
+def decode_extra_state(
+    names: Iterable[str],
+    values: Mapping[str, Any],
+    tensors: Collection[str],
+    read: Callable[[str], torch.Tensor],
+    read_referenced: Callable[[str], torch.Tensor] | None = None,
+) -> dict[str, Any]:
+    """Return the extra state of modules, decoded, for those of the names that have some.
+
+    Args:
+        names: Names of extra state (``layer._extra_state``).
+        values: Encoded values, by name.
+        tensors: Names of the tensors, of which extra state may be one.
+        read: Returns all of a tensor.
+        read_referenced: The same for the tensors that values refer to, where these go by other names.
+    """
+    found = {}
+    for name in names:
+        if name in values:
+            referenced = {key: (read_referenced or read)(key) for key in tensor_references(values[name])}
+            found[name] = decode_json(values[name], referenced)
+        elif name in tensors:
+            found[name] = read(name)
+    return found
 
 
 def read_json(path: Path) -> Any:
