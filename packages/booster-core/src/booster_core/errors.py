@@ -16,7 +16,10 @@ _MAX_SHOWN = 10
 __all__ = [
     "BoosterError",
     "BudgetError",
+    "CheckpointAbsentError",
+    "CheckpointDamagedError",
     "CheckpointError",
+    "CheckpointUnreadableError",
     "ConfigError",
     "GradientError",
     "LaunchError",
@@ -27,6 +30,7 @@ __all__ = [
     "PluginError",
     "PluginNotInstalledError",
     "RankFailedError",
+    "StorageUnreachableError",
     "shorten",
 ]
 
@@ -66,6 +70,22 @@ class PluginNotInstalledError(PluginError, ImportError):
 
 class CheckpointError(BoosterError):
     """A checkpoint cannot be written or read: path, permission, space, layout, or content."""
+
+
+class CheckpointAbsentError(CheckpointError):
+    """Nothing is there: no checkpoint, no such step, no such file."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """What was read is not what was saved: cut off, changed, or not of the format that it claims to be."""
+
+
+class CheckpointUnreadableError(CheckpointError):
+    """It is there, and its disk or its permissions refuse it. Nothing is known of its content."""
+
+
+class StorageUnreachableError(CheckpointError):
+    """A storage gave no answer, after its own retries. Nothing is known of what it holds."""
 
 
 class OffloadError(BoosterError):
