@@ -49,6 +49,7 @@ S3_500 = (
         ("GenericError", "HTTP error: error sending request", SILENT),
         ("GenericError", "status code: 404 Not Found: <Error><Code>NoSuchBucket</Code></Error>", ABSENT),
         ("GenericError", "Received redirect without LOCATION, this normally indicates an incorrect region", REFUSED),
+        ("GenericError", "status code: 400 Bad Request: <Error><Code>EntityTooSmall</Code></Error>", OTHER),
         ("InvalidPathError", "contained empty path segment", OTHER),
     ],
 )

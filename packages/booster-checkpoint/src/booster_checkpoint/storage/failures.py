@@ -79,7 +79,8 @@ def _kind_of(error: BaseException, text: str, verb: str) -> tuple[type[Checkpoin
     names = " ".join(each.__name__ for each in type(error).__mro__)
     status = _status_of(error, text)
     is_absent = isinstance(error, FileNotFoundError) or status == _ABSENT_STATUS
-    is_silent = isinstance(error, OSError) or _SILENT.search(names) is not None
+    is_full = isinstance(error, OSError) and error.errno in _FULL
+    is_silent = not is_full and (isinstance(error, OSError) or _SILENT.search(names) is not None)
     kind: type[CheckpointError] = CheckpointError
     remedy = ""
     if _NO_BUCKET.search(text):
@@ -96,9 +97,7 @@ def _kind_of(error: BaseException, text: str, verb: str) -> tuple[type[Checkpoin
         kind, remedy = StorageUnreachableError, "Whether it has been written is not known."
     elif is_absent:
         kind = CheckpointAbsentError
-    elif isinstance(error, OSError) and error.errno in _FULL:
-        pass
-    elif is_silent or status in _SILENT_STATUS or status in _SERVER_ERRORS:
+    elif status in _SILENT_STATUS or status in _SERVER_ERRORS or (is_silent and status is None):
         kind, remedy = StorageUnreachableError, "Check the network and the storage, and try again."
     return kind, remedy
 

@@ -329,10 +329,6 @@ class _CheckedStream:
         with storage_errors(self._url, "written"):
             self._stream.write(values)
 
-    def finish(self) -> None:
-        with storage_errors(self._url, "written"):
-            self._stream.finish()
-
     def close(self) -> None:
         with storage_errors(self._url, "written"):
             self._stream.close()
