@@ -21,7 +21,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 
@@ -45,8 +45,10 @@ _REQUEST_TIMEOUT = timedelta(seconds=120)
 """obstore's own 30 s are too short for a part over a slow network."""
 _CREDENTIALS_LIFETIME = timedelta(minutes=5)
 """boto renews what ends within 10 minutes, so what it gives is valid for as long as this."""
-_DELETE_PAUSES = (0.1, 0.5, 2.0)
-"""Seconds before a delete whose connection was cut is tried again."""
+_PAUSES = (0.1, 0.5, 2.0)
+"""Seconds before a call whose connection was cut is made again."""
+
+_T = TypeVar("_T")
 
 
 class ObjectStorage:
@@ -149,16 +151,20 @@ class ObjectStorage:
         store, key = self._at(url)
         exceptions = self._obstore.exceptions
         mode = "create" if version is None else json.loads(version)
-        try:
-            return _version_of(self._obstore.put(store, key, data, mode=mode, use_multipart=False))
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.GenericError) as error:
-            # A try whose answer was lost may have written it, and a second one found what the first had written.
-            found = self.read_versioned(url)
-            if found is not None and found[0] == data:
-                return found[1]
-            if isinstance(error, exceptions.GenericError):
-                raise
-            return None
+
+        def put() -> str | None:
+            try:
+                return _version_of(self._obstore.put(store, key, data, mode=mode, use_multipart=False))
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.GenericError) as error:
+                # A try whose answer was lost may have written it, and a second one finds what the first has written.
+                found = self.read_versioned(url)
+                if found is not None and found[0] == data:
+                    return found[1]
+                if isinstance(error, exceptions.GenericError):
+                    raise
+                return None
+
+        return self._repeated(put)
 
     def open_write(self, url: str, nbytes: int) -> WriteStream:
         store, key = self._at(url)
@@ -246,19 +252,23 @@ class ObjectStorage:
         return files, found["common_prefixes"]
 
     def _delete(self, store: Any, paths: Sequence[str]) -> None:
-        for pause in (*_DELETE_PAUSES, None):
+        try:
+            self._repeated(lambda: self._obstore.delete(store, paths))
+        except FileNotFoundError:  # some storages say so of what somebody else has removed
+            if len(paths) > 1:
+                for path in paths:
+                    self._delete(store, [path])
+
+    def _repeated(self, call: Callable[[], _T]) -> _T:
+        """Return what a call returns, which is made again after its connection was cut; obstore repeats other calls."""
+        for pause in _PAUSES:
             try:
-                self._obstore.delete(store, paths)
-            except FileNotFoundError:  # some storages say so of what somebody else has removed
-                if len(paths) > 1:
-                    for path in paths:
-                        self._delete(store, [path])
+                return call()
             except self._obstore.exceptions.GenericError as error:
-                if pause is None or "status code:" in str(error):  # an answer, which obstore has asked for again
+                if "status code:" in str(error):  # an answer, which obstore has asked for again
                     raise
                 time.sleep(pause)
-                continue
-            return
+        return call()
 
 
 class _ObjectStream:
