@@ -46,6 +46,10 @@ TENSORS = [
 WIDE = [("wide", (700, 500), torch.float32), ("narrow", (600, 300), torch.float32)]
 """More than one file of a MiB, for ``size_per_shard=1``."""
 STEP = "run/step-00000005"
+TABLE = Path(__file__).parents[1] / "checkpoint" / "checkpoint" / "golden_digests.json"
+"""The digests of all files, as `digests` finds them."""
+_BY_RANKS = {f"{STEP}/{name}" for name in ("manifest.json", "training_state.json", "training_state.safetensors")}
+"""Files with the random states of each rank, or with their checksums."""
 
 
 class Momentum(torch.optim.Optimizer):
@@ -173,8 +177,14 @@ class own_urls:  # noqa: N801 - a context manager
         unregister_hooks(self._hooks)
 
 
-def boosted(plugin, module):
-    """Boost a model whose values are those of its names, an optimizer with state, a scheduler and a loader."""
+def boosted(plugin, module, *, has_states=True):
+    """Boost a model, an optimizer, a scheduler and a loader.
+
+    Args:
+        plugin: The plugin.
+        module: The model; it gets the values of its names.
+        has_states: Whether the optimizer gets states, in place of none; for a plugin that keeps whole parameters.
+    """
     booster = Booster("cpu", None, plugin)
     fill(module, "weights")
     decay = [module.first.weight, module.second.weight]
@@ -184,7 +194,7 @@ def boosted(plugin, module):
     loader = booster.prepare_dataloader(NumberedSamples(48), 2, shuffle=True, seed=5)
     names = {parameter: name for name, parameter in module.named_parameters()}
     model, boosted_optimizer, _, loader, scheduler = booster.boost(module, optimizer, None, loader, scheduler)
-    for parameter, name in names.items():
+    for parameter, name in names.items() if has_states else ():
         momentum = value_of(f"momentum/{name}", tuple(parameter.shape), torch.float32)
         optimizer.state[parameter] = {"step": 3, "momentum": momentum}
     return booster, model, boosted_optimizer, loader, scheduler
@@ -298,6 +308,17 @@ def digests(base):
             content = _without_facts_of_the_run(json.loads(content))
         found[name] = hashlib.sha256(content).hexdigest()
     return found
+
+
+def named(found, world_size):
+    """Return digests of files under the names of the table, which tells numbers of ranks apart where they matter."""
+    return {f"{name} ({world_size} ranks)" if name in _BY_RANKS else name: digest for name, digest in found.items()}
+
+
+def expected(kind, world_size=1):
+    """Return what the table has for ``"layout"``, ``"run"`` or ``"transformers"``, saved by a number of ranks."""
+    table, ours = json.loads(TABLE.read_text())[kind], f"({world_size} ranks)"
+    return {name: digest for name, digest in table.items() if not name.endswith(" ranks)") or name.endswith(ours)}
 
 
 def _values_of(state):

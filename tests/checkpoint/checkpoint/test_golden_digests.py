@@ -1,6 +1,6 @@
 """The bytes of every file of every form, against a table: the same state gives the same files, whoever writes it how.
 
-The table is `golden_digests.json`. ``python tests/checkpoint/checkpoint/test_golden_digests.py`` from the root of the
+The table is `golden_state.TABLE`. ``python tests/checkpoint/checkpoint/test_golden_digests.py`` from the root of the
 repository writes it anew, where a format is meant to change: a checkpoint of before must still load then.
 """
 
@@ -17,15 +17,12 @@ if __name__ == "__main__":  # pytest.ini has this path
     sys.path.insert(0, str(Path(__file__).parents[2] / "shared"))
 
 import golden_state
-from golden_state import STEP, digests
+from golden_state import STEP, TABLE, digests, expected, named
 from matrix import matrix
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_testing import close_ranks, run_on_ranks
 
-TABLE = Path(__file__).with_name("golden_digests.json")
-BY_RANKS = {f"{STEP}/{name}" for name in ("manifest.json", "training_state.json", "training_state.safetensors")}
-"""Files with the random states of each rank, or with their checksums."""
 LAYOUTS = {
     "one": ("replicated", 1, None),
     "flat": ("flat", 2, None),
@@ -35,20 +32,6 @@ LAYOUTS = {
     "hosts of flat": ("flat", 2, [0, 1]),
 }
 RANKS = {"one": (1, None), "two": (2, None), "three": (3, None), "hosts": (3, [0, 1, 1])}
-
-
-def table(kind):
-    return json.loads(TABLE.read_text())[kind]
-
-
-def named(found, world_size):
-    """Return digests under the names of the table."""
-    return {f"{name} ({world_size} ranks)" if name in BY_RANKS else name: digest for name, digest in found.items()}
-
-
-def expected(kind, world_size):
-    wanted = f" ({world_size} ranks)"
-    return {name: digest for name, digest in table(kind).items() if not name.endswith(" ranks)") or wanted in name}
 
 
 def save(function, world_size, folder, *args, at_url=False):
@@ -66,7 +49,7 @@ def save(function, world_size, folder, *args, at_url=False):
 def test_models_and_optimizers(where, use_async, at_url, tmp_path):
     layout, world_size, hosts = LAYOUTS[where]
     folder = save("save_layout", world_size, tmp_path, layout, hosts, use_async, at_url=at_url)
-    assert digests(folder) == table("layout")
+    assert digests(folder) == expected("layout")
 
 
 @matrix(
@@ -94,7 +77,7 @@ def test_folders_of_transformers_and_peft(where, tmp_path):
     world_size, hosts = RANKS[where]
     ours, theirs = save("save_transformers", world_size, tmp_path / "ours", hosts), tmp_path / "theirs"
     found = {name: digest for name, digest in digests(ours).items() if not name.endswith("config.json")}
-    assert found == table("transformers")
+    assert found == expected("transformers")
     golden_state.language_model().save_pretrained(theirs / "model")
     golden_state.with_adapters().save_pretrained(theirs / "lora")
     pairs = [("saved", "model"), ("lora", "lora"), ("lora/other", "lora/other")]
