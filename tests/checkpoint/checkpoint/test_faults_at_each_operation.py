@@ -47,8 +47,6 @@ KNOWN_FAILURES = {
     "save_model": ("stat",),  # an OSError
 }
 """Operations that are wrong today. One that is right again fails its test until it is taken out."""
-KNOWN_FAILURES_OF_ALL = {"save_checkpoint": ("read", "mkdir")}
-"""The same, of the slow tests alone."""
 PARTLY = "partly those of this step"
 
 
@@ -190,6 +188,7 @@ def sweep(folder, action, operation, cases, every):
                 wrong.append(f"ends differently on each rank: {[kind for _, kind, _ in told]}")
             if action.startswith("save"):
                 wrong += what_is_left(action, root, has_failed=error is not None)
+                world.all_gather_object(number)  # all have looked at the files, which the next turn replaces
             often, where = " for good" if is_lasting else "", hit.replace(root, "ROOT")
             name = f"{errno.errorcode[code]}{often} on rank {failing_rank}, {where} ({number})"
             complaints += [f"{name}: {each}" for each in wrong]
@@ -202,8 +201,7 @@ def cells():
             for is_whole in (False, True):
                 name = f"{action}-{operation}{'-all' if is_whole else ''}"
                 marks = [pytest.mark.slow] if is_whole else []
-                known = (*KNOWN_FAILURES[action], *(KNOWN_FAILURES_OF_ALL.get(action, ()) if is_whole else ()))
-                if operation in known:
+                if operation in KNOWN_FAILURES[action]:
                     marks.append(
                         pytest.mark.xfail(reason="not one of the four kinds of failure yet", raises=AssertionError)
                     )
