@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.files.reading import TensorFile
+    from booster_checkpoint.files.tensor_file import TensorFile
 
 
 def open_tensor_file(path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> TensorFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.ranges import ReadAhead, byte_ranges
+from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges
 from booster_core.state import regions_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, s
     others = []
     for shard in shards:
         place = source.place_of(stored[shard.key]) if shard.key in stored else None
-        if place is None or place[0].remote is None:
+        if place is None or place[0].remote is None or place[0].is_in_memory:
             others.append(Located(shard))
             continue
         file, offset = place

@@ -155,16 +155,15 @@ class Manifest:
     def content_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
         """Return which of the named files have another content than the one that was saved, in words.
 
+        Raises:
+            CheckpointError: If a file cannot be read.
+
         Collective: none; reads every byte of these files.
         """
         problems = []
         for name in names:
             saved, begin = self.files[name].blocks, 0
-            try:
-                found = blocks_of_file(folder / name, [block.nbytes for block in saved])
-            except OSError as error:
-                problems.append(f"'{name}' cannot be read ({error.strerror})")
-                continue
+            found = blocks_of_file(folder / name, [block.nbytes for block in saved])
             for block, other in zip(saved, found, strict=False):
                 if block != other:
                     problems.append(difference(name, begin, block, other.checksum))
