@@ -16,7 +16,7 @@ from booster_checkpoint.files.checksums import Kept
 from booster_checkpoint.files.read_ahead import GAP_BYTES, pieces_of
 from booster_checkpoint.storage import LocalFile, RemotePath
 from booster_checkpoint.storage.remote_path import REQUEST_BYTES
-from booster_core.state import as_bytes, box_shape, is_contiguous, slices_of, span_of
+from booster_core.state import as_bytes, box_shape, is_contiguous, runs_of, slices_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,8 +95,12 @@ class ByteFile:
         if self.is_in_memory:
             np.copyto(target, as_array(self._whole(), offset, shape, itemsize)[slices_of(box)])
             return
-        if is_contiguous(shape, box):
-            self._read(as_bytes(out), offset + span_of(shape, box)[0] * itemsize)
+        has_large_gaps = self.remote is None and _gap_of(shape, box) * itemsize > _LOCAL_GAP_BYTES
+        if has_large_gaps or is_contiguous(shape, box):
+            starts, length = runs_of(shape, box)
+            memory, run_bytes = as_bytes(out), length * itemsize
+            for number, start in enumerate(starts):
+                self._read(memory[number * run_bytes : (number + 1) * run_bytes], offset + start * itemsize)
             return
         strides = tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
         window = memoryview(b"")
@@ -134,6 +138,15 @@ class ByteFile:
                 self._read(content, 0)
                 self._content = content
             return self._content
+
+
+def _gap_of(shape: tuple[int, ...], box: Box) -> int:
+    """Return how many elements are at least between two runs of a box in the row-major flattened tensor."""
+    for dim in reversed(range(len(shape))):
+        length = box[dim][1] - box[dim][0]
+        if length < shape[dim]:
+            return (shape[dim] - length) * math.prod(shape[dim + 1 :])
+    return 0
 
 
 def as_array(memory: memoryview, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
