@@ -27,9 +27,9 @@ _MAX_CALL_BYTES = 1 << 30
 _MOST_OPEN = 32
 """How many files are kept open."""
 _REMEDIES = {
-    errno.EACCES: "Permission is denied: check the owner and the mode of the file and its folders.",
-    errno.EPERM: "Permission is denied: check the owner and the mode of the file and its folders.",
-    errno.EIO: "Its disk fails: see the system's log, and load a copy or another checkpoint.",
+    errno.EACCES: "Check its owner and mode.",
+    errno.EPERM: "Check its owner and mode.",
+    errno.EIO: "The disk, or the connection to it, is at fault: look at the system's log.",
     errno.ESTALE: "Its server has replaced it meanwhile: load it again.",
 }
 

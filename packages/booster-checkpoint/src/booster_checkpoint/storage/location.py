@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self, override
 
 from booster_checkpoint.storage.interface import leaves_folder, storage_for
+from booster_checkpoint.storage.local_file import read_error
 from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath, storage_errors
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import CheckpointDamagedError, CheckpointUnreadableError
+from booster_core.errors import CheckpointDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -241,17 +242,7 @@ def _absent_or_unreadable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in _ABSENT:
-            raise unreadable(error, path) from error
-
-
-def unreadable(error: OSError, path: Path) -> CheckpointUnreadableError:
-    """Return the error for a file or folder that is there and can't be read."""
-    remedy = {
-        errno.EACCES: " Check its owner and mode.",
-        errno.EPERM: " Check its owner and mode.",
-        errno.EIO: " The disk, or the connection to it, is at fault: look at the system's log.",
-    }.get(error.errno or 0, "")
-    return CheckpointUnreadableError(f"'{path}' cannot be read: {error.strerror or error}.{remedy}")
+            raise read_error(error, path) from error
 
 
 def sync_folder(folder: Path) -> None:
