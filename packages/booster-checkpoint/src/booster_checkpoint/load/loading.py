@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.load.reader import ReadableTensors
+    from booster_checkpoint.load.fill import ReadableTensors
     from booster_checkpoint.session import Session
     from booster_core.checkpoint_io import LoadReport, LoadRequest, ModelState
     from booster_core.state import StateAdapter
