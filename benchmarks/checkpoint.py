@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_checkpoint import CheckpointEngine, ModelPart, OptimizerPart
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
-from booster_checkpoint.files.reading import pread_into
 from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.save.writer import write_at
 from booster_checkpoint.session import Session
@@ -263,7 +262,10 @@ class Bench:
         for path in self.files:
             length = min(path.stat().st_size, self.total - position)
             descriptor = os.open(path, os.O_RDONLY)
-            pread_into(descriptor, as_bytes(self.buffer[position : position + length]), 0, path)
+            target, offset = as_bytes(self.buffer[position : position + length]), 0
+            while target:
+                count = os.preadv(descriptor, [target[: 1 << 30]], offset)
+                target, offset = target[count:], offset + count
             os.close(descriptor)
             position += length
 

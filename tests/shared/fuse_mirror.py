@@ -5,6 +5,8 @@ whole page back, as it knows it, and a host may see what it has read before. Run
 
     python fuse_mirror.py FOLDER MOUNTPOINT
 
+While there is a file ``FOLDER.fails``, reads beyond the number of bytes in it fail, as from a bad disk.
+
 It speaks the kernel's protocol itself, so that nothing has to be installed; it needs root's rights and ``/dev/fuse``.
 """
 # ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH116 - it answers system calls by system calls
@@ -186,6 +188,9 @@ class Mirror:
 
     def read(self, node, data):
         handle, offset, size = struct.unpack_from("<QQI", data)
+        with contextlib.suppress(FileNotFoundError):
+            if offset + size > int(Path(f"{self.paths[1]}.fails").read_text()):
+                raise OSError(errno.EIO, "a bad sector")
         return os.pread(handle, size, offset)
 
     def write(self, node, data):

@@ -11,10 +11,10 @@ import xxhash
 from torch import nn
 
 from booster_checkpoint.files import checksums
+from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.checksums import BlockHasher, CheckedReads, block_sizes, blocks_of_file
-from booster_checkpoint.files.reading import ByteFile
 from booster_checkpoint.run.manifest import Manifest
-from booster_checkpoint.storage import locate
+from booster_checkpoint.storage import LocalFile, locate
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
@@ -145,13 +145,13 @@ def save_steps(root):
 def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
     save_steps(tmp_path)
     booster, model, optimizer = make(seed=1)
-    read, real = [], ByteFile._read
+    read, real = [], LocalFile.read_into
 
     def counted(self, target, offset):
         read.append(len(target))
         real(self, target, offset)
 
-    monkeypatch.setattr(ByteFile, "_read", counted)
+    monkeypatch.setattr(LocalFile, "read_into", counted)
     booster.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     manifest = Manifest.read(tmp_path / "step-00000002")
     size = sum(entry.nbytes for entry in manifest.files.values())

@@ -17,7 +17,7 @@ from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import strided
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -187,3 +187,42 @@ def test_no_space_while_reserving_is_an_error_that_keeps_the_old_checkpoint(tmp_
     before = digests(tmp_path)
     expect_on_ranks(CheckpointError, "The disk is full", save_over_on_full_disk, 2, str(tmp_path))
     assert digests(tmp_path) == before
+
+
+# ---- a disk that fails
+
+LARGE = [("weight", (700, 600), torch.float32)]
+
+
+def save_large(path):
+    EngineCalls().save_model(SyntheticAdapter(LARGE, "flat", 0, 1), path)
+
+
+def load_large(path, kind, **options):
+    c = DistCoordinator()
+    adapter = SyntheticAdapter(LARGE, kind, c.rank, c.world_size, is_filled=False)
+    EngineCalls().load_model(adapter, path, **options)
+    return adapter.wrong()
+
+
+@pytest.mark.parametrize("low_cpu_mem_mode", [True, False])
+@pytest.mark.parametrize("kind", ["flat", "columns"])
+def test_a_bad_sector_is_an_error_and_ends_no_process(kind, low_cpu_mem_mode, tmp_path):
+    """A read of it through a mapping would end the process with SIGBUS."""
+    shown, point = tmp_path / "shown", tmp_path / "mount"
+    shown.mkdir()
+    point.mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(mounted_mirror(shown, point))
+        except OSError as error:
+            pytest.skip(f"FUSE can't be mounted here: {error}")
+        save_large(shown / "m.safetensors")
+        (tmp_path / "shown.fails").write_text("800000")
+        message = r"m\.safetensors' cannot be read at byte \d+: Input/output error"
+        path = str(point / "m.safetensors")
+        expect_on_ranks(
+            CheckpointUnreadableError, message, load_large, 2, path, kind, low_cpu_mem_mode=low_cpu_mem_mode
+        )
+        (tmp_path / "shown.fails").unlink()
+        assert run_on_ranks(load_large, 2, path, kind) == [[], []]

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from booster_checkpoint.load.reader import ShardReader
+from booster_checkpoint.load.fill import ShardReader
 from booster_core.errors import MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks

@@ -1,17 +1,19 @@
 """Which ranges of a file at a URL are read, and what is read ahead of its use."""
 
 import itertools
+import math
 import random
 import threading
 
-import numpy as np
 import pytest
+import torch
 
-from booster_checkpoint.files import ranges
-from booster_checkpoint.files.ranges import ReadAhead, byte_ranges, contents_of, pieces_of, read_box
+from booster_checkpoint.files import byte_file, read_ahead
+from booster_checkpoint.files.byte_file import ByteFile
+from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges, contents_of, pieces_of
 from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError
-from booster_core.state import box_numel, box_shape, slices_of
+from booster_core.state import as_bytes, box_numel, box_shape, is_contiguous, slices_of, span_of
 
 MIB = 1 << 20
 
@@ -55,18 +57,33 @@ BOXES = [
 @pytest.mark.parametrize("gap", [0, 8, 40, 1 << 20])
 @pytest.mark.parametrize(("shape", "box"), BOXES)
 def test_box_read_by_ranges_has_its_values(shape, box, gap, monkeypatch):
-    monkeypatch.setattr(ranges, "_GAP_BYTES", gap)
-    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    _, file = file_of(b"head" + values.tobytes())
-    out = np.empty(box_shape(box), np.float32)
-    read_box(file.read_into, 4, shape, 4, box, out)
-    assert (out == values[slices_of(box)]).all()
-    pieces = list(pieces_of(shape, box, 4))
+    for module in (byte_file, read_ahead):
+        monkeypatch.setattr(module, "GAP_BYTES", gap)
+    values = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    storage = OneFile(bytes(70_000) + bytes(as_bytes(values)))
+    file = ByteFile(RemotePath(storage, "one://file"))
+    out = torch.empty(box_numel(box))
+    file.read_box(70_000, shape, 4, box, out)
+    file.close()
+    assert torch.equal(out.view(box_shape(box)), values[slices_of(box)])
+    pieces = list(pieces_of(shape, box, 4, MIB, gap))
     assert sum(map(box_numel, pieces)) == box_numel(box)
-    spans = list(byte_ranges(4, shape, 4, box))
+    spans = list(byte_ranges(70_000, shape, 4, box))
+    assert storage.asked == [(start, stop - start) for start, stop in spans]
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
     if gap == 0:
         assert sum(stop - start for start, stop in spans) == 4 * box_numel(box)
+
+
+@pytest.mark.parametrize("window", [4, 100, 1000, 20_000])
+@pytest.mark.parametrize("gap", [0, 8, 100, 1 << 20])
+@pytest.mark.parametrize(("shape", "box"), [*BOXES, ((3, 40, 50), ((0, 3), (0, 40), (0, 25)))])
+def test_what_is_read_at_a_time_with_its_gaps_is_at_most_a_window(shape, box, gap, window):
+    pieces = list(pieces_of(shape, box, 4, window, gap))
+    assert sum(map(box_numel, pieces)) == box_numel(box)
+    for piece in pieces:
+        first, last = span_of(shape, piece)
+        assert is_contiguous(shape, piece) or (last - first) * 4 <= window
 
 
 def test_reads_ahead_are_merged_bounded_and_whole():

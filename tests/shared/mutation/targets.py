@@ -84,9 +84,14 @@ TARGETS = {
         ("_windows", "_Share", "_shares"),
     ),
     "checkpoint/reading": Target(
-        "booster_checkpoint.files.reading",
+        "booster_checkpoint.files.byte_file",
         ("checkpoint/test_strided_boxes.py",),
-        ("pread_into", "read_strided", "as_array"),
+        ("read_box", "as_array"),
+    ),
+    "checkpoint/local_file": Target(
+        "booster_checkpoint.storage.local_file",
+        ("checkpoint/test_strided_boxes.py",),
+        ("read_into", "read_error"),
     ),
     "checkpoint/strided": Target(
         "booster_checkpoint.save.strided",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import mmap
 import os
@@ -12,13 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from booster_checkpoint.files import reading
+from booster_checkpoint.files import byte_file
+from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.save import strided
-from booster_core.errors import CheckpointError
+from booster_checkpoint.storage import LocalFile, local_file
+from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
 from booster_core.state import as_bytes, box_numel, box_shape, slices_of
 
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 OFFSETS = st.sampled_from([0, 7, 4096, 4099])
+GAPS = st.sampled_from([0, 8, 1 << 15])
 WINDOWS = st.sampled_from([1, 40, 4 << 20])
 
 
@@ -40,18 +45,17 @@ def path(tmp_path_factory):
 
 
 @settings(deadline=None)
-@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS)
-def test_a_box_is_read_from_a_file_or_memory(path, case, dtype, offset, window_bytes):
+@given(case=boxes(), dtype=DTYPES, offset=OFFSETS, window_bytes=WINDOWS, gap_bytes=GAPS, in_memory=st.booleans())
+def test_a_box_is_read_from_a_file_or_memory(path, case, dtype, offset, window_bytes, gap_bytes, in_memory):
     shape, box = case
     whole = filled(shape, dtype)
-    content = b"\xff" * offset + bytes(as_bytes(whole)) + b"\xff" * 3
-    path.write_bytes(content)
-    with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
-        patch.setattr(reading, "_WINDOW_BYTES", window_bytes)
-        for source in (file.fileno(), memoryview(content)):
-            out = torch.zeros(box_numel(box), dtype=dtype)
-            reading.read_strided(source, offset, shape, dtype.itemsize, box, out)
-            assert torch.equal(out.view(box_shape(box)), whole[slices_of(box)])
+    path.write_bytes(b"\xff" * offset + bytes(as_bytes(whole)) + b"\xff" * 3)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ByteFile(path, in_memory=in_memory)) as file:
+        patch.setattr(byte_file, "_LOCAL_WINDOW_BYTES", window_bytes)
+        patch.setattr(byte_file, "_LOCAL_GAP_BYTES", gap_bytes)
+        out = torch.zeros(box_numel(box), dtype=dtype)
+        file.read_box(offset, shape, dtype.itemsize, box, out)
+        assert torch.equal(out.view(box_shape(box)), whole[slices_of(box)])
 
 
 @settings(deadline=None)
@@ -104,17 +108,9 @@ def write(path, window_bytes=4 << 20):
     assert torch.equal(written[slices_of(BOX)], whole[slices_of(BOX)])
 
 
-def read(path, window_bytes=4 << 20):
-    path.write_bytes(bytes(math.prod(SHAPE)))
-    with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
-        patch.setattr(reading, "_WINDOW_BYTES", window_bytes)
-        reading.read_strided(file.fileno(), 0, SHAPE, 1, BOX, torch.empty(box_numel(BOX), dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("move", [read, write])
 @pytest.mark.parametrize(("window_bytes", "num_rows"), [(1, 1), (PAGE, 1), (2 * PAGE, 2), (100 * PAGE, 4)])
-def test_a_window_of_the_file_is_mapped_at_a_time(path, mappings, move, window_bytes, num_rows):
-    move(path, window_bytes)
+def test_a_window_of_the_file_is_mapped_at_a_time(path, mappings, window_bytes, num_rows):
+    write(path, window_bytes)
     assert mappings.lengths == [num_rows * PAGE] * (4 // num_rows)
 
 
@@ -143,21 +139,115 @@ def test_files_are_closed_after_a_write(path, monkeypatch, reserves):
     assert set(Path("/proc/self/fd").iterdir()) == before
 
 
+class Reads:
+    """Takes the place of `os.preadv`, and records where each call reads and how much."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        preadv = os.preadv
+
+        def recorded(descriptor, targets, offset):
+            self.calls.append((offset, len(targets[0])))
+            return preadv(descriptor, targets, offset)
+
+        monkeypatch.setattr(os, "preadv", recorded)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    return Reads(monkeypatch)
+
+
 @pytest.mark.parametrize("most", [1, 3, 1 << 30])
-def test_a_range_is_read_in_calls_of_any_length(path, monkeypatch, most):
-    monkeypatch.setattr(reading, "_MAX_CALL_BYTES", most)
-    lengths, preadv = [], os.preadv
-
-    def recorded(descriptor, targets, offset):
-        lengths.append(len(targets[0]))
-        return preadv(descriptor, targets, offset)
-
-    monkeypatch.setattr(os, "preadv", recorded)
+def test_a_range_is_read_in_calls_of_any_length(path, reads, monkeypatch, most):
+    monkeypatch.setattr(local_file, "_MAX_CALL_BYTES", most)
     path.write_bytes(bytes(range(20)))
     target = bytearray(8)
-    with path.open("rb") as file:
-        reading.pread_into(file.fileno(), memoryview(target), 5, path)
+    with contextlib.closing(LocalFile(path)) as file:
+        assert file.size == 20
+        file.read_into(memoryview(target), 5)
         assert target == bytes(range(5, 13))
-        assert max(lengths) == min(most, 8)
-        with pytest.raises(CheckpointError, match=r"file' ended at byte 20 while it was being read"):
-            reading.pread_into(file.fileno(), memoryview(target), 15, path)
+        assert max(length for _, length in reads.calls) == min(most, 8)
+        with pytest.raises(CheckpointDamagedError, match=r"file' ended at byte 20 while it was being read"):
+            file.read_into(memoryview(target), 15)
+
+
+def read_columns(path, width, columns, itemsize=4):
+    """Read columns of a matrix of 8 rows."""
+    whole = torch.arange(8 * width, dtype=torch.int32).view(8, width)
+    path.write_bytes(bytes(as_bytes(whole)))
+    out = torch.empty(8 * (columns[1] - columns[0]), dtype=torch.int32)
+    with contextlib.closing(ByteFile(path)) as file:
+        file.read_box(0, (8, width), itemsize, ((0, 8), columns), out)
+    assert torch.equal(out.view(8, -1), whole[:, slice(*columns)])
+
+
+def test_rows_with_small_gaps_are_read_in_windows_of_a_mebibyte(path, reads):
+    width = 1 << 16  # 256 KiB
+    read_columns(path, width, (10, width - 10))
+    inside = (width - 20) * 4
+    assert reads.calls == [(40, 3 * width * 4 + inside), (4 * width * 4 + 40, 3 * width * 4 + inside)]
+
+
+def test_large_gaps_are_left_out(path, reads):
+    width = 1 << 16
+    read_columns(path, width, (0, width // 2))
+    assert reads.calls == [(row * width * 4, width * 2) for row in range(8)]
+
+
+def test_a_file_in_memory_is_read_once(path, reads):
+    path.write_bytes(bytes(range(64)))
+    with contextlib.closing(ByteFile(path, in_memory=True)) as file:
+        assert not reads.calls
+        for columns in ((0, 2), (1, 4)):
+            file.read_box(
+                0, (8, 8), 1, ((0, 8), columns), torch.empty(8 * (columns[1] - columns[0]), dtype=torch.uint8)
+            )
+    assert reads.calls == [(0, 64)]
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_is_damaged(path):
+    path.write_bytes(bytes(1000))
+    with contextlib.closing(ByteFile(path)) as file:
+        os.truncate(path, 500)
+        with pytest.raises(CheckpointDamagedError, match=r"file' ended at byte 500 while it was being read"):
+            file.read_box(0, (10, 100), 1, ((0, 10), (10, 20)), torch.empty(100, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        (errno.EIO, CheckpointUnreadableError, r"file' cannot be read at byte 7: Input/output error\. The disk"),
+        (
+            errno.EACCES,
+            CheckpointUnreadableError,
+            r"file' cannot be read at byte 7: Permission denied\. Check its owner",
+        ),
+        (
+            errno.ESTALE,
+            CheckpointUnreadableError,
+            r"file' cannot be read at byte 7: Stale file handle\. Its .*load it again",
+        ),
+        (errno.EINVAL, CheckpointUnreadableError, r"file' cannot be read at byte 7: Invalid argument\.$"),
+        (errno.ENOENT, CheckpointAbsentError, r"There is no '.*file'"),
+        (errno.ENOTDIR, CheckpointAbsentError, r"There is no '.*file'"),
+    ],
+)
+def test_what_the_system_refuses_is_of_its_kind(path, monkeypatch, code, kind, message):
+    path.write_bytes(bytes(20))
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    with contextlib.closing(ByteFile(path)) as file:
+        monkeypatch.setattr(os, "preadv", refuse)
+        with pytest.raises(kind, match=message) as caught:
+            file.read_into(memoryview(bytearray(4)), 7)
+        assert caught.value.__cause__.errno == code
+
+
+def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_opened(tmp_path):
+    with pytest.raises(CheckpointAbsentError, match=r"There is no '.*absent'"):
+        LocalFile(tmp_path / "absent")
+    with contextlib.closing(LocalFile(tmp_path)) as folder, pytest.raises(CheckpointUnreadableError, match="Is a dir"):
+        folder.read_into(memoryview(bytearray(4)), 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
-from booster_checkpoint.load.load import ModelLoad, OptimizerLoad
+from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
 from booster_checkpoint.run.load_step import has_step, load_step
@@ -97,7 +97,9 @@ class CheckpointEngine(CheckpointIO):
 
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
         with self._load(request) as (place, stack):
-            return ModelLoad(self._session, state, place, request, stack, bucket_bytes=self._bucket_bytes).run()
+            load = ModelLoad(self._session, state, place, request, stack, bucket_bytes=self._bucket_bytes)
+            with changing("the model"):
+                return load.run()
 
     @classmethod
     def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
@@ -108,7 +110,9 @@ class CheckpointEngine(CheckpointIO):
 
     def load_optimizer(self, state: StateAdapter, request: LoadRequest) -> None:
         with self._load(request) as (place, stack):
-            OptimizerLoad(self._session, state, place, request, stack, bucket_bytes=self._bucket_bytes).run()
+            load = OptimizerLoad(self._session, state, place, request, stack, bucket_bytes=self._bucket_bytes)
+            with changing("the optimizer"):
+                load.run()
 
     def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
         path = self._path_of(request)
@@ -238,13 +242,13 @@ def _place(part: Part, path: Path, request: SaveRequest) -> tuple[Path, Callable
 
 
 def _check_is_no_file(path: Path, why: str) -> None:
-    if path.exists() and not path.is_dir():
+    if locate(path).size() is not None:
         msg = f"Checkpoint path '{path}' is a file, but {why}."
         raise CheckpointError(msg)
 
 
 def _check_is_no_folder(path: Path) -> None:
-    if path.is_dir():
+    if locate(path).is_folder():
         msg = (
             f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."
         )

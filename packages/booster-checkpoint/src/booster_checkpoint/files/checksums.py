@@ -9,15 +9,15 @@ loaded is verified once, and no rank needs to know what others read.
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.ranges import contents_of
-from booster_checkpoint.storage import RemotePath
-from booster_core.errors import CheckpointError
-from booster_core.state import span_of
+import numpy as np
+
+from booster_checkpoint.files.read_ahead import contents_of
+from booster_checkpoint.storage import LocalFile, RemotePath
+from booster_core.errors import CheckpointDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -107,19 +107,22 @@ def blocks_of_file(path: Path, sizes: Sequence[int], begin: int = 0) -> list[Blo
         begin: Where the first one begins.
 
     Raises:
-        OSError: If the file cannot be read.
+        CheckpointError: If the file cannot be read.
     """
-    hasher, left = BlockHasher(sizes), sum(sizes)
+    hasher, stop = BlockHasher(sizes), begin + sum(sizes)
     if isinstance(path, RemotePath):
-        for content in contents_of(path.open_ranges(), begin, begin + left):
+        for content in contents_of(path.open_ranges(), begin, stop):
             hasher.update(content)
         return hasher.blocks
-    buffer = memoryview(bytearray(min(left, BLOCK_BYTES)))
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(begin)
-        while left and (count := stream.readinto(buffer[:left])):
-            hasher.update(buffer[:count])
-            left -= count
+    file = LocalFile(path)
+    try:
+        buffer = memoryview(bytearray(min(stop - begin, BLOCK_BYTES)))
+        for start in range(begin, min(stop, file.size), BLOCK_BYTES):
+            part = buffer[: min(BLOCK_BYTES, stop - start, file.size - start)]
+            file.read_into(part, start)
+            hasher.update(part)
+    finally:
+        file.close()
     return hasher.blocks
 
 
@@ -128,6 +131,29 @@ def checksum_of(content: memoryview | bytes) -> str:
     import xxhash
 
     return str(xxhash.xxh3_64_hexdigest(content))
+
+
+class Kept:
+    """The bytes of a file that a box of a tensor is.
+
+    Args:
+        offset: Where the tensor's values begin in the file, in bytes.
+        shape: Shape of the whole tensor.
+        itemsize: Bytes per element.
+        box: The box.
+    """
+
+    def __init__(self, offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> None:
+        self._offset, self._shape, self._itemsize, self._box = offset, shape, itemsize, box
+
+    def __contains__(self, position: int) -> bool:
+        """Whether the byte at a position of the file is one of them; the position is in the tensor."""
+        element = (position - self._offset) // self._itemsize
+        for size, (start, stop) in zip(reversed(self._shape), reversed(self._box), strict=True):
+            element, index = divmod(element, size)
+            if not start <= index < stop:
+                return False
+        return True
 
 
 class CheckedReads:
@@ -150,6 +176,7 @@ class CheckedReads:
         self._is_shared = is_shared
         self._on_damage = on_damage
         self._turn, self._num_turns = 0, 1
+        self._last = -1, memoryview(b"")  # one object, which threads replace at once
 
     def take_turns(self, turn: int, num_turns: int) -> None:
         """Leave blocks to other ranks that read the same of this file, each of them to one.
@@ -163,28 +190,30 @@ class CheckedReads:
         if self._is_shared:
             self._turn, self._num_turns = turn, num_turns
 
-    def read(self, read: Read, target: memoryview, offset: int) -> None:
+    def read(self, read: Read, target: memoryview, offset: int, kept: Kept | None = None) -> None:
         """Fill ``target`` from a byte offset, and verify the blocks that are this rank's to verify.
 
         Args:
             read: Reads the file.
             target: Where the bytes go.
             offset: Where they begin in the file.
+            kept: Which of the bytes are wanted, where others are read with them; ``None`` for all.
 
         Raises:
-            CheckpointError: If a block is not what was saved.
+            CheckpointDamagedError: If a block is not what was saved.
         """
         index = bisect_right(self._ends, offset)
         while target and index < len(self._ends):
             begin, end = self._ends[index] - self._blocks[index].nbytes, self._ends[index]
             part = target[: end - offset]
-            is_ours = index % self._num_turns == self._turn
+            has_first = begin >= offset and (kept is None or begin in kept)
+            is_ours = index % self._num_turns == self._turn and (has_first or not self._is_shared)
             if len(part) == end - begin:
                 read(part, offset)
                 if is_ours:
                     self._check(index, part)
-            elif is_ours and not self._is_checked[index] and (begin == offset or not self._is_shared):
-                part[:] = self._read_whole(index, read)[offset - begin : offset - begin + len(part)]
+            elif self._last[0] == index or (is_ours and not self._is_checked[index]):
+                part[:] = self._whole(index, read)[offset - begin : offset - begin + len(part)]
             else:
                 read(part, offset)
             target, offset, index = target[len(part) :], end, index + 1
@@ -196,33 +225,15 @@ class CheckedReads:
         index = bisect_right(self._ends, position - 1)
         return self._ends[index] if index < len(self._ends) else position
 
-    def verify_box(self, read: Read, offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> None:
-        """Verify the blocks of a box whose rows are apart in the file, those that are this rank's to verify.
-
-        Args:
-            read: Reads the file.
-            offset: Where the tensor's values begin, in bytes.
-            shape: Shape of the whole tensor.
-            itemsize: Bytes per element.
-            box: The part of the tensor that is read; not empty.
-
-        Raises:
-            CheckpointError: If a block is not what was saved.
-        """
-        first, last = (offset + edge * itemsize for edge in span_of(shape, box))
-        for index in range(bisect_right(self._ends, first), len(self._ends)):
-            begin = self._ends[index] - self._blocks[index].nbytes
-            if begin >= last:
-                break
-            is_first = begin >= offset and _contains(box, shape, (begin - offset) // itemsize)
-            if not self._is_checked[index] and (is_first or not self._is_shared):
-                self._read_whole(index, read)
-
-    def _read_whole(self, index: int, read: Read) -> memoryview:
-        whole = memoryview(bytearray(self._blocks[index].nbytes))
-        read(whole, self._ends[index] - self._blocks[index].nbytes)
-        self._check(index, whole)
-        return whole
+    def _whole(self, index: int, read: Read) -> memoryview:
+        """Return a verified block, and keep it: whoever reads on from here wants the rest of it next."""
+        number, content = self._last
+        if number != index:
+            content = np.empty(self._blocks[index].nbytes, dtype=np.uint8).data
+            read(content, self._ends[index] - len(content))
+            self._check(index, content)
+            self._last = index, content
+        return content
 
     def _check(self, index: int, content: memoryview) -> None:
         block, found = self._blocks[index], checksum_of(content)
@@ -230,7 +241,7 @@ class CheckedReads:
             problem = difference(self._name, self._ends[index] - block.nbytes, block, found)
             self._on_damage(problem)
             msg = f"{problem}."
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         self._is_checked[index] = 1
 
 
@@ -238,14 +249,3 @@ def difference(name: str, begin: int, block: Block, found: str) -> str:
     """Return, in words, that a block is not what was saved."""
     where = f"bytes {begin} to {begin + block.nbytes}"
     return f"'{name}' has the checksum {found} in {where}, and was saved with {block.checksum}"
-
-
-def _contains(box: Box, shape: tuple[int, ...], position: int) -> bool:
-    """Whether the element at a position of the row-major flattened tensor is in a box."""
-    if position >= math.prod(shape):
-        return False
-    for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
-        position, index = divmod(position, size)
-        if not start <= index < stop:
-            return False
-    return True

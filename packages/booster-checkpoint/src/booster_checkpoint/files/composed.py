@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.reading import read_whole
+from booster_checkpoint.files.tensor_file import read_whole
 from booster_core.errors import CheckpointError
 from booster_core.state import (
     TensorMeta,
@@ -216,7 +216,7 @@ class ComposedTensors:
         self.values: dict[str, Any] = {name: source.values[key] for name, key in self._names.items()}
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
-        """Read a box of a tensor; see `booster_checkpoint.files.reading.TensorFile.read`."""
+        """Read a box of a tensor; see `booster_checkpoint.files.tensor_file.TensorFile.read`."""
         layout = self.layouts[key]
         if layout.single is not None:
             self._source.read(layout.single, box, out)

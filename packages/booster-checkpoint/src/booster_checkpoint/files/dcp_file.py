@@ -16,10 +16,11 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
+from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.dcp_table import Slice, Table, read_table
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER
 from booster_checkpoint.files.parts import read_common
-from booster_checkpoint.files.reading import ByteFile, TensorFile
+from booster_checkpoint.files.tensor_file import TensorFile
 from booster_checkpoint.storage.range_stream import RangeStream
 from booster_core.errors import CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, slices_of

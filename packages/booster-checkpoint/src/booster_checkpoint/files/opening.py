@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.safetensors_file import SafetensorsFile
 from booster_checkpoint.files.torch_file import TorchFile
-from booster_core.errors import CheckpointError
+from booster_checkpoint.storage.local_file import read_error
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.files.reading import TensorFile
+    from booster_checkpoint.files.tensor_file import TensorFile
 
 
 def open_tensor_file(path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> TensorFile:
@@ -30,8 +30,7 @@ def open_tensor_file(path: Path, *, in_memory: bool = False, checks: CheckedRead
         with path.open("rb") as file:
             start = file.read(4)
     except OSError as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointError(msg) from error
+        raise read_error(error, path) from error
     # A zip (torch.save) or a bare pickle (torch.save before 1.6) begins like this; a safetensors header's length never
     # does, because it would be more than the format allows.
     is_torch = start[:4] == b"PK\x03\x04" or (

@@ -17,8 +17,8 @@ import numpy as np
 from typing_extensions import override
 
 from booster_checkpoint.files.parts import read_common
-from booster_checkpoint.files.reading import TensorFile
 from booster_checkpoint.files.safetensors_file import SafetensorsFile
+from booster_checkpoint.files.tensor_file import TensorFile
 from booster_core.errors import CheckpointError
 from booster_core.state import Box, TensorMeta, intersect
 

@@ -10,15 +10,15 @@ import itertools
 import json
 import math
 import struct
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
-from booster_checkpoint.files.reading import ByteFile, TensorFile, read_strided
+from booster_checkpoint.files.byte_file import ByteFile
+from booster_checkpoint.files.tensor_file import TensorFile
 from booster_core.errors import CheckpointError
-from booster_core.state import TensorMeta, as_bytes
+from booster_core.state import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,11 +60,11 @@ VALUES_PREFIX = "booster."
 
 
 class SafetensorsFile(TensorFile):
-    """Reads a safetensors file: whole tensors and rows by plain reads, columns through a mapping.
+    """Reads a safetensors file, in the parts that are asked for.
 
     Args:
         path: The file.
-        in_memory: Read all values at once, on first use.
+        in_memory: Read all of it at once.
         checks: Verifies what is read.
 
     Attributes:
@@ -76,7 +76,7 @@ class SafetensorsFile(TensorFile):
 
     def __init__(self, path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
         self.path = path
-        self._bytes = ByteFile(path, checks)
+        self._bytes = ByteFile(path, checks, in_memory=in_memory)
         try:
             self._size = self._bytes.size
             header, self._start = self._read_header()
@@ -89,20 +89,11 @@ class SafetensorsFile(TensorFile):
         except BaseException:
             self._bytes.close()
             raise
-        self._in_memory = in_memory
-        self._content: torch.Tensor | None = None
-        self._lock = threading.Lock()
 
     @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         meta, offset = self.tensors[key], self._offsets[key]
-        itemsize = meta.dtype.itemsize
-        if self._in_memory:
-            content = self._whole()
-            whole = content[offset - self._start : offset - self._start + math.prod(meta.shape) * itemsize]
-            read_strided(as_bytes(whole), 0, meta.shape, itemsize, box, out)
-        else:
-            self._bytes.read_box(offset, meta.shape, itemsize, box, out)
+        self._bytes.read_box(offset, meta.shape, meta.dtype.itemsize, box, out)
 
     @override
     def take_turns(self, turn: int, num_turns: int) -> None:
@@ -110,19 +101,11 @@ class SafetensorsFile(TensorFile):
         self._bytes.take_turns(turn, num_turns)
 
     def place_of(self, key: str) -> tuple[ByteFile, int] | None:
-        return None if self._in_memory else (self._bytes, self._offsets[key])
+        return self._bytes, self._offsets[key]
 
     @override
     def close(self) -> None:
         self._bytes.close()
-        self._content = None
-
-    def _whole(self) -> torch.Tensor:
-        with self._lock:
-            if self._content is None:
-                self._content = torch.empty(self._size - self._start, dtype=torch.uint8)
-                self._bytes.read_into(as_bytes(self._content), self._start)
-        return self._content
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         head = bytearray(LENGTH_BYTES)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.layout import SAFETENSORS
-from booster_checkpoint.files.reading import ByteFile, TensorFile
+from booster_checkpoint.files.tensor_file import TensorFile
 from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references

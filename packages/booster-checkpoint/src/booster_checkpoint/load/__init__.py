@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.load.naming import as_model_names
-from booster_checkpoint.load.reader import ShardReader
 from booster_checkpoint.load.source import Source, open_source
 from booster_core.matching import Expectation, compare
 

@@ -5,6 +5,7 @@ A load is made, which checks, and then run, which changes; so several of them ca
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,12 @@ from booster_core.matching import (
 from booster_core.state import OptimizerInfo, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import ExitStack
     from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.load.reader import ReadableTensors
+    from booster_checkpoint.load.fill import ReadableTensors
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import LoadReport, LoadRequest, ModelState
@@ -186,6 +187,16 @@ class OptimizerLoad:
         check_states(self._path, tensors, told)
         self._fill.run(adapter.optimizer_shards, keeps_values=adapter.keeps_values)
         adapter.finish_load(model=False, optimizer=True)
+
+
+@contextmanager
+def changing(what: str) -> Iterator[None]:
+    """Let errors of the body, which runs loads, say that values of the model or the optimizer may have changed."""
+    try:
+        yield
+    except CheckpointError as error:
+        msg = f"{error} The values of {what} are partly those of this checkpoint now."
+        raise type(error)(msg) from error
 
 
 def read_optimizer_info(source: Source) -> OptimizerInfo:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.composed import ComposedTensors
 from booster_checkpoint.files.layout import MODEL
+from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.load.naming import as_model_names
-from booster_checkpoint.load.reader import ShardReader
 from booster_checkpoint.load.source import open_source
 from booster_core.checkpoint_io import ModelFiles
 from booster_core.state import NamedTensors, extra_state_modules

@@ -28,7 +28,7 @@ from booster_checkpoint.files.layout import (
 )
 from booster_checkpoint.files.opening import open_tensor_file
 from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
-from booster_checkpoint.files.reading import read_whole
+from booster_checkpoint.files.tensor_file import read_whole
 from booster_checkpoint.storage import Location, locate, read_heads
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
 from booster_core.state import decode_extra_state, tensor_references
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from booster_checkpoint.files.byte_file import ByteFile
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.files.reading import ByteFile, TensorFile
+    from booster_checkpoint.files.tensor_file import TensorFile
     from booster_core.state import Box, TensorMeta
 
 _CANDIDATES = {

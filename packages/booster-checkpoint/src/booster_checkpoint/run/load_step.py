@@ -16,12 +16,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER
-from booster_checkpoint.load.load import ModelLoad, OptimizerLoad
+from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, ReadChecks, damaged, required
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.run.save_step import forget_model
 from booster_checkpoint.run.training_part import TENSORS, VALUES, SavedTraining
 from booster_checkpoint.storage import LocalLocation
+from booster_checkpoint.storage.local_file import read_error
 from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import (
     CheckpointAbsentError,
@@ -183,7 +184,11 @@ def _same_disk(folder: Location) -> tuple[int, ...]:
     """Return numbers that are equal where hosts see one file, whatever it is called on each; at a URL, all do."""
     if not isinstance(folder, LocalLocation):
         return ()
-    status = (folder / MANIFEST).path.stat()
+    path = (folder / MANIFEST).path
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise read_error(error, path) from error
     return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
@@ -202,13 +207,13 @@ def _restore(
     Collective: every rank.
     """
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "checks": checks}
-    changed = ""
+    is_changing = False
     with ExitStack() as stack:
         try:
             with session.together(request.call, folder):
                 saved = SavedTraining(folder)
                 saved.check(state.objects, session.world_size, strict=request.strict)
-                extra = saved.extra()
+                saved.read(session.rank)
             model = ModelLoad(
                 session, state.model, folder / MODEL, request, stack, listed=manifest.folder(MODEL), **options
             )
@@ -223,20 +228,19 @@ def _restore(
             if state.ema is not None:
                 listed = manifest.folder(EMA)
                 loads.append(ModelLoad(session, state.ema, folder / EMA, request, stack, listed=listed, **options))
-            changed = " The values of model and optimizer are partly those of this step now."
-            for load in loads:
-                load.run()
+            is_changing = True
+            with changing("model and optimizer"):
+                for load in loads:
+                    load.run()
         except CheckpointError as error:
             found = _damage_found(session, checks, request.call)
             if found:
-                msg = f"{damaged(folder, found)}{changed}"
-                raise CheckpointDamagedError(msg) from error
-            msg = f"{error}{changed}"
-            raise type(error)(msg) from error
+                raise damaged(folder, found, has_changed=is_changing) from error
+            raise
         with session.together(request.call, folder):
-            saved.restore_objects(state.objects, session.rank)
-            saved.restore_random_state(state.objects.device, session.rank)
-    return model.report, extra
+            saved.restore_objects(state.objects)
+            saved.restore_random_state(state.objects.device)
+    return model.report, saved.extra
 
 
 def _damage_found(session: Session, checks: ReadChecks, call: str) -> list[str]:

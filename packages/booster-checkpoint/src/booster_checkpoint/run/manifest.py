@@ -21,7 +21,6 @@ from booster_checkpoint.files.checksums import (
     difference,
 )
 from booster_checkpoint.storage import leaves_folder, locate
-from booster_checkpoint.storage.location import reading
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
 from booster_core.state import parse_json
 
@@ -185,8 +184,7 @@ class Manifest:
         problems = []
         for name in names:
             saved, begin = self.files[name].blocks, 0
-            with reading(folder / name):
-                found = blocks_of_file((folder / name).as_path(), [block.nbytes for block in saved])
+            found = blocks_of_file((folder / name).as_path(), [block.nbytes for block in saved])
             for block, other in zip(saved, found, strict=False):
                 if block != other:
                     problems.append(difference(name, begin, block, other.checksum))
@@ -236,10 +234,17 @@ def verify_folder(folder: Path | str | Location) -> None:
         raise damaged(folder, problems)
 
 
-def damaged(folder: object, problems: list[str]) -> CheckpointDamagedError:
-    """Return the error that says what is wrong with a folder."""
+def damaged(folder: object, problems: list[str], *, has_changed: bool = False) -> CheckpointDamagedError:
+    """Return the error that says what is wrong with a folder.
+
+    Args:
+        folder: The folder.
+        problems: What is wrong, in words.
+        has_changed: Whether values of it may have been loaded.
+    """
     shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-    return CheckpointDamagedError(f"The checkpoint '{folder}' is damaged: {shown}.")
+    changed = " The values of model and optimizer are partly those of this checkpoint now." if has_changed else ""
+    return CheckpointDamagedError(f"The checkpoint '{folder}' is damaged: {shown}.{changed}")
 
 
 def _digest(content: Mapping[str, Any]) -> str:

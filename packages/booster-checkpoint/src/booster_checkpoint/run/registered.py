@@ -12,10 +12,10 @@ from booster_core.checkpoint_io import LOADER
 from booster_core.errors import CheckpointError, shorten
 from booster_core.log import log
 from booster_core.ranks import digest
-from booster_core.state import check_plain_tensors, decode_json, encode_json, tensor_references
+from booster_core.state import check_plain_tensors, encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -121,23 +121,3 @@ def chosen_states(
     if problems:
         log.warning("'%s' does not fit all that is registered. %s", where, " ".join(problems))
     return chosen
-
-
-def restore_registered(
-    chosen: Mapping[str, Sequence[Any]],
-    objects: TrainingObjects,
-    rank: int,
-    read: Callable[[Sequence[str]], Mapping[str, torch.Tensor]],
-) -> None:
-    """Hand their states to registered objects.
-
-    Args:
-        chosen: What `chosen_states` returned.
-        objects: What is to be loaded.
-        rank: This rank.
-        read: Reads tensors by their names.
-    """
-    for name, (item, _) in objects.stateful().items():
-        if name in chosen:
-            state = chosen[name][rank % len(chosen[name])]
-            item.load_state_dict(decode_json(state, read(tensor_references(state))))

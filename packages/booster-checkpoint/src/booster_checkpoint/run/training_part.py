@@ -18,7 +18,6 @@ from booster_checkpoint.files.opening import open_tensor_file
 from booster_checkpoint.run.registered import (
     RegisteredStates,
     chosen_states,
-    restore_registered,
 )
 from booster_checkpoint.save.parts import Part, whole_shards
 from booster_core.checkpoint_io import LOADER, GlobalPosition
@@ -131,6 +130,9 @@ class SavedTraining:
     Args:
         folder: The step's folder.
 
+    Attributes:
+        extra: The user's own values, tensors on the CPU, once they are read.
+
     Raises:
         CheckpointError: If the files are not a training state's.
     """
@@ -156,7 +158,8 @@ class SavedTraining:
             )
             raise CheckpointDamagedError(msg)
         self._tensors = (folder / TENSORS).as_path()
-        self._states: Mapping[str, Any] = {}
+        self._states: Mapping[str, Sequence[Any]] = {}
+        self.extra: Any = None
 
     def check(self, objects: TrainingObjects, world_size: int, *, strict: bool) -> None:
         """Check that everything asked for was saved.
@@ -197,7 +200,27 @@ class SavedTraining:
             self._content.get("registered", {}), objects, world_size, str(self._where), strict=strict
         )
 
-    def restore_objects(self, objects: TrainingObjects, rank: int) -> None:
+    def read(self, rank: int) -> None:
+        """Read everything that this rank takes; `restore_objects` and what follows it only hand it on.
+
+        Args:
+            rank: This rank. Where another number of ranks saved, it takes the state of rank ``rank % saved``.
+
+        Raises:
+            CheckpointError: If something is not there, or can't be read.
+        """
+        random = self._content["random"]
+        encoded = [self._content["extra"], random[rank % len(random)]]
+        encoded += [states[rank % len(states)] for states in self._states.values()]
+        wanted = dict.fromkeys(key for value in encoded for key in tensor_references(value))
+        tensors = self._read_tensors(list(wanted))
+        self.extra = decode_json(encoded[0], tensors)
+        self._random, self._random_tensors = encoded[1], tensors
+        self._registered = {
+            name: decode_json(value, tensors) for name, value in zip(self._states, encoded[2:], strict=True)
+        }
+
+    def restore_objects(self, objects: TrainingObjects) -> None:
         """Put back the states of schedulers, loss scale, data loader and registered objects.
 
         A loss scale that was not saved (the run was not fp16) stays as it is.
@@ -208,20 +231,15 @@ class SavedTraining:
             objects.loss_scaler.load_state_dict(self._content["loss_scaler"])
         if isinstance(objects.dataloader, GlobalPosition):
             objects.dataloader.load_state_dict(decode_json(self._content["dataloader"]))
-        restore_registered(self._states, objects, rank, self._read)
+        for name, (item, _) in objects.stateful().items():
+            if name in self._registered:
+                item.load_state_dict(self._registered[name])
 
-    def restore_random_state(self, device: torch.device, rank: int) -> None:
-        """Put back this rank's random states; with another number of ranks, those of rank ``rank % saved``."""
-        saved = self._content["random"]
-        state = saved[rank % len(saved)]
-        restore_random_state(device, state, self._read(tensor_references(state)))
+    def restore_random_state(self, device: torch.device) -> None:
+        """Put back this rank's random states."""
+        restore_random_state(device, self._random, self._random_tensors)
 
-    def extra(self) -> Any:
-        """Return the user's own values, tensors on the CPU."""
-        value = self._content["extra"]
-        return decode_json(value, self._read(tensor_references(value)))
-
-    def _read(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    def _read_tensors(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         if not keys:
             return {}
         file = open_tensor_file(self._tensors)

@@ -1,10 +1,12 @@
 """Files at URLs: the interface `Storage`, the drivers behind it, and paths to files and folders there."""
 
 from booster_checkpoint.storage.interface import Storage, WriteStream, leaves_folder, storage_for
+from booster_checkpoint.storage.local_file import LocalFile
 from booster_checkpoint.storage.location import LocalLocation, Location, StoredLocation, locate
 from booster_checkpoint.storage.remote_path import RemoteFile, RemotePath, path_at, read_heads
 
 __all__ = [
+    "LocalFile",
     "LocalLocation",
     "Location",
     "RemoteFile",

@@ -21,10 +21,11 @@ from typing_extensions import Self, override
 
 from booster_checkpoint.storage.failures import storage_errors
 from booster_checkpoint.storage.interface import leaves_folder, storage_for
+from booster_checkpoint.storage.local_file import read_error
 from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
+from booster_core.errors import CheckpointDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -262,34 +263,7 @@ def _absent_or_unreadable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in _ABSENT:
-            raise unreadable(error, path) from error
-
-
-@contextlib.contextmanager
-def reading(place: Location) -> Iterator[None]:
-    """Raise what goes wrong in the body, which reads something that is there, as what it is.
-
-    Raises:
-        CheckpointAbsentError: If it is gone.
-        CheckpointUnreadableError: If the disk or the permissions refuse it.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _ABSENT:
-            msg = f"'{place}' is not there any more. Did something remove it?"
-            raise CheckpointAbsentError(msg) from error
-        raise unreadable(error, place) from error
-
-
-def unreadable(error: OSError, path: Path | Location) -> CheckpointUnreadableError:
-    """Return the error for a file or folder that is there and can't be read."""
-    remedy = {
-        errno.EACCES: " Check its owner and mode.",
-        errno.EPERM: " Check its owner and mode.",
-        errno.EIO: " The disk, or the connection to it, is at fault: look at the system's log.",
-    }.get(error.errno or 0, "")
-    return CheckpointUnreadableError(f"'{path}' cannot be read: {error.strerror or error}.{remedy}")
+            raise read_error(error, path) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,77 +10,57 @@ import bisect
 import math
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from booster_checkpoint.storage.remote_path import HEAD_BYTES, REQUEST_BYTES, REQUESTS_IN_FLIGHT
-from booster_core.state import box_shape, is_contiguous, slices_of, span_of
+from booster_core.state import is_contiguous, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
 
     from booster_checkpoint.storage.remote_path import RemoteFile
     from booster_core.state import Box
 
-_GAP_BYTES = 1 << 20
+GAP_BYTES = 1 << 20
 """Bytes that are read and thrown away rather than left out by one request more."""
 
 
-def pieces_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Box]:
+def pieces_of(shape: tuple[int, ...], box: Box, itemsize: int, window_bytes: int, gap_bytes: int) -> Iterator[Box]:
     """Cut a box of a row-major tensor in a file into boxes, the span of each of which is worth reading whole.
 
-    They follow each other in the box' own row-major order.
+    They follow each other in the box' own row-major order. Each is either one range of the file, or has rows with small
+    gaps between them and a span of at most a window, or of one row.
+
+    Args:
+        shape: Shape of the whole tensor.
+        box: The part to read; not empty.
+        itemsize: Bytes per element.
+        window_bytes: Most bytes to read at a time, where there are gaps in between.
+        gap_bytes: The largest gap that is read, too.
     """
     if is_contiguous(shape, box):
         yield box
         return
-    row = math.prod(shape[1:])
+    row_bytes = math.prod(shape[1:]) * itemsize
     first, last = span_of(shape[1:], box[1:])
     start, stop = box[0]
-    if (row - (last - first)) * itemsize <= _GAP_BYTES:
-        step = max(REQUEST_BYTES // (row * itemsize), 1)
+    is_row_solid = is_contiguous(shape[1:], box[1:]) or row_bytes <= window_bytes
+    if is_row_solid and row_bytes - (last - first) * itemsize <= gap_bytes:
+        step = max(window_bytes // row_bytes, 1)
         for begin in range(start, stop, step):
             yield ((begin, min(begin + step, stop)), *box[1:])
         return
     for index in range(start, stop):
-        for inner in pieces_of(shape[1:], box[1:], itemsize):
+        for inner in pieces_of(shape[1:], box[1:], itemsize, window_bytes, gap_bytes):
             yield ((index, index + 1), *inner)
 
 
 def byte_ranges(offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file that are read for a box of the tensor whose values begin at an offset."""
-    for piece in pieces_of(shape, box, itemsize):
+    """Yield the ranges of a file at a URL that are read for a box of the tensor whose values begin at an offset."""
+    for piece in pieces_of(shape, box, itemsize, REQUEST_BYTES, GAP_BYTES):
         first, last = span_of(shape, piece)
         yield offset + first * itemsize, offset + last * itemsize
-
-
-def read_box(
-    read: Callable[[memoryview, int], None],
-    offset: int,
-    shape: tuple[int, ...],
-    itemsize: int,
-    box: Box,
-    target: np.ndarray[Any, Any],
-) -> None:
-    """Read a box of a row-major tensor that is not contiguous in its file.
-
-    Args:
-        read: Fills memory from a byte offset of the file.
-        offset: Where the tensor's values begin, in bytes.
-        shape: Shape of the whole tensor.
-        itemsize: Bytes per element.
-        box: The part to read.
-        target: Where to put it; of the box' shape.
-    """
-    strides = tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
-    for piece in pieces_of(shape, box, itemsize):
-        first, last = span_of(shape, piece)
-        memory = memoryview(bytearray((last - first) * itemsize))
-        read(memory, offset + first * itemsize)
-        values: np.ndarray[Any, Any] = np.ndarray(box_shape(piece), dtype=target.dtype, buffer=memory, strides=strides)
-        np.copyto(target[slices_of(piece, box)], values)
 
 
 @dataclass(eq=False)
@@ -131,7 +111,7 @@ class ReadAhead:
     def _add(self, file: RemoteFile, start: int, stop: int, piece: int) -> None:
         """Put a range into the last request as far as there is room, and into new ones."""
         last = self._requests[-1] if self._requests else None
-        if last is not None and last.file is file and last.start <= start <= last.stop + min(_GAP_BYTES, piece):
+        if last is not None and last.file is file and last.start <= start <= last.stop + min(GAP_BYTES, piece):
             end = min(stop, max(last.start + piece, last.stop))
             if end > start:
                 last.stop = max(last.stop, end)

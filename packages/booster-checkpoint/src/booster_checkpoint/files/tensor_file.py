@@ -1,0 +1,66 @@
+"""The interface of an open file of tensors, whatever its format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from booster_core.state import full_box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from booster_checkpoint.files.byte_file import ByteFile
+    from booster_core.state import Box, TensorMeta
+
+
+class TensorFile(ABC):
+    """An open file of tensors. Its directory has been read and checked; no values have."""
+
+    path: Path
+    tensors: Mapping[str, TensorMeta]
+    """What the file says of its tensors."""
+    values: Mapping[str, Any]
+    """What else it holds: encoded JSON by name."""
+
+    @abstractmethod
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Read a box of a tensor.
+
+        Safe to call from several threads.
+
+        Args:
+            key: The tensor.
+            box: Index range of the whole tensor; not empty.
+            out: Where to put it, row-major: contiguous on the CPU, 1-D, with the file's dtype.
+        """
+
+    def place_of(self, key: str) -> tuple[ByteFile, int] | None:
+        """Return the file, and where in it a tensor's values begin, if `read` reads them by `ByteFile.read_box`."""
+        del key
+        return None
+
+    def take_turns(self, turn: int, num_turns: int) -> None:  # noqa: B027 - formats without checksums do nothing
+        """Verify what others that read the same of this file do not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+def read_whole(meta: TensorMeta, read: Callable[[Box, torch.Tensor], None]) -> torch.Tensor:
+    """Return all of a tensor.
+
+    Args:
+        meta: Its shape and dtype.
+        read: Fills a contiguous tensor with the values of a box.
+    """
+    import torch
+
+    tensor = torch.empty(meta.shape, dtype=meta.dtype)
+    if tensor.numel():
+        read(full_box(meta.shape), tensor.view(-1))
+    return tensor
