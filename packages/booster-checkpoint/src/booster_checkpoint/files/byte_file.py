@@ -61,11 +61,6 @@ class ByteFile:
         self._content: memoryview | None = None
         self._lock = threading.Lock()
 
-    def take_turns(self, turn: int, num_turns: int) -> None:
-        """Verify some of the blocks only; see `CheckedReads.take_turns`."""
-        if self._checks is not None:
-            self._checks.take_turns(turn, num_turns)
-
     def extent(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range that is read where a range is asked for: up to the end of the block it ends in."""
         return (start, stop) if self._checks is None else (start, self._checks.end_of_block(stop))

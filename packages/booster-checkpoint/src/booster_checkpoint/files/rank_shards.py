@@ -90,11 +90,6 @@ class RankShards(TensorFile):
                 read_common(partial(file.read, key), part, box, dtype, out)
 
     @override
-    def take_turns(self, turn: int, num_turns: int) -> None:
-        for file in self._files:
-            file.take_turns(turn, num_turns)
-
-    @override
     def close(self) -> None:
         for file in self._files:
             file.close()

@@ -95,11 +95,6 @@ class SafetensorsFile(TensorFile):
         meta, offset = self.tensors[key], self._offsets[key]
         self._bytes.read_box(offset, meta.shape, meta.dtype.itemsize, box, out)
 
-    @override
-    def take_turns(self, turn: int, num_turns: int) -> None:
-        """Verify what others that read the same of this file do not."""
-        self._bytes.take_turns(turn, num_turns)
-
     def place_of(self, key: str) -> tuple[ByteFile, int] | None:
         return self._bytes, self._offsets[key]
 

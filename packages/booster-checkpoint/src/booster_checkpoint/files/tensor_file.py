@@ -43,9 +43,6 @@ class TensorFile(ABC):
         del key
         return None
 
-    def take_turns(self, turn: int, num_turns: int) -> None:  # noqa: B027 - formats without checksums do nothing
-        """Verify what others that read the same of this file do not."""
-
     @abstractmethod
     def close(self) -> None:
         """Let go of the file."""

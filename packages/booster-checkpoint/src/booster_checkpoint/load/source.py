@@ -240,13 +240,14 @@ class Source:
     ) -> None:
         self.path = locate(path)
         self._files: list[TensorFile] = []
+        self._checked: list[CheckedReads] = []
         self._home: dict[str, TensorFile] = {}
         self.tensors: dict[str, TensorMeta] = {}
         self.values: dict[str, Any] = {}
         self.index: Location | None = None
         self._is_folder = False
         try:
-            self._open(kind, listed, in_memory=in_memory, checks=checks)
+            self._open(kind, listed, in_memory=in_memory, checks=lambda path: self._remember(checks(path)))
         except BaseException:
             self.close()
             raise
@@ -290,10 +291,15 @@ class Source:
         for name, expected in found.files.items():
             self._add(open_tensor_file(paths / name, in_memory=in_memory, checks=checks(paths / name)), expected)
 
+    def _remember(self, reads: CheckedReads | None) -> CheckedReads | None:
+        if reads is not None:
+            self._checked.append(reads)
+        return reads
+
     def take_turns(self, turn: int, num_turns: int) -> None:
         """Verify what other ranks of this host that read the same do not; see `CheckedReads.take_turns`."""
-        for file in self._files:
-            file.take_turns(turn, num_turns)
+        for reads in self._checked:
+            reads.take_turns(turn, num_turns)
 
     @property
     def total_bytes(self) -> int:

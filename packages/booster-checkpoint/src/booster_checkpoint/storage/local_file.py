@@ -149,12 +149,12 @@ class _OpenFiles:
 _OPEN = _OpenFiles(_MOST_OPEN)
 
 
-def read_error(error: OSError, path: Path, offset: int | None = None) -> CheckpointError:
+def read_error(error: OSError, path: object, offset: int | None = None) -> CheckpointError:
     """Return what it means for a checkpoint that the operating system refused a read.
 
     Args:
         error: What it said.
-        path: What was to be read.
+        path: What was to be read, where the error does not name it.
         offset: Where in the file the read began, in bytes.
 
     Returns:
