@@ -18,6 +18,7 @@ from booster_checkpoint.storage.location import locate
 from booster_core.errors import (
     CheckpointAbsentError,
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointUnreadableError,
     StorageUnreachableError,
 )
@@ -98,7 +99,7 @@ def test_values_of_any_shape_are_written(storage):
 
 def test_many_files_share_the_room_for_parts_in_flight(s3, storage):
     """16 files, each of a single part, given to their streams without a wait: four of them are on their way."""
-    s3.latency = 0.1
+    s3.faults = [Fault("PUT", "partNumber", "late", 10**6)]
     content = os.urandom(2 * MIB)
     streams = [storage.open_write(f"{BUCKET}/room/{number}", len(content)) for number in range(16)]
     for stream in streams:
@@ -232,12 +233,25 @@ def test_a_file_that_is_discarded(nbytes, storage):
     url = f"{BUCKET}/discarded-{nbytes}"
     stream = storage.open_write(url, nbytes)
     stream.write(memoryview(bytes(nbytes)))
+    with pytest.raises(CheckpointError, match="1 bytes are written to a file that lacks 0"):
+        stream.write(memoryview(b"1"))
     stream.discard()
     assert storage.size(url) is None
     assert storage.unfinished(url) == []
     write(storage, url, b"whole")
     stream.discard()
     assert storage.read_whole(url) == b"whole"
+
+
+@pytest.mark.parametrize("nbytes", [10, 8 * MIB])
+def test_a_file_that_lacks_bytes_is_not_made_visible(nbytes, storage):
+    url = f"{BUCKET}/lacking-{nbytes}"
+    stream = storage.open_write(url, nbytes)
+    stream.write(memoryview(bytes(nbytes - 1)))
+    with pytest.raises(CheckpointError, match="1 bytes are missing"):
+        stream.close()
+    stream.discard()
+    assert storage.size(url) is None
 
 
 def test_what_is_absent_while_it_is_written_is_no_answer(s3, storage):

@@ -21,7 +21,7 @@ from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import obstore_storage, path_at
 from booster_core import Booster
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
@@ -160,6 +160,7 @@ def save_and_load_measured(url, folder):
     adapter, fresh = large_adapter("replicated", 12), large_adapter("replicated", 12, is_filled=False)
     io = EngineCalls(bucket_bytes=12 * MIB)
     io.save_model(large_adapter("replicated", 1), f"{url}-warm")
+    io.load_model(large_adapter("replicated", 1, is_filled=False), f"{url}-warm")
     largest, real = [0], obstore_storage._ObjectStream.write
 
     def write(self, values):
@@ -285,6 +286,34 @@ def test_a_model_whose_upload_fails_stays_as_it_was(s3):
     s3.faults = [Fault("PUT", "/model-", "500", 10**6)]
     expect_on_s3(s3, CheckpointError, "could not be written", replace_model, url, True)
     assert {path: path_at(path).read_bytes() for path in before} == before
+
+
+def save_wide_model(url, value):
+    model = torch.nn.ModuleList(torch.nn.Linear(512, 1024) for _ in range(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    Booster("cpu").save_model(model, url, shard=True, size_per_shard=1)
+
+
+def load_wide_model(url):
+    model = torch.nn.ModuleList(torch.nn.Linear(512, 1024) for _ in range(3))
+    Booster("cpu").load_model(model, url)
+    return {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+
+
+def test_a_model_whose_last_parts_fail_counts_as_interrupted(s3):
+    """One file's part is refused when its upload is closed; the others may be visible by then."""
+    url = f"{BUCKET}/partly"
+    run_on_s3(s3, 2, save_wide_model, url, 1.0)
+    s3.faults = [Fault("PUT", "/partly/model-00001-of-", "403", 10**6)]
+    match = "privileges.* Other files in 's3://bucket/partly' may have been replaced already"
+    expect_on_s3(s3, CheckpointUnreadableError, match, save_wide_model, url, 2.0)
+    s3.faults = []
+    assert uploads_below(f"{url}/") == []
+    expect_on_s3(s3, CheckpointError, "interrupted", load_wide_model, url)
+    run_on_s3(s3, 2, save_wide_model, url, 3.0)
+    assert run_on_s3(s3, 2, load_wide_model, url) == [{3.0}, {3.0}]
 
 
 # ---- kills

@@ -21,7 +21,7 @@ from booster_core.errors import CheckpointError
 from booster_core.log import ANY_RANK, log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -150,7 +150,8 @@ def save_at_url(
             list(uploads.requests.map(lambda mark: (folder / mark).write_bytes(b""), marks))
         with session.together(f"{name} (publish)", where, for_long=True):
             early = {key: text for key, text in plan.texts.items() if key not in plan.last}
-            uploads.publish(early if session.rank == 0 else {})
+            with _telling_what_stays(folder, may_replace=bool(plan.marks) and save.commit is None):
+                uploads.publish(early if session.rank == 0 else {})
         written: list[WrittenFile] = []
         with session.together(f"{name} (commit)", where, for_long=True):
             if session.rank == 0:
@@ -162,6 +163,25 @@ def save_at_url(
         uploads.end()
         if not save.keeps_values:
             buffers.release()
+
+
+@contextlib.contextmanager
+def _telling_what_stays(folder: RemotePath, *, may_replace: bool) -> Iterator[None]:
+    """Add to an error of the body that other ranks may have replaced files by now.
+
+    Raises:
+        CheckpointError: If the body did, of the same kind.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if not may_replace:
+            raise
+        msg = (
+            f"{error} Other files in '{folder}' may have been replaced already: where there were any, they count as "
+            "interrupted until a save into it succeeds."
+        )
+        raise type(error)(msg) from error
 
 
 def _look_at_folder(

@@ -288,27 +288,39 @@ class _ObjectStream:
         self._obstore = obstore
         self._store = store
         self._key = key
-        count = min(max(-(-nbytes // PART_BYTES), 1), _MOST_PARTS)
-        self._part_bytes = nbytes // count if nbytes > _SMALL_BYTES else _SMALL_BYTES + 1
+        self._missing_bytes = nbytes
+        self._is_small = nbytes <= _SMALL_BYTES
+        count = 1 if self._is_small else min(-(-nbytes // PART_BYTES), _MOST_PARTS)
+        self._part_bytes = nbytes // count
         self._part = _Part()
+        self._filled = 0
         self._writer: Any = None
         self._is_over = False
 
     def write(self, values: memoryview) -> None:
         values = values.cast("B")
+        if len(values) > self._missing_bytes:
+            msg = f"{len(values)} bytes are written to a file that lacks {self._missing_bytes}."
+            raise CheckpointError(msg)
         while values:
-            taken = values[: self._part_bytes - len(self._part)]
-            self._part += taken
+            if not self._part:
+                self._part = _Part(min(self._part_bytes, self._missing_bytes))
+                self._filled = 0
+            taken = values[: len(self._part) - self._filled]
+            self._part[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            self._missing_bytes -= len(taken)
             values = values[len(taken) :]
-            if len(self._part) == self._part_bytes:
+            if self._filled == len(self._part) and not self._is_small:
                 self._send()
 
     def close(self) -> None:
-        if self._writer is None:
+        if self._missing_bytes:
+            msg = f"{self._missing_bytes} bytes are missing of a file that is to be made visible."
+            raise CheckpointError(msg)
+        if self._is_small:
             self._obstore.put(self._store, self._key, bytes(self._part), use_multipart=False)
         else:
-            if self._part:
-                self._send()
             self._writer.close()
         self._is_over = True
 
@@ -328,8 +340,11 @@ class _ObjectStream:
                 self._store, self._key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
             )
         part, self._part = self._part, _Part()
-        _room.acquire()
-        weakref.finalize(part, _room.release).atexit = False
+        if (
+            len(part) == self._part_bytes
+        ):  # not the few bytes that are left, which obstore keeps until the file is closed
+            _room.acquire()
+            weakref.finalize(part, _room.release).atexit = False
         self._writer.write(part)
 
 
