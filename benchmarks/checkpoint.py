@@ -1,8 +1,8 @@
 """Speed of saving and loading a Llama and its AdamW state on several ranks, against the disk and against torch DCP.
 
 Run as ``python benchmarks/checkpoint.py [--size 110m] [--ranks 2] [--rounds 5] [--folder DIR]``. Every figure is a
-ratio of two alternating measurements (A B A B ...) in one run: the median over the rounds, and the lowest and highest
-round. The comparisons:
+ratio of two measurements by turns, in a random order, in one run: the median over the rounds, and the quartiles. The
+comparisons:
 
 - save: each rank writes an equal part of the same bytes into one file, with the same sync, from one buffer;
 - load: each rank reads the same bytes from the same files into allocated memory;
@@ -10,8 +10,8 @@ round. The comparisons:
 - async: a copy of the bytes that the rank writes, into allocated memory, and DCP's ``async_save``: the time until the
   call returns, while nothing is written;
 - training states: `save_checkpoint` and `load_checkpoint`, with checksums, against DCP, and against ``torch.save`` on
-  rank 0, with a sync, and ``torch.load`` on every rank; and against DeepSpeed's ZeRO stage 1, with a sync, where it is
-  installed.
+  rank 0, with a sync, and ``torch.load`` on every rank; and against Accelerate's ``save_state`` and ``load_state`` and
+  DeepSpeed's ZeRO stage 1, with a sync, where they are installed.
 
 Files are read from the page cache on both sides, except where it says "cold": the page cache is emptied of them before
 each load, and ``mincore`` confirms it.
@@ -23,6 +23,7 @@ import argparse
 import ctypes
 import mmap
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -103,10 +104,11 @@ def timed(action: Callable[[], object]) -> float:
 def in_turns(
     actions: Sequence[Callable[[], object]], rounds: int, between: Callable[[], object] = lambda: None
 ) -> list[list[float]]:
-    """Time actions alternately, after one warmup round."""
+    """Time actions in turns, in an order of each round's own, after one warmup round."""
     times: list[list[float]] = [[] for _ in actions]
+    order = random.Random(0)  # noqa: S311 - the same on every rank
     for index in range(rounds + 1):
-        for action, record in zip(actions, times, strict=True):
+        for action, record in order.sample(list(zip(actions, times, strict=True)), len(actions)):
             between()
             seconds = timed(action)
             if index:
@@ -379,17 +381,18 @@ class Bench:
             ours, dcp, plain = in_turns([load, self.load_dcp, self.load_torch], self.rounds, between)
             report(f"time of load_checkpoint, {what} / of DCP", ours, dcp, bar)
             report(f"time of load_checkpoint, {what} / of torch.load", ours, plain, None)
-        try:
-            yardstick = load_yardstick("deepspeed")
-        except ImportError as error:
-            if self.rank == 0:
-                print(f"DeepSpeed is left out: {error}.", flush=True)
-            return
-        self._run_against(yardstick, save, load)
+        for library in ("accelerate", "deepspeed"):
+            try:
+                yardstick = load_yardstick(library)
+            except ImportError as error:
+                if self.rank == 0:
+                    print(f"{library} is left out: {error}.", flush=True)
+                continue
+            self._run_against(yardstick, save, load)
 
     def _run_against(self, yardstick: Any, save: Callable[[], None], load: Callable[[], None]) -> None:
         """Compare with a library that saves a model and optimizer of its own."""
-        their_save, their_load = yardstick.make_checkpoint(build(self.size)[0], self.folder / "theirs")
+        their_save, their_load = yardstick.make_checkpoint(build(self.size)[0], self.folder / yardstick.NAME)
         ours, theirs = in_turns([save, their_save], self.rounds, self.clean)
         report(f"time of save_checkpoint / of {yardstick.NAME}", ours, theirs, None)
         self.clean()

@@ -1,38 +1,56 @@
-"""A training step under Hugging Face Accelerate, which wraps the model in ``DistributedDataParallel``."""
+"""Accelerate's checkpoints of a replicated model: `save_state` on the first rank, `load_state` on every rank."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import accelerate
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-NAME = f"Accelerate {accelerate.__version__}"
-AGAINST = "ddp"
+    from torch import nn
+
+NAME = "Accelerate"
 
 
-def make_step(model: torch.nn.Module, batch: Any, precision: str | None) -> Callable[[], None]:
-    """Return a step: forward, backward, clipping, fused AdamW.
+def make_checkpoint(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return functions that save and load a model and its AdamW state; a save ends with a sync.
 
-    Collective: every rank.
+    Args:
+        model: The model.
+        folder: Where the state goes.
     """
-    # By these it finds out that there are ranks, though the process group is there already.
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    os.environ.update(found)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision or "no")
-    assert accelerator.num_processes == dist.get_world_size(), "or each rank would train alone"
-    wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    # Accelerate asks for what a launcher sets, and then uses the process group that is there.
+    ranks, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=ranks, LOCAL_RANK=ranks, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    prepared = accelerator.prepare(model, optimizer)
+    del prepared
 
-    def step() -> None:
-        accelerator.backward(wrapped(input_ids=batch, labels=batch).loss)
-        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    def save() -> None:
+        accelerator.save_state(str(folder))
+        if dist.get_rank() == 0:
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+        dist.barrier()
 
-    return step
+    def load() -> None:
+        accelerator.load_state(str(folder))
+
+    return save, load

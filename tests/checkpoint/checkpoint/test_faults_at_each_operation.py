@@ -38,15 +38,6 @@ ACTIONS = {
 }
 QUICK = [(errno.EIO, False, 0)]
 ALL = list(itertools.product((errno.EIO, errno.EACCES), (False, True), (0, 1)))
-KNOWN_FAILURES = {
-    "load_checkpoint": (),
-    "resume": (),
-    "load_model": (),
-    "has_checkpoint": (),
-    "save_checkpoint": (),
-    "save_model": (),
-}
-"""Operations that are wrong today. One that is right again fails its test until it is taken out."""
 PARTLY = "partly those of this"
 
 
@@ -201,10 +192,6 @@ def cells():
             for is_whole in (False, True):
                 name = f"{action}-{operation}{'-all' if is_whole else ''}"
                 marks = [pytest.mark.slow] if is_whole else []
-                if operation in KNOWN_FAILURES[action]:
-                    marks.append(
-                        pytest.mark.xfail(reason="not one of the four kinds of failure yet", raises=AssertionError)
-                    )
                 yield pytest.param(action, operation, is_whole, id=name, marks=marks)
 
 
