@@ -8,7 +8,6 @@ All of it is arithmetic on names and sizes, which every rank repeats alike.
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from dataclasses import dataclass, field
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
     from booster_checkpoint.files.checksums import Block
+    from booster_checkpoint.files.frame import FileFrame, TensorSpec
     from booster_checkpoint.save.parts import Part
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
@@ -101,26 +99,6 @@ def mark_of(index: str) -> str:
     return f".{index}{INTERRUPTED}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """One whole tensor as a file holds it.
-
-    Args:
-        key: Name in the file.
-        shape: Shape of the whole tensor.
-        dtype: Element type in the file.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's values in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
     """Distribute tensors over files in their order; one larger than the limit gets a file of its own.
 
@@ -159,6 +137,20 @@ class PlannedFile:
     suffix: str
     specs: tuple[TensorSpec, ...]
     values: dict[str, Any] = field(default_factory=dict)
+
+    def frame(self) -> FileFrame:
+        """Return the file without its tensors' values; computed anew by each call.
+
+        Raises:
+            CheckpointError: If its format cannot hold it.
+        """
+        if self.suffix == SAFETENSORS:
+            from booster_checkpoint.files.safetensors_file import safetensors_frame
+
+            return safetensors_frame(self.specs, self.values)
+        from booster_checkpoint.files.torch_file import torch_frame
+
+        return torch_frame(self.name, self.specs, self.values)
 
     def block_sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of the blocks that get checksums, where the file has ``nbytes`` bytes."""

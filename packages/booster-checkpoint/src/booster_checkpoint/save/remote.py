@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.checksums import BlockHasher, block_sizes
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_checkpoint.files.layout import PlannedFile, SavePlan
+    from booster_checkpoint.files.layout import SavePlan
     from booster_checkpoint.save.async_writer import SnapshotBuffers
     from booster_checkpoint.save.saver import Save, Told
     from booster_checkpoint.save.writer import Fragment
@@ -34,6 +31,23 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
 _MOST_THREADS = 8
+
+
+class UploadStream:
+    """A file as its owner writes it; `Uploads` waits for its end and makes it visible.
+
+    Args:
+        upload: The storage's stream.
+    """
+
+    def __init__(self, upload: WriteStream) -> None:
+        self.write = upload.write
+
+    def finish(self) -> None:
+        """Return at once: the end of the file travels while the next file is written."""
+
+    def abandon(self) -> None:
+        """Return at once: what is not made visible is deleted at the end."""
 
 
 class Uploads:
@@ -52,26 +66,19 @@ class Uploads:
         self._folder = folder
         self._home = home
         self._streams: list[WriteStream] = []
-        self._layouts: Path | None = None
 
     def place_of(self, name: str) -> RemotePath:
         """Return where a file goes."""
         inner = self._home(name) if self._home is not None else ""
         return self._folder / inner / name if inner else self._folder / name
 
-    def layout_of(self, file: PlannedFile) -> Path:
-        """Return a local path for a file without its values. It has the file's own name, which torch writes inside."""
-        if self._layouts is None:
-            self._layouts = Path(tempfile.mkdtemp(prefix="booster-"))
-        return self._layouts / file.name
-
-    def open(self, name: str, nbytes: int) -> WriteStream:
+    def open(self, name: str, nbytes: int) -> UploadStream:
         """Begin to upload a file, while the end of the one before may still be on its way."""
         if len(self._streams) > 1:
             self._streams[-2].finish()
         stream = self.place_of(name).open_write(nbytes)
         self._streams.append(stream)
-        return stream
+        return UploadStream(stream)
 
     def finish(self) -> None:
         """Wait until all files have reached the storage."""
@@ -99,8 +106,6 @@ class Uploads:
                 stream.discard()
             except Exception as error:  # noqa: BLE001 - what stopped the save is what matters
                 log.warning("%s The next save into this folder tries again.", error, extra=ANY_RANK)
-        if self._layouts is not None:
-            shutil.rmtree(self._layouts, ignore_errors=True)
 
 
 def save_at_url(
@@ -145,7 +150,7 @@ def save_at_url(
                 bucket_bytes=bucket_bytes,
                 want_checksums=save.want_checksums,
                 progress=progress,
-                uploads=uploads,
+                open_file=uploads.open,
             )
         with session.together(f"{name} (write)", where, for_long=True):
             told = job.run(group)

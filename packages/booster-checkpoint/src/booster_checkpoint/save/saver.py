@@ -26,6 +26,7 @@ from booster_checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffe
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_checkpoint.save.writer import (
     Fragment,
+    LocalStream,
     create_file,
     sync_files,
     sync_folder,
@@ -342,6 +343,7 @@ class Saver:
                     bucket_bytes=self._bucket_bytes,
                     want_checksums=save.want_checksums,
                     progress=advance,
+                    open_file=lambda name, _nbytes: LocalStream(plan.temporary(name)),
                 )
             with session.together(f"{save.name} (write)", save.folder, for_long=True):
                 told |= job.run(group)
@@ -416,7 +418,7 @@ def _create(plan: SavePlan, files: Iterable[PlannedFile]) -> None:
         if match and (match[1] in names or plan.obsolete(match[1])):
             path.unlink(missing_ok=True)
     for file in files:
-        create_file(plan.temporary(file.name), file)
+        create_file(plan.temporary(file.name), file.frame())
     for name, text in plan.texts.items():
         write_text(plan.temporary(name), text)
 

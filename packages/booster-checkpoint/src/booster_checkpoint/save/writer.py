@@ -7,33 +7,24 @@ memory where that holds the very bytes. What lies elsewhere or in another dtype 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from booster_checkpoint.files.layout import SAFETENSORS
-from booster_checkpoint.files.safetensors_file import (
-    DTYPE_NAMES,
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    METADATA,
-    VALUES_PREFIX,
-)
 from booster_core.errors import BoosterError, CheckpointError
 from booster_core.state import as_bytes, is_contiguous, pack, regions_of, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from typing_extensions import Self
 
-    from booster_checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
+    from booster_checkpoint.files.frame import FileFrame
+    from booster_checkpoint.files.layout import SavePlan
     from booster_core.state import Box
 
 _MAX_CALL_BYTES = 1 << 30
@@ -150,7 +141,7 @@ def write_directly(
             buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
         return buffers[0]
 
-    offsets: dict[int, dict[str, int]] = {}
+    frames: dict[int, FileFrame] = {}
     descriptors: dict[int, int] = {}
     try:
         with EarlySync() as early:
@@ -159,20 +150,20 @@ def write_directly(
                 for fragment in ready:
                     index = plan.homes[fragment.part][fragment.key]
                     path = plan.temporary(plan.files[index].name)
-                    if index not in offsets:
-                        offsets[index] = offsets_in(path, plan.files[index])
+                    if index not in frames:
+                        frames[index] = plan.files[index].frame()
                     if index not in descriptors:
                         while len(descriptors) >= _MOST_OPEN:
                             os.close(descriptors.pop(next(iter(descriptors))))
                         descriptors[index] = os.open(path, os.O_WRONLY)
-                    _write_fragment(path, descriptors[index], offsets[index][fragment.key], fragment)
+                    _write_fragment(path, descriptors[index], frames[index].offsets[fragment.key], fragment)
                     num_bytes = fragment.numel * fragment.dtype.itemsize
                     early.note(descriptors[index], num_bytes)
                     progress(num_bytes)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
-    return [plan.temporary(plan.files[index].name) for index in offsets]
+    return [plan.temporary(plan.files[index].name) for index in frames]
 
 
 class EarlySync:
@@ -230,6 +221,38 @@ class EarlySync:
         self.abandon() if kind is not None else self.close()
 
 
+class LocalStream:
+    """A file on a disk that is written from front to back; an older one is replaced.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._early = EarlySync()
+        self._position = 0
+
+    def write(self, values: memoryview) -> None:
+        """Append bytes."""
+        write_at(self._descriptor, values, self._position)
+        self._position += len(values)
+        self._early.note(self._descriptor, len(values))
+
+    def finish(self) -> None:
+        """Wait until all of it is on disk."""
+        self._early.close()
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is; nothing happens the second time."""
+        self._early.abandon()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 def _sync(descriptor: int) -> None:
     try:
         _to_disk(descriptor)
@@ -277,60 +300,13 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def create_file(path: Path, file: PlannedFile) -> None:
+def create_file(path: Path, frame: FileFrame) -> None:
     """Write a file that is complete except for the tensors' values, for which it has room; an older one is replaced."""
-    if file.suffix == SAFETENSORS:
-        head = _safetensors_head(file.specs, file.values)
-        with path.open("wb") as stream:
-            stream.write(head)
-            stream.truncate(len(head) + sum(spec.nbytes for spec in file.specs))
-    else:
-        from booster_checkpoint.files.torch_file import create_torch_file
-
-        create_torch_file(path, file.specs, file.values)
-
-
-def offsets_in(path: Path, file: PlannedFile) -> dict[str, int]:
-    """Return where in a file that was created each tensor's values begin, in bytes."""
-    if file.suffix != SAFETENSORS:
-        from booster_checkpoint.files.torch_file import offsets_in_torch_file
-
-        return offsets_in_torch_file(path, file.specs)
-    offset = len(_safetensors_head(file.specs, file.values))
-    offsets = {}
-    for spec in file.specs:
-        offsets[spec.key] = offset
-        offset += spec.nbytes
-    return offsets
-
-
-def _safetensors_head(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> bytes:
-    """Return what precedes the values in a safetensors file: the header's length and the header."""
-    metadata = {"format": "pt", **{VALUES_PREFIX + name: json.dumps(value) for name, value in values.items()}}
-    header: dict[str, Any] = {METADATA: metadata}
-    offset = 0
-    for spec in specs:
-        if spec.dtype not in DTYPE_NAMES:
-            msg = (
-                f"'{spec.key}' has dtype {spec.dtype}, which safetensors files cannot hold. Use "
-                "`use_safetensors=False`."
-            )
-            raise CheckpointError(msg)
-        header[spec.key] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    if len(text) > MAX_HEADER_BYTES:
-        msg = (
-            f"The names of {len(specs)} tensors and {len(values)} other values make a header of {len(text)} bytes; a "
-            f"safetensors file takes {MAX_HEADER_BYTES}. Use `shard=True` or a smaller `size_per_shard`."
-        )
-        raise CheckpointError(msg)
-    return struct.pack("<Q", len(text)) + text
+    with path.open("wb") as stream:
+        for offset, content in frame.pieces:
+            stream.seek(offset)
+            stream.write(content)
+        stream.truncate(frame.nbytes)
 
 
 def sync_folder(folder: Path) -> None:
