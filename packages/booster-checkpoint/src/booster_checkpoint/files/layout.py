@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.checksums import block_sizes
+from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.errors import ConfigError
 from booster_core.state import tensor_references
 
@@ -29,9 +29,6 @@ SAFETENSORS, TORCH = ".safetensors", ".bin"
 MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
 INTERRUPTED = ".interrupted"
 """Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
-TEMPORARY = ".tmp"
-TOKEN_CHARACTERS = 16
-"""Length of the hexadecimal text in temporary names that no two saves share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +218,7 @@ class SavePlan:
 
     def temporary(self, name: str) -> Path:
         """Return a file's path until it is complete."""
-        return self.folder / f".{name}.{self.token}{TEMPORARY}"
-
-
-def new_token() -> str:
-    """Return text that no other save uses."""
-    return secrets.token_hex(TOKEN_CHARACTERS // 2)
+        return self.folder / temporary_name(name, self.token)
 
 
 def make_plan(

@@ -17,10 +17,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.layout import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_checkpoint.run.lease import LEASE
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_checkpoint.save.writer import sync_folder
+from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name, step_name
 from booster_core.errors import CheckpointError
 from booster_core.log import log

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames, new_token
+from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.load.loading import load_model, load_optimizer
 from booster_checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
 from booster_checkpoint.run.steps import METRIC, arrange
@@ -23,6 +23,7 @@ from booster_checkpoint.run.steps_remote import folder_of, open_steps
 from booster_checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.storage import RemotePath, path_at
+from booster_checkpoint.storage.temporary import new_token
 from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.log import log

@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.checksums import Block, block_sizes, blocks_of_file
 from booster_checkpoint.files.layout import (
-    TEMPORARY,
-    TOKEN_CHARACTERS,
     WrittenFile,
     make_plan,
-    new_token,
 )
 from booster_checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
@@ -35,6 +32,7 @@ from booster_checkpoint.save.writer import (
 )
 from booster_checkpoint.session import Progress
 from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_core.errors import CheckpointError
 from booster_core.ranks import current_world
 from booster_core.state import distinct

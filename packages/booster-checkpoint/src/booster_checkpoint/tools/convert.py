@@ -15,11 +15,9 @@ from booster_checkpoint.files.layout import (
     MODEL,
     OPTIMIZER,
     SAFETENSORS,
-    TEMPORARY,
     TORCH,
     TORCH_MODEL,
     FileNames,
-    new_token,
 )
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
@@ -28,6 +26,7 @@ from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.save.writer import sync_folder
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage.temporary import temporary_name
 from booster_checkpoint.tools.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError
@@ -114,7 +113,7 @@ def convert(
         return [written] if written.is_file() else sorted(written / key for key in written.files())
     target.parent.mkdir(parents=True, exist_ok=True)
     clear_temporaries(target)
-    temporary = target.parent / f".{target.name}.{new_token()}{TEMPORARY}"
+    temporary = target.parent / temporary_name(target.name)
     try:
         _write_from(source, kinds, temporary, suffix, file_name, size_per_shard, dtype)
         if file_name is None and form != DCP and source.is_dir():

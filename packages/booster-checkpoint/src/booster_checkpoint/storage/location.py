@@ -1,0 +1,371 @@
+"""`Location`: a file or folder, on a local disk or at a URL, and the few questions that checkpoints ask of it.
+
+What is not there is ``None`` or empty. Everything else that goes wrong is an error of one of the kinds in
+`booster_core.errors`: a disk or a storage that does not answer says nothing of what it holds, so that no answer is
+ever taken for "nothing is there".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self, override
+
+from booster_checkpoint.storage.interface import leaves_folder, storage_for
+from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath, storage_errors
+from booster_checkpoint.storage.temporary import temporary_name
+from booster_core.checkpoint_io import local_path, scheme_of
+from booster_core.errors import CheckpointDamagedError, CheckpointUnreadableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from booster_checkpoint.storage.interface import Storage
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What says that nothing is there. A name too long for the file system is that of no file."""
+
+
+def locate(path: str | Path) -> Location:
+    """Return the location of a path or a URL.
+
+    Raises:
+        CheckpointError: If there is no storage for the URL's scheme, or the URL is refused.
+    """
+    path = local_path(path)
+    scheme = scheme_of(path)
+    if scheme is None:
+        return LocalLocation(Path(path))
+    return StoredLocation(storage_for(scheme), str(path).rstrip("/"))
+
+
+class Location(ABC):
+    """A file or folder, which need not exist. Not collective; each rank asks for itself."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Return the path or the URL."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The last part of the path."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Text that is the same however the path is spelled, as by way of a link."""
+
+    @abstractmethod
+    def as_path(self) -> Path:
+        """Return the path that files are opened by."""
+
+    @abstractmethod
+    def _joined(self, key: str) -> Self: ...
+
+    def __truediv__(self, key: str) -> Self:
+        """Return what a key names in this folder.
+
+        Raises:
+            CheckpointDamagedError: If the key leads out of the folder.
+        """
+        if not key or leaves_folder(key):
+            msg = f"The name '{key}' leads out of the folder '{self}' that it belongs to. It is damaged or hostile."
+            raise CheckpointDamagedError(msg)
+        return self._joined(key)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @abstractmethod
+    def size(self) -> int | None:
+        """Return a file's size in bytes; ``None`` where there is no file.
+
+        Raises:
+            CheckpointUnreadableError, StorageUnreachableError: If that can't be found out.
+        """
+
+    @abstractmethod
+    def children(self) -> dict[str, int | None]:
+        """Return the names in a folder, sorted, with the sizes of files; empty where there is no folder.
+
+        Raises:
+            CheckpointUnreadableError, StorageUnreachableError: If they can't be listed.
+        """
+
+    @abstractmethod
+    def is_folder(self) -> bool:
+        """Return whether there is a folder; at a URL, whether there is anything below it."""
+
+    @abstractmethod
+    def read_bytes(self) -> bytes | None:
+        """Return what a small file holds now; ``None`` where there is none.
+
+        Raises:
+            CheckpointUnreadableError, StorageUnreachableError: If it can't be read.
+        """
+
+    @abstractmethod
+    def write_bytes(self, content: bytes) -> None:
+        """Write a small file, atomically and durably, in place of an older one; its folder exists.
+
+        Raises:
+            OSError, CheckpointError: If it can't be written.
+        """
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove a file, or a folder and all that is in it.
+
+        Raises:
+            OSError, CheckpointError: If something of it stays.
+        """
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return `size` of each of these files of this folder; at a URL, several are asked for at a time."""
+        return [(self / name).size() for name in names]
+
+
+class LocalLocation(Location):
+    """A file or folder of the file system.
+
+    Args:
+        path: Its path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @override
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    @override
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    @override
+    def identity(self) -> str:
+        return os.path.realpath(self.path)
+
+    @override
+    def as_path(self) -> Path:
+        return self.path
+
+    @override
+    def _joined(self, key: str) -> Self:
+        return type(self)(self.path / key)
+
+    @override
+    def size(self) -> int | None:
+        status = _status(self.path)
+        return None if status is None or stat.S_ISDIR(status.st_mode) else status.st_size
+
+    @override
+    def children(self) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        with _absent_or_unreadable(self.path), os.scandir(self.path) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.is_dir(follow_symlinks=False):
+                    found[entry.name] = None
+                elif (status := _status(self.path / entry.name)) is not None:  # not removed since
+                    found[entry.name] = None if stat.S_ISDIR(status.st_mode) else status.st_size
+        return found
+
+    @override
+    def is_folder(self) -> bool:
+        status = _status(self.path)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    @override
+    def read_bytes(self) -> bytes | None:
+        with _absent_or_unreadable(self.path):
+            return self.path.read_bytes()
+        return None
+
+    @override
+    def write_bytes(self, content: bytes) -> None:
+        temporary = self.path.with_name(temporary_name(self.path.name))
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    @override
+    def remove(self) -> None:
+        status = _status(self.path, follows=False)
+        if status is None:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def _status(path: Path, *, follows: bool = True) -> os.stat_result | None:
+    """Return what the file system knows of a path; ``None`` where nothing is."""
+    with _absent_or_unreadable(path):
+        return path.stat(follow_symlinks=follows)
+    return None
+
+
+@contextlib.contextmanager
+def _absent_or_unreadable(path: Path) -> Iterator[None]:
+    """End the body where nothing is at a path, and raise every other error of the system as what it is.
+
+    Raises:
+        CheckpointUnreadableError: If the disk or the permissions refuse it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise unreadable(error, path) from error
+
+
+def unreadable(error: OSError, path: Path) -> CheckpointUnreadableError:
+    """Return the error for a file or folder that is there and can't be read."""
+    remedy = {
+        errno.EACCES: " Check its owner and mode.",
+        errno.EPERM: " Check its owner and mode.",
+        errno.EIO: " The disk, or the connection to it, is at fault: look at the system's log.",
+    }.get(error.errno or 0, "")
+    return CheckpointUnreadableError(f"'{path}' cannot be read: {error.strerror or error}.{remedy}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class StoredLocation(Location):
+    """A file, or what has a common beginning, at a URL. Nothing is kept of what a storage has answered.
+
+    Args:
+        storage: Reads and writes there.
+        url: The URL, without a ``/`` at its end.
+    """
+
+    def __init__(self, storage: Storage, url: str) -> None:
+        self.storage = storage
+        self.url = url
+
+    @override
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    @override
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    @override
+    def identity(self) -> str:
+        scheme, mark, rest = self.url.partition("://")
+        return scheme.lower() + mark + rest
+
+    @override
+    def as_path(self) -> Path:
+        return RemotePath(self.storage, self.url)
+
+    @override
+    def _joined(self, key: str) -> Self:
+        return type(self)(self.storage, f"{self.url}/{key}")
+
+    @override
+    def size(self) -> int | None:
+        ask = getattr(self.storage, "size", None)  # by one request; storages of third parties need not have it
+        with storage_errors(self.url, "looked for"):
+            found: int | None = ask(self.url) if ask is not None else self.storage.list(self.url).get("")
+        return found
+
+    @override
+    def children(self) -> dict[str, int | None]:
+        listed = getattr(self.storage, "children", None)  # one level, where a storage can tell it
+        found: dict[str, int | None] = {}
+        with storage_errors(self.url, "listed"):
+            if listed is not None:
+                found = dict(listed(self.url))
+            else:
+                for key, size in self.storage.list(self.url).items():
+                    self._check(key)
+                    name, below, _ = key.partition("/")
+                    if name:
+                        found[name] = None if below else size
+        for name in found:
+            self._check(name)
+        return dict(sorted(found.items()))
+
+    def _check(self, key: str) -> None:
+        if key and leaves_folder(key):
+            msg = f"'{self.url}' holds the key '{key}', which leads out of its folder. It is damaged or hostile."
+            raise CheckpointDamagedError(msg)
+
+    @override
+    def is_folder(self) -> bool:
+        return bool(self.children())
+
+    @override
+    def read_bytes(self) -> bytes | None:
+        read: Any = getattr(self.storage, "read_whole", None)
+        with storage_errors(self.url, "read"):
+            if read is not None:
+                content: bytes | None = read(self.url)
+                return content
+        size = self.size()
+        if size is None:
+            return None
+        memory = bytearray(size)
+        with storage_errors(self.url, "read"):
+            self.storage.read(self.url, 0, memoryview(memory))
+        return bytes(memory)
+
+    @override
+    def write_bytes(self, content: bytes) -> None:
+        with storage_errors(self.url, "written"):
+            stream = self.storage.open_write(self.url, len(content))
+            try:
+                stream.write(memoryview(content))
+                stream.close()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    stream.discard()
+                raise
+
+    @override
+    def remove(self) -> None:
+        with storage_errors(self.url, "removed"):
+            self.storage.remove(self.url)
+
+    @override
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        if len(names) < 2:
+            return super().sizes(names)
+        with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "checkpoint reader") as pool:
+            return list(pool.map(StoredLocation.size, [self / name for name in names]))
