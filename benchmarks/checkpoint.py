@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_checkpoint import CheckpointEngine, ModelPart, OptimizerPart
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.files.reading import pread_into
 from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.save.writer import write_at

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster_checkpoint import ModelPart
-from booster_checkpoint.files.layout import MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save import saver as saver_module
 from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError

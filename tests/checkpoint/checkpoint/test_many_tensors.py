@@ -14,7 +14,7 @@ import torch
 from engine_calls import EngineCalls
 from torch import nn
 
-from booster_checkpoint.files.layout import MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.save.saver import Save, Saver
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
@@ -243,7 +243,7 @@ from pathlib import Path
 from torch import nn
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_checkpoint.files.layout import MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.session import Session

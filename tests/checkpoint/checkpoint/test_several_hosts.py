@@ -23,7 +23,7 @@ from matrix import matrix
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint import ModelPart, OptimizerPart, session
-from booster_checkpoint.files.layout import FileNames
+from booster_checkpoint.files.names import FileNames
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.save import writer
 from booster_checkpoint.save.owners import OwnerWrite

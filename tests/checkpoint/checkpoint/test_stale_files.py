@@ -106,7 +106,7 @@ def test_a_complete_save_ends_an_interruption(form, tmp_path):
 
 
 def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, monkeypatch):
-    from booster_checkpoint.files.layout import FileNames
+    from booster_checkpoint.files.names import FileNames
     from booster_checkpoint.save import saver
     from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 

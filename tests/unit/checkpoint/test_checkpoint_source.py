@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from booster_checkpoint.files.frame import TensorSpec
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames, PlannedFile, split_into_files
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.load.source import open_source
+from booster_checkpoint.save.plan import PlannedFile, split_into_files
 from booster_core.errors import CheckpointError
 from booster_core.state import natural_order
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.loading import load_model, load_optimizer
 from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases

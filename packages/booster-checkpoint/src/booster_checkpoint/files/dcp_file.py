@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from booster_checkpoint.files.dcp_table import Slice, Table, read_table
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER
+from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.files.parts import read_common
 from booster_checkpoint.files.reading import ByteFile, TensorFile
 from booster_checkpoint.storage.range_stream import RangeStream

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from booster_checkpoint.files.frame import FileFrame
-from booster_checkpoint.files.layout import SAFETENSORS
+from booster_checkpoint.files.names import SAFETENSORS
 from booster_checkpoint.files.reading import ByteFile, TensorFile
 from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.load.loading import load_model, load_optimizer
 from booster_checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
 from booster_checkpoint.run.steps import METRIC, arrange
@@ -32,10 +32,10 @@ from booster_core.state import encode_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from booster_checkpoint.files.layout import WrittenFile
     from booster_checkpoint.run.lease import Leases
     from booster_checkpoint.run.steps import Steps
     from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.save.plan import WrittenFile
     from booster_checkpoint.save.saver import Saver
     from booster_checkpoint.session import Session
     from booster_core.checkpoint_io import LoadReport, LoadRequest, SaveRequest, TrainingState

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from booster_checkpoint.files.layout import SAFETENSORS, TORCH, FileNames
+from booster_checkpoint.files.names import SAFETENSORS, TORCH, FileNames
 from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.storage import leaves_folder
 from booster_core.errors import ConfigError

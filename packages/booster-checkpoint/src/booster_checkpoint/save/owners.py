@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import TensorSpec
-    from booster_checkpoint.files.layout import PlannedFile, SavePlan
+    from booster_checkpoint.save.plan import PlannedFile, SavePlan
     from booster_checkpoint.save.writer import Fragment
     from booster_checkpoint.session import Session
     from booster_core.ranks import Host

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from booster_checkpoint.files.layout import FileNames
+    from booster_checkpoint.files.names import FileNames
     from booster_checkpoint.save.transformers_files import PretrainedNames
     from booster_core.state import StateAdapter
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.checksums import BlockHasher, block_sizes
-from booster_checkpoint.files.layout import WrittenFile
 from booster_checkpoint.save.owners import OwnerWrite, spread_over_hosts
+from booster_checkpoint.save.plan import WrittenFile
 from booster_core.errors import CheckpointError
 from booster_core.log import ANY_RANK, log
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_checkpoint.files.layout import SavePlan
     from booster_checkpoint.save.async_writer import SnapshotBuffers
+    from booster_checkpoint.save.plan import SavePlan
     from booster_checkpoint.save.saver import Save, Told
     from booster_checkpoint.save.writer import Fragment
     from booster_checkpoint.session import Session

@@ -15,11 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.checksums import Block, block_sizes, blocks_of_file
-from booster_checkpoint.files.layout import (
-    WrittenFile,
-    make_plan,
-)
 from booster_checkpoint.save.async_writer import BackgroundWriter, SnapshotBuffers
+from booster_checkpoint.save.plan import WrittenFile, make_plan
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_checkpoint.save.writer import (
     Fragment,
@@ -43,8 +40,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_checkpoint.files.layout import PlannedFile, SavePlan
     from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.save.plan import PlannedFile, SavePlan
     from booster_checkpoint.session import Session
     from booster_core.state import TensorShard
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from booster_checkpoint.files.frame import FileFrame
-    from booster_checkpoint.files.layout import SavePlan
+    from booster_checkpoint.save.plan import SavePlan
     from booster_core.state import Box
 
 _MAX_CALL_BYTES = 1 << 30

@@ -11,14 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.dcp_table import METADATA
-from booster_checkpoint.files.layout import (
-    MODEL,
-    OPTIMIZER,
-    SAFETENSORS,
-    TORCH,
-    TORCH_MODEL,
-    FileNames,
-)
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part

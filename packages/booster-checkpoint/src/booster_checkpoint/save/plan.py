@@ -1,18 +1,17 @@
-"""Where everything of a save goes: the names of its files, and which tensor is in which file.
+"""Where everything of a save goes: which file holds which tensor, and which files come last.
 
-Names are those that Hugging Face libraries write and look for. Tensors are put in the natural order of their names, so
-that files do not depend on the plugin, on the number of ranks or on who owns what: the same state gives the same bytes.
-All of it is arithmetic on names and sizes, which every rank repeats alike.
+Tensors are put in the natural order of their names, so that files do not depend on the plugin, on the number of ranks or
+on who owns what: the same state gives the same bytes. All of it is arithmetic on names and sizes, which every rank
+repeats alike.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.checksums import block_sizes
+from booster_checkpoint.files.names import SAFETENSORS, TORCH, index_text
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.errors import ConfigError
 from booster_core.state import tensor_references
@@ -24,76 +23,6 @@ if TYPE_CHECKING:
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import FileFrame, TensorSpec
     from booster_checkpoint.save.parts import Part
-
-SAFETENSORS, TORCH = ".safetensors", ".bin"
-MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
-INTERRUPTED = ".interrupted"
-"""Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileNames:
-    """The names of one checkpoint's files.
-
-    Args:
-        base: ``"model"``, ``"pytorch_model"`` or ``"optimizer"``.
-        suffix: ``".safetensors"`` or ``".bin"``.
-        prefix: Put between base and suffix, as Hugging Face does with a ``variant``: ``model.ema.safetensors``.
-    """
-
-    base: str
-    suffix: str = SAFETENSORS
-    prefix: str | None = None
-
-    @property
-    def stem(self) -> str:
-        """The name of the single file without its suffix."""
-        return self.base if not self.prefix else f"{self.base}.{self.prefix}"
-
-    @property
-    def single(self) -> str:
-        """The name of the one file of an undivided checkpoint."""
-        return f"{self.stem}{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        """The name of the index of a divided checkpoint."""
-        middle = "" if not self.prefix else f".{self.prefix}"
-        return f"{self.base}{self.suffix}.index{middle}.json"
-
-    @property
-    def mark(self) -> str:
-        """The name of the file that is there while the files of a divided checkpoint are replaced."""
-        return mark_of(self.index)
-
-    @property
-    def other_forms(self) -> tuple[FileNames, ...]:
-        """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
-        if self.base == TORCH_MODEL:
-            return (FileNames(base=MODEL, prefix=self.prefix),)
-        return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()
-
-    @property
-    def groups(self) -> str:
-        """The name of the file with an optimizer's parameter groups."""
-        return "param_groups.json" if not self.prefix else f"param_groups.{self.prefix}.json"
-
-    def part(self, number: int, total: int) -> str:
-        """Return the name of one file of a divided checkpoint; ``number`` counts from 1."""
-        return f"{self.stem}-{number:05d}-of-{total:05d}{self.suffix}"
-
-    def is_part(self, name: str) -> bool:
-        """Whether a name is that of a file of a divided checkpoint of this stem."""
-        return re.fullmatch(rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}", name) is not None
-
-    def includes(self, name: str) -> bool:
-        """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
-        return name in (self.single, self.index) or self.is_part(name)
-
-
-def mark_of(index: str) -> str:
-    """Return the name of the file that is there while the files of an index are replaced."""
-    return f".{index}{INTERRUPTED}"
 
 
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
@@ -247,7 +176,7 @@ def make_plan(
         homes.append(home)
         all_texts |= part.texts()
         if part.is_divided:
-            all_texts[part.names.index] = _index_text(
+            all_texts[part.names.index] = index_text(
                 {key: files[index].name for key, index in home.items()}, part_specs
             )
             last.append(part.names.index)
@@ -281,9 +210,3 @@ def _in_torch_order(specs: Iterable[TensorSpec], values: Mapping[str, Any]) -> t
     """Return tensors in the order of their values in a ``torch.save`` file: those inside of other values come last."""
     inside = {key: place for place, key in enumerate(k for value in values.values() for k in tensor_references(value))}
     return tuple(sorted(specs, key=lambda spec: inside.get(spec.key, -1)))
-
-
-def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:
-    """Return the content of an index as Hugging Face libraries write it: which file holds which tensor."""
-    total_bytes = sum(spec.nbytes for spec in specs)
-    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2) + "\n"
