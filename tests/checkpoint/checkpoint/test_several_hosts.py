@@ -25,7 +25,7 @@ from tests.shared.fuse_mirror import mounted_mirror
 from booster_checkpoint import ModelPart, OptimizerPart, session
 from booster_checkpoint.files.names import FileNames
 from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.save import writer
+from booster_checkpoint.save import in_place
 from booster_checkpoint.save.owners import OwnerWrite
 from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -71,9 +71,7 @@ def save_every_form(folder, layout, hosts, use_async=False, **options):
         files.extend((file.name, [(block.nbytes, block.checksum) for block in file.blocks]) for file in written)
 
     with on_hosts(hosts):
-        io.write_folder(
-            "save", folder / "both", parts_of(adapter), use_async=use_async, want_checksums=True, commit=commit
-        )
+        io.write_folder("save", folder / "both", parts_of(adapter), use_async=use_async, checksums=True, commit=commit)
         io.save_model(adapter, folder / "one.safetensors", use_async=use_async)
         io.save_model(adapter, folder / "one.bin", use_safetensors=False, use_async=use_async)
         io.save_optimizer(adapter, folder / "optimizer.safetensors", use_async=use_async)
@@ -146,9 +144,13 @@ def recorded_save(folder, hosts):
         read.add(name_of(descriptor))
         return real_read(descriptor, size, offset)
 
-    with mock.patch.object(writer.os, "pwrite", write), mock.patch.object(writer.os, "pread", pread), on_hosts(hosts):
+    with (
+        mock.patch.object(in_place.os, "pwrite", write),
+        mock.patch.object(in_place.os, "pread", pread),
+        on_hosts(hosts),
+    ):
         io = EngineCalls(bucket_bytes=1024)
-        io.write_folder("save", Path(folder), parts_of(adapter_of("columns")), want_checksums=True)
+        io.write_folder("save", Path(folder), parts_of(adapter_of("columns")), checksums=True)
     return dict(written), read
 
 
@@ -205,7 +207,7 @@ def save_over(folder, hosts, failing_rank, kind):
             yield next(real_shards())
             raise OSError(errno.EIO, "The offloaded values cannot be read")
 
-        with mock.patch.object(writer.os, "pwrite", write if kind == "write" else real_write):
+        with mock.patch.object(in_place.os, "pwrite", write if kind == "write" else real_write):
             parts = parts_of(adapter)[:1]
             if is_failing and kind == "list":
                 parts[0].extra_shards = shards

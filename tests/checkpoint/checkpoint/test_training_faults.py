@@ -16,7 +16,7 @@ from matrix import matrix
 import booster_runtime
 from booster_checkpoint.run import manifest, steps
 from booster_checkpoint.run.manifest import verify_folder
-from booster_checkpoint.save import saver, writer
+from booster_checkpoint.save import in_place, writer
 from booster_core.errors import CheckpointError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -213,7 +213,7 @@ def fail_at(place, rank, code=errno.ENOSPC):
     if DistCoordinator().rank != rank:
         return mock.patch.object(writer, "__doc__", writer.__doc__)
     targets = {
-        "write": (writer, "_write_fragment"),
+        "write": (in_place, "_write_fragment"),
         "sync": (writer.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
         "rename": (steps.LocalSteps, "place"),
@@ -338,14 +338,14 @@ def test_a_save_on_rank_0_only_names_the_missing_rank(tmp_path):
 
 def slow_writes():
     """Return a patch under which each rank takes half a second to write."""
-    whole = saver.write_directly
+    whole = in_place.write_ranges
 
     def slowly(*args):
         paths = whole(*args)
         time.sleep(0.5)
         return paths
 
-    return mock.patch.object(saver, "write_directly", slowly)
+    return mock.patch.object(in_place, "write_ranges", slowly)
 
 
 def save_while_saving(root):

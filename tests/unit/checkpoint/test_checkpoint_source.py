@@ -126,7 +126,7 @@ def test_files_are_filled_in_natural_order_up_to_a_size():
 
 
 def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
-    from booster_checkpoint.save.writer import create_file
+    from booster_checkpoint.save.in_place import create_file
 
     specs = [
         TensorSpec(key="a", shape=(3,), dtype=torch.uint8),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from booster_checkpoint.load.read_ahead import locate, read_ahead
-from booster_checkpoint.save.writer import synchronize_devices
+from booster_checkpoint.save.fragments import synchronize_devices
 from booster_core.ranks import digest
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from booster_checkpoint.files.checksums import (
     checksum_of,
     difference,
 )
-from booster_checkpoint.save.writer import sync_folder, write_text
+from booster_checkpoint.save.writer import write_text
 from booster_checkpoint.storage import RemotePath, leaves_folder
+from booster_checkpoint.storage.location import sync_folder
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state import read_json
 

@@ -14,12 +14,11 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_checkpoint.run.lease import LEASE
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
-from booster_checkpoint.save.writer import sync_folder
+from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name, step_name
 from booster_core.errors import CheckpointError
@@ -28,6 +27,7 @@ from booster_core.state import decode_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from booster_core.checkpoint_io import StepOptions
 
@@ -346,24 +346,3 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(folder)  # once more, for the reason
         except OSError as error:
             log_failed_removal(folder, error)
-
-
-def arrange(folder: Path, home: Callable[[str], str], names: list[str]) -> dict[str, str]:
-    """Move files into folders inside of theirs, durably, and return where each is now.
-
-    Args:
-        folder: The folder of the files.
-        home: Tells the name of a file's folder; ``""`` leaves it where it is.
-        names: The files.
-    """
-    placed, folders = {}, set[Path]()
-    for name in names:
-        inner = home(name)
-        placed[name] = f"{inner}/{name}" if inner else name
-        if inner:
-            (folder / inner).mkdir(exist_ok=True)
-            (folder / name).rename(folder / inner / name)
-            folders.add(folder / inner)
-    for inner_folder in (*folders, folder):
-        sync_folder(inner_folder)
-    return placed

@@ -10,7 +10,6 @@ so that damage there is found when some values have changed. Random states come 
 from __future__ import annotations
 
 import itertools
-import shutil
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.load.loading import load_model, load_optimizer
 from booster_checkpoint.run.manifest import MANIFEST, FileEntry, Manifest, ReadChecks, damaged, required
-from booster_checkpoint.run.steps import METRIC, arrange
+from booster_checkpoint.run.steps import METRIC
 from booster_checkpoint.run.steps_remote import folder_of, open_steps
-from booster_checkpoint.run.training_part import BASE, TENSORS, VALUES, SavedTraining, TrainingPart
+from booster_checkpoint.run.training_part import TENSORS, VALUES, SavedTraining, TrainingPart
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
-from booster_checkpoint.storage import RemotePath, path_at
+from booster_checkpoint.save.targets import target_at
+from booster_checkpoint.storage import path_at
 from booster_checkpoint.storage.temporary import new_token
 from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import CheckpointError, ConfigError
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     from booster_checkpoint.run.steps import Steps
     from booster_checkpoint.save.parts import Part
     from booster_checkpoint.save.plan import WrittenFile
-    from booster_checkpoint.save.saver import Saver
+    from booster_checkpoint.save.save import Saver
     from booster_checkpoint.session import Session
     from booster_core.checkpoint_io import LoadReport, LoadRequest, SaveRequest, TrainingState
-
-_EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
 
 
 def save_step(
@@ -85,12 +83,19 @@ def save_step(
     max_bytes = request.size_per_shard << 20
     model = state.model
     parts: list[Part] = [
-        ModelPart(model.adapter, FileNames(base=MODEL), max_bytes=max_bytes, dtype=model.dtype, module=model.module)
+        ModelPart(
+            model.adapter,
+            FileNames(base=MODEL),
+            max_bytes=max_bytes,
+            folder=MODEL,
+            dtype=model.dtype,
+            module=model.module,
+        )
     ]
     if state.optimizer is not None:
-        parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes))
+        parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes, folder=OPTIMIZER))
     if state.ema is not None:
-        parts.append(ModelPart(state.ema.adapter, _EMA_NAMES, max_bytes=max_bytes))
+        parts.append(ModelPart(state.ema.adapter, FileNames(base=MODEL, prefix=EMA), max_bytes=max_bytes, folder=EMA))
     parts.append(training)
     stated = {} if options.metric is None else {METRIC: encode_json(float(options.metric), METRIC)}
     if state.precision is not None:
@@ -98,26 +103,13 @@ def save_step(
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
-        names = [file.name for file in written]
-        try:
-            leases.hold(steps)  # at a URL, the manifest makes it a step
-            placed = (
-                {name: f"{_home(name)}/{name}".lstrip("/") for name in names}  # written there
-                if isinstance(temporary, RemotePath)
-                else arrange(temporary, _home, names)
-            )
-            files = {
-                placed[file.name]: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
-                for file in written
-            }
-            Manifest(step=options.step, files=files, facts=stated).write(temporary)
-            steps.commit(temporary, options, lambda: leases.hold(steps))
-        except BaseException:
-            if not isinstance(temporary, RemotePath):  # where the next save removes what is no step
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        leases.hold(steps)  # at a URL, the manifest makes it a step
+        files = {file.name: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors) for file in written}
+        Manifest(step=options.step, files=files, facts=stated).write(temporary)
+        steps.commit(temporary, options, lambda: leases.hold(steps))
 
-    saver.write(call, temporary, parts, use_async=request.use_async, want_checksums=True, commit=commit, home=_home)
+    target = target_at(temporary, is_fresh=True)
+    saver.save(parts, target, call, use_async=request.use_async, checksums=True, commit=commit)
 
 
 def load_step(
@@ -293,13 +285,3 @@ def _look_into(
     found = [problem for problems in session.coordinator.all_gather_object(problems) for problem in problems]
     problem = str(damaged(folder, list(dict.fromkeys(found)))) if found else None
     return manifest, problem, len(mates) == session.world_size
-
-
-def _home(name: str) -> str:
-    """Return the folder of a file inside of a step's."""
-    if name == _EMA_NAMES.index or _EMA_NAMES.is_part(name):
-        return EMA
-    names = FileNames(base=OPTIMIZER)
-    if name in (names.single, names.index, names.groups) or names.is_part(name):
-        return OPTIMIZER
-    return "" if name.startswith(f"{BASE}.") else MODEL

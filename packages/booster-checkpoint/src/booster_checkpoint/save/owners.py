@@ -13,6 +13,7 @@ receives from the rank ``s`` after it, so that ranks never wait for each other i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,22 +22,23 @@ import torch
 import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
-from booster_checkpoint.save.writer import synchronize_devices
+from booster_checkpoint.save.fragments import synchronize_devices
+from booster_checkpoint.save.targets import StoreTarget
 from booster_checkpoint.session import swap_bytes
 from booster_core.errors import CheckpointError
 from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import TensorSpec
-    from booster_checkpoint.save.plan import PlannedFile, SavePlan
-    from booster_checkpoint.save.writer import Fragment
+    from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
+    from booster_checkpoint.save.plan import PlannedFile, SavePlan, Sums
+    from booster_checkpoint.save.targets import Target
     from booster_checkpoint.session import Session
     from booster_core.ranks import Host
     from booster_core.state import Box, Region
@@ -58,38 +60,131 @@ class FileStream(Protocol):
         """Let go of the file as it is."""
 
 
-def choose_owners(
-    session: Session, folder: Path, token: str, *, shared_filesystem: bool | None, group: ProcessGroup | None
-) -> list[int]:
-    """Return the ranks that write files, in the order in which files are given to them.
-
-    Those are all ranks that see the folder as rank 0 sees it, the first of each host before the second of any.
+def write_by_owners(
+    session: Session,
+    call: str,
+    plan: SavePlan,
+    target: Target,
+    fragments: Iterable[Fragment],
+    *,
+    buffers: SnapshotBuffers | None,
+    shared_filesystem: bool | None,
+    bucket_bytes: int,
+    checksums: bool,
+    progress: Callable[[int], None],
+    group: ProcessGroup | None,
+) -> Sums:
+    """Let one rank write each file of tensors, whoever has its values.
 
     Args:
         session: The ranks.
-        folder: The folder, which rank 0 has made.
-        token: Text that no other save uses.
+        call: What the user called.
+        plan: The plan.
+        target: Where the files go; prepared.
+        fragments: What this rank holds.
+        buffers: Memory for a copy of fragments that do not stay until the end; ``None`` where they do.
+        shared_filesystem: See `_choose_owners`.
+        bucket_bytes: Most memory to use besides the fragments.
+        checksums: Compute checksums.
+        progress: Told the number of bytes after each write.
+        group: The group to communicate in; the default group when ``None``.
+
+    Returns:
+        The sizes of the files of tensors, and their blocks where checksums are asked for, on rank 0.
+
+    Collective: every rank.
+    """
+    own_group = group or (session.cpu_group() if session.world_size > 1 else None)
+    owners = _choose_owners(session, call, plan, target, shared_filesystem=shared_filesystem, group=group)
+    try:
+        with session.together(f"{call} (list values)", target.path, for_long=True):
+            job = OwnerWrite(
+                plan,
+                fragments if buffers is None else buffers.take(fragments),
+                owners,
+                rank=session.rank,
+                world_size=session.world_size,
+                bucket_bytes=bucket_bytes,
+                want_checksums=checksums,
+                progress=progress,
+                open_file=functools.partial(target.open, plan),
+            )
+        with session.together(f"{call} (write)", target.path, for_long=True):
+            told = job.run(own_group)
+            target.finish()
+    finally:
+        if buffers is not None:
+            buffers.release()
+    return {name: each for sums in session.gather_to_first(told, group) for name, each in sums.items()}
+
+
+def _choose_owners(
+    session: Session,
+    call: str,
+    plan: SavePlan,
+    target: Target,
+    *,
+    shared_filesystem: bool | None,
+    group: ProcessGroup | None,
+) -> list[int]:
+    """Return the ranks that write files, in the order in which files are given to them.
+
+    Those are all ranks that see the target as rank 0 sees it, the first of each host before the second of any.
+
+    Args:
+        session: The ranks.
+        call: What the user called.
+        plan: The plan.
+        target: Where the files go.
         shared_filesystem: ``True`` refuses a folder that some ranks do not see; ``False`` leaves all to rank 0.
         group: The group to communicate in; the default group when ``None``.
 
     Raises:
-        CheckpointError: If ``shared_filesystem`` is ``True`` and it is not.
+        CheckpointError: If some ranks do not see what all have to see: a storage, or a folder where
+            ``shared_filesystem`` is ``True``.
 
     Collective: every rank.
     """
+    hosts = session.hosts(group)
+    if isinstance(target, StoreTarget):
+        _check_that_all_see(session, call, target, group)
+        return spread_over_hosts(hosts, range(session.world_size))
     if shared_filesystem is False:
         return [0]
-    seeing = session.ranks_that_see(folder, token, group)
+    seeing = session.ranks_that_see(target.path, plan.token, group)
     blind = [rank for rank in range(session.world_size) if rank not in seeing]
     if shared_filesystem and blind:
         msg = (
-            f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{folder}'. "
+            f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{target.path}'. "
             "Save to a folder that all hosts share, or leave `shared_filesystem` out."
         )
         raise CheckpointError(msg)
-    hosts = session.hosts(group)
     # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
     return spread_over_hosts(hosts, [rank for rank in seeing if not blind or hosts[rank] == hosts[0]])
+
+
+def _check_that_all_see(session: Session, call: str, target: StoreTarget, group: ProcessGroup | None) -> None:
+    """Raise if a rank does not see what rank 0 wrote at a URL; each storage is tried once.
+
+    Raises:
+        CheckpointError: If a rank does not see it: ``memory://`` is each process' own.
+
+    Collective: every rank.
+    """
+    probe = target.probe
+    if probe is None:
+        return
+    seen = session.gather(call, target.path, lambda: probe.size() is not None, group)
+    if session.rank == 0:
+        target.forget_probe()
+    if not all(seen):
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        msg = (
+            f"Ranks {blind[:10]} do not see what rank 0 wrote to '{target.path}'. A storage of one process or host "
+            "cannot serve others: save to one that all ranks reach."
+        )
+        raise CheckpointError(msg)
+    session.shared_storages.add(target.storage)
 
 
 def spread_over_hosts(hosts: Sequence[Host], ranks: Iterable[int]) -> list[int]:
@@ -226,7 +321,7 @@ class OwnerWrite:
     Args:
         plan: The plan. Owners create their files.
         fragments: What this rank holds; all of them are kept, and read when their window's turn comes.
-        owners: The ranks that write, see `choose_owners`.
+        owners: The ranks that write, see `_choose_owners`.
         rank: This rank.
         world_size: Number of ranks.
         bucket_bytes: Most memory to use besides the fragments, in bytes.

@@ -1,7 +1,7 @@
 """Where everything of a save goes: which file holds which tensor, and which files come last.
 
-Tensors are put in the natural order of their names, so that files do not depend on the plugin, on the number of ranks or
-on who owns what: the same state gives the same bytes. All of it is arithmetic on names and sizes, which every rank
+Tensors are put in the natural order of their names, so that files do not depend on the plugin, on the number of ranks
+or on who owns what: the same state gives the same bytes. All of it is arithmetic on names and sizes, which every rank
 repeats alike.
 """
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.checksums import block_sizes
 from booster_checkpoint.files.names import SAFETENSORS, TORCH, index_text
-from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.errors import ConfigError
 from booster_core.state import tensor_references
 
@@ -53,7 +52,7 @@ class PlannedFile:
     """A file of tensors that a save writes.
 
     Args:
-        name: Its name in the folder.
+        name: Its name in the save's folder; a part with a folder has that before it.
         suffix: The kind of file.
         specs: Its tensors, in the order of their values.
         values: Its other values, as encoded JSON.
@@ -76,7 +75,7 @@ class PlannedFile:
             return safetensors_frame(self.specs, self.values)
         from booster_checkpoint.files.torch_file import torch_frame
 
-        return torch_frame(self.name, self.specs, self.values)
+        return torch_frame(self.name.rpartition("/")[2], self.specs, self.values)
 
     def block_sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of the blocks that get checksums, where the file has ``nbytes`` bytes."""
@@ -91,7 +90,7 @@ class WrittenFile:
     """A file that was written.
 
     Args:
-        name: Its name in the folder.
+        name: Its name in the save's folder.
         nbytes: Its size.
         blocks: Its blocks, where their checksums were asked for.
         tensors: The names of its tensors.
@@ -103,12 +102,15 @@ class WrittenFile:
     tensors: tuple[str, ...] = ()
 
 
+Sums = dict[str, tuple[int, tuple["Block", ...]]]
+"""What the writers of files say of them, by name: size, and blocks where checksums were asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
     """The layout of a save; the same on every rank.
 
     Args:
-        folder: Where the files go.
         token: Text that no other save uses; part of temporary names.
         files: The files of tensors.
         texts: Other files and their content.
@@ -120,7 +122,6 @@ class SavePlan:
         healed: Names of such files of interrupted saves that this save replaces, and their indexes.
     """
 
-    folder: Path
     token: str
     files: tuple[PlannedFile, ...]
     texts: dict[str, str]
@@ -145,45 +146,52 @@ class SavePlan:
         """Size of all tensors' values."""
         return sum(spec.nbytes for file in self.files for spec in file.specs)
 
-    def temporary(self, name: str) -> Path:
-        """Return a file's path until it is complete."""
-        return self.folder / temporary_name(name, self.token)
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the files, inside of the save's; ``""`` is that itself."""
+        return sorted({name.rpartition("/")[0] for name in self.names})
 
 
 def make_plan(
-    folder: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
+    where: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
 ) -> SavePlan:
     """Return where everything goes, from what all ranks know alike.
 
     Args:
-        folder: Where the files go.
+        where: The folder, for messages.
         token: Text that no other save uses.
         parts: The parts; they have learned what all ranks said.
         specs: For each part, its whole tensors, in natural order.
         texts: Further files and their content.
+
+    Raises:
+        ConfigError: If a file's name leads out of its folder.
     """
     files: list[PlannedFile] = []
     homes, all_texts, last = [], dict(sorted(texts.items())), []
     for part, part_specs in zip(parts, specs, strict=True):
         divided = split_into_files(part_specs, part.max_bytes)
         home: dict[str, int] = {}
+        names = dict[str, str]()  # of tensors' files, in the part's folder
         for number, file_specs in enumerate(divided, start=1):
             name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
             values = part.values() if number == 1 else {}
             home |= {spec.key: len(files) for spec in file_specs}
+            names |= {spec.key: name for spec in file_specs}
             ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
-            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=ordered, values=values))
+            files.append(PlannedFile(name=part.place_of(name), suffix=part.names.suffix, specs=ordered, values=values))
         homes.append(home)
-        all_texts |= part.texts()
+        part_texts = dict(part.texts())
         if part.is_divided:
-            all_texts[part.names.index] = index_text(
-                {key: files[index].name for key, index in home.items()}, part_specs
-            )
-            last.append(part.names.index)
+            part_texts[part.names.index] = index_text(names, part_specs)
+            last.append(part.place_of(part.names.index))
+        all_texts |= {part.place_of(name): text for name, text in part_texts.items()}
     written = {file.name for file in files} | all_texts.keys()
+    folders = {f"{part.folder}/" for part in parts if part.folder}
     for name in written:
-        if "/" in name or "\\" in name:
-            msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
+        own = next((name[len(folder) :] for folder in folders if name.startswith(folder)), name)
+        if "/" in own or "\\" in own:
+            msg = f"The file name '{own}' leads out of '{where}'. Use a `prefix` without separators."
             raise ConfigError(msg)
     # Another form would be read in place of this one by those who look for it first, or ask for it.
     replaced = [form for part in parts if part.has_folder for form in (part.names, *part.names.other_forms)]
@@ -193,7 +201,6 @@ def make_plan(
         return name not in written and any(names.includes(name) for names in replaced)
 
     return SavePlan(
-        folder=folder,
         token=token,
         files=tuple(files),
         texts=all_texts,
