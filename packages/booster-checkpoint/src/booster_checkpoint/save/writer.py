@@ -1,26 +1,13 @@
-"""What else is written to disk, and what an error of the operating system means for a checkpoint."""
+"""What an error of the operating system means for a checkpoint."""
 
 from __future__ import annotations
 
 import errno
-import os
-from typing import TYPE_CHECKING
 
 from booster_core.errors import BoosterError, CheckpointError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file and wait until it is on disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def as_checkpoint_error(error: Exception, path: Path) -> Exception:
+def as_checkpoint_error(error: Exception, path: object) -> Exception:
     """Return an error of the operating system as one that says what it means for a checkpoint."""
     if isinstance(error, BoosterError) or not isinstance(error, OSError):
         return error
