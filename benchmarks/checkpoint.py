@@ -41,9 +41,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from booster_checkpoint import CheckpointEngine, ModelPart, OptimizerPart
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames
-from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
-from booster_checkpoint.save.writer import write_at
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.save.in_place import write_at
+from booster_checkpoint.save.save import BUCKET_BYTES, Saver
+from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_core import Booster
 from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
@@ -306,8 +307,7 @@ class Bench:
             ModelPart(self.adapter, FileNames(base=MODEL)),
             OptimizerPart(self.adapter, FileNames(base=OPTIMIZER)),
         ]
-        self.saver.begin("save")
-        self.saver.write("save", self.folder / "background", parts, use_async=True)
+        self.saver.save(parts, target_at(self.folder / "background"), "save", use_async=True)
 
     def save_dcp_in_background(self) -> None:
         """Save with torch in the background."""

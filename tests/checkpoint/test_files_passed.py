@@ -11,8 +11,8 @@ from torch import nn
 from booster_core import Booster
 from booster_testing import run_on_ranks
 
-MOST_FILES = 22
-MOST_FRAMES = 8
+MOST_FILES = 29
+MOST_FRAMES = 9
 _OURS = re.compile(r"[/\\]((?:booster_(?:core|runtime|checkpoint|zero))[/\\].+\.py)$")
 
 
@@ -59,5 +59,5 @@ def trace_save(folder, shard):
 def test_a_model_save_under_zero_passes_few_files(tmp_path):
     for shard in (False, True):
         for files, stack in run_on_ranks(trace_save, 2, str(tmp_path), shard):
-            assert 5 < len(files) <= MOST_FILES, files
+            assert 5 < len(files) <= MOST_FILES, "\n".join(files)
             assert 2 < len(stack) <= MOST_FRAMES, stack

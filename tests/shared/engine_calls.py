@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from booster_checkpoint import CheckpointEngine
+from booster_checkpoint.save.targets import target_at
 from booster_core import Booster
 from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
 
@@ -26,8 +27,7 @@ class EngineCalls:
         self.wait, self.close = self.engine.wait, self.engine.close
 
     def write_folder(self, name, folder, parts, **options):
-        self.saver.begin(name)
-        return self.saver.write(name, folder, parts, **options)
+        return self.saver.save(parts, target_at(folder), name, **options)
 
     def save_model(self, adapter, path, *, module=None, dtype=None, **options):
         state = ModelState(adapter=adapter, module=module, dtype=dtype)

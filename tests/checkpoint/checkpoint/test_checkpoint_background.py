@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster_checkpoint import ModelPart
-from booster_checkpoint.files.layout import MODEL, FileNames
-from booster_checkpoint.save import saver as saver_module
+from booster_checkpoint.files.names import MODEL, FileNames
+from booster_checkpoint.save import in_place
 from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
@@ -37,13 +37,13 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.event = threading.Event()
-        real = saver_module.write_directly
+        real = in_place.write_ranges
 
         def held_back(*args):
             assert self.event.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(saver_module, "write_directly", held_back)
+        monkeypatch.setattr(in_place, "write_ranges", held_back)
 
 
 def test_the_file_holds_what_was_there_when_the_call_returned(tmp_path, monkeypatch):
@@ -117,14 +117,14 @@ def fail_on(rank, folder, then):
     io, adapter, _ = make()
     if io.rank == rank:
         (folder / "m").mkdir()  # a folder takes the file's place once the save is on its way
-    real = saver_module.write_directly
+    real = in_place.write_ranges
 
     def fail(*args):
         if io.rank == rank:
             raise OSError(28, "No space left on device")
         real(*args)
 
-    saver_module.write_directly = fail
+    in_place.write_ranges = fail
     try:
         io.save_model(adapter, folder / "new" / "m.safetensors", use_async=True)
         next_call = {
@@ -135,7 +135,7 @@ def fail_on(rank, folder, then):
         with pytest.raises(CheckpointError, match="The disk is full"):
             next_call()
     finally:
-        saver_module.write_directly = real
+        in_place.write_ranges = real
     io.wait()  # an error is raised once
 
 
@@ -171,7 +171,7 @@ def commit_in_background(folder):
         step.rename(folder / "done")
 
     texts = {f"rank{io.rank}.json": "{}"}
-    assert io.write_folder("save", step, [part], texts=texts, use_async=True, want_checksums=True, commit=commit) == []
+    assert io.write_folder("save", step, [part], texts=texts, use_async=True, checksums=True, commit=commit) == []
     torch.distributed.barrier()  # training goes on
     io.wait()
     return [(file.name, [(block.nbytes, block.checksum) for block in file.blocks]) for file in committed]
@@ -221,12 +221,12 @@ def test_a_commit_that_fails_is_an_error_on_every_rank(use_async, tmp_path):
 SCRIPT = """
 import sys
 from torch import nn
-from booster_checkpoint.save import saver as saver_module
+from booster_checkpoint.save import in_place
 from booster_core import Booster
 if sys.argv[2] == "fail":
     def fail(*args):
         raise OSError(28, "No space left on device")
-    saver_module.write_directly = fail
+    in_place.write_ranges = fail
 Booster("cpu").save_model(nn.Linear(2, 2), sys.argv[1], use_async=True)
 """
 
@@ -265,7 +265,7 @@ class MeetingHook:
 
 
 def boost_beside_a_save(folder):
-    rank, real = DistCoordinator().rank, saver_module.write_directly
+    rank, real = DistCoordinator().rank, in_place.write_ranges
     may_write, hook = threading.Event(), MeetingHook()
     register_hooks(hook)
 
@@ -276,7 +276,7 @@ def boost_beside_a_save(folder):
 
     booster = Booster("cpu", plugin=ReferencePlugin())
     model, *_ = booster.boost(nn.Linear(64, 64))
-    with mock.patch.object(saver_module, "write_directly", held_back):
+    with mock.patch.object(in_place, "write_ranges", held_back):
         for index in range(3):
             booster.save_model(model, folder / f"{index}.safetensors", use_async=True)
             if rank == 1:

@@ -13,7 +13,7 @@ import torch
 from engine_calls import EngineCalls
 from torch import nn
 
-from booster_checkpoint.save import writer
+from booster_checkpoint.save import in_place
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -155,7 +155,7 @@ def save_over(path, *, use_async, failing_rank):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, content, offset)
 
-    writer.os.pwrite = full
+    in_place.os.pwrite = full
     text = ""
     try:
         io2.save_model(other, path, shard=True, use_async=use_async)
@@ -163,7 +163,7 @@ def save_over(path, *, use_async, failing_rank):
     except CheckpointError as error:
         text = str(error)
     finally:
-        writer.os.pwrite = real
+        in_place.os.pwrite = real
     return text, is_same(model, torch_values(path))
 
 

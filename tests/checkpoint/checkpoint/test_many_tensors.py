@@ -8,16 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_calls import EngineCalls
 from torch import nn
 
-from booster_checkpoint.files.layout import MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
-from booster_checkpoint.save.saver import Save, Saver
+from booster_checkpoint.save.save import Saver, _Save
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
+from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session, places_in_message
 from booster_core.matching import check_same_parameters, states_by_parameter
 from booster_core.ranks.coordinator import DistCoordinator
@@ -169,16 +171,15 @@ def planned_on_one_of_many(folder, has_experts):
     session = SessionOfMany(coordinator, timeout_seconds=None)
     part = ModelPart(OneOfManyAdapter(coordinator.rank, has_experts), FileNames(base=MODEL), max_bytes=1 << 30)
     own = OwnedTensors.of(part, part.owned_shards())  # the adapter's own work is not counted
-    save = Save(
-        name="save",
-        folder=folder,
+    values = SimpleNamespace(facts=lambda: [(part.local_facts(), own)])
+    save = _Save(
+        call="save",
+        target=target_at(folder),
         parts=[part],
+        values=values,
         texts={},
-        want_checksums=False,
+        checksums=False,
         commit=None,
-        facts=lambda: [(part.local_facts(), own)],
-        fragments=list,
-        keeps_values=True,
         is_shown=False,
     )
     saver = Saver(session, 1 << 20, shared_filesystem=None)
@@ -187,7 +188,7 @@ def planned_on_one_of_many(folder, has_experts):
     found = []
     for _ in range(2):
         coordinator.received, start = 0, time.process_time()
-        plan = saver._plan(save, [])
+        plan = saver._plan(save)
         found.append((plan, coordinator.received, time.process_time() - start))
     return found
 
@@ -240,12 +241,14 @@ def test_few_files_are_open_however_many_a_checkpoint_has(tmp_path):
 import os, resource, sys
 import torch
 from pathlib import Path
+from types import SimpleNamespace
 from torch import nn
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_checkpoint.files.layout import MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
-from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
+from booster_checkpoint.save.save import BUCKET_BYTES, Saver
+from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_checkpoint.load.source import open_source
 from booster_core.state import ReplicatedStateAdapter
@@ -255,7 +258,8 @@ model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for inde
 adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
 used = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + 48, used + 48))
-saver.write("save", Path(sys.argv[1]), [ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)])
+part = ModelPart(adapter, FileNames(base=MODEL), max_bytes=256)
+saver.save([part], target_at(Path(sys.argv[1])), "save")
 files = list(Path(sys.argv[1]).glob("*.safetensors"))
 assert len(files) == 500, len(files)
 with torch.no_grad():

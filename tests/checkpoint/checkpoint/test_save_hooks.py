@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch import nn
 
-from booster_checkpoint.save.async_writer import BackgroundWriter
+from booster_checkpoint.save.background import BackgroundWriter
 from booster_core import Booster, hookimpl
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
@@ -49,7 +49,7 @@ def test_it_is_not_called_for_a_save_that_failed(listener, tmp_path, monkeypatch
     def fail(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("booster_checkpoint.save.saver.write_directly", fail)
+    monkeypatch.setattr("booster_checkpoint.save.in_place.write_ranges", fail)
     booster.save_model(model, tmp_path / "model.safetensors", use_async=True)
     with pytest.raises(CheckpointError, match="No space left"):
         booster.wait()

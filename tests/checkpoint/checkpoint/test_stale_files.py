@@ -106,8 +106,8 @@ def test_a_complete_save_ends_an_interruption(form, tmp_path):
 
 
 def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, monkeypatch):
-    from booster_checkpoint.files.layout import FileNames
-    from booster_checkpoint.save import saver
+    from booster_checkpoint.files.names import FileNames
+    from booster_checkpoint.save import targets
     from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 
     io, adapter, _ = parts(seed=1)
@@ -119,8 +119,8 @@ def test_both_kinds_in_one_save_are_marked_while_they_are_replaced(tmp_path, mon
 
     write()
     seen = []
-    sync = saver.sync_folder
-    monkeypatch.setattr(saver, "sync_folder", lambda folder: (seen.append(names(folder)), sync(folder)))
+    sync = targets.sync_folder
+    monkeypatch.setattr(targets, "sync_folder", lambda folder: (seen.append(names(folder)), sync(folder)))
     write()
     marks = {name for name in seen[0] if name.endswith(".interrupted")}
     assert marks == {".model.safetensors.index.json.interrupted", ".optimizer.safetensors.index.json.interrupted"}

@@ -17,7 +17,7 @@ import booster_runtime
 from booster_checkpoint.run import manifest
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.run.run_folder import LocalRun
-from booster_checkpoint.save import saver, writer
+from booster_checkpoint.save import in_place
 from booster_core.errors import CheckpointError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -207,10 +207,10 @@ def fail_at(place, rank, code=errno.ENOSPC):
         raise OSError(code, os.strerror(code), "somewhere")
 
     if DistCoordinator().rank != rank:
-        return mock.patch.object(writer, "__doc__", writer.__doc__)
+        return mock.patch.object(in_place, "__doc__", in_place.__doc__)
     targets = {
-        "write": (writer, "_write_fragment"),
-        "sync": (writer.os, "fsync"),
+        "write": (in_place, "_write_fragment"),
+        "sync": (in_place.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
         "rename": (LocalRun, "place"),
         "latest": (LocalRun, "write_latest"),
@@ -337,14 +337,14 @@ def test_a_save_on_rank_0_only_names_the_missing_rank(tmp_path):
 
 def slow_writes():
     """Return a patch under which each rank takes half a second to write."""
-    whole = saver.write_directly
+    whole = in_place.write_ranges
 
     def slowly(*args):
         paths = whole(*args)
         time.sleep(0.5)
         return paths
 
-    return mock.patch.object(saver, "write_directly", slowly)
+    return mock.patch.object(in_place, "write_ranges", slowly)
 
 
 def save_while_saving(root):

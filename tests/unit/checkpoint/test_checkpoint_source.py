@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER, FileNames, PlannedFile, TensorSpec, split_into_files
+from booster_checkpoint.files.frame import TensorSpec
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.load.source import open_source
+from booster_checkpoint.save.plan import PlannedFile, split_into_files
 from booster_core.errors import CheckpointError
 from booster_core.state import natural_order
 
@@ -124,7 +126,7 @@ def test_files_are_filled_in_natural_order_up_to_a_size():
 
 
 def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
-    from booster_checkpoint.save.writer import create_file, offsets_in
+    from booster_checkpoint.save.in_place import create_file
 
     specs = [
         TensorSpec(key="a", shape=(3,), dtype=torch.uint8),
@@ -133,8 +135,8 @@ def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
     ]
     (ordered,) = split_into_files(specs, None)
     path = tmp_path / "m.safetensors"
-    file = PlannedFile(name=path.name, suffix=".safetensors", specs=ordered)
-    create_file(path, file)
-    offsets = offsets_in(path, file)
+    frame = PlannedFile(name=path.name, suffix=".safetensors", specs=ordered).frame()
+    create_file(path, frame)
+    offsets = frame.offsets
     assert all(offsets[spec.key] % spec.dtype.itemsize == 0 for spec in specs)
     assert load_file(tmp_path / "m.safetensors").keys() == offsets.keys()

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from booster_checkpoint.save import writer
-from booster_checkpoint.save.writer import EarlySync
+from booster_checkpoint.save import in_place
+from booster_checkpoint.save.in_place import EarlySync
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def synced(monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
 
     fails = set()
-    monkeypatch.setattr(writer, "_to_disk", to_disk)
-    monkeypatch.setattr(writer, "_SYNC_BYTES", 10)
+    monkeypatch.setattr(in_place, "_to_disk", to_disk)
+    monkeypatch.setattr(in_place, "_SYNC_BYTES", 10)
     return done, fails
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
@@ -20,7 +20,8 @@ from booster_checkpoint.run.load_step import has_step, load_step
 from booster_checkpoint.run.save_step import save_step
 from booster_checkpoint.save.adapters import adapted_model, save_adapters
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
-from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
+from booster_checkpoint.save.save import BUCKET_BYTES, Saver
+from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import locate, path_at
 from booster_core.checkpoint_io import CheckpointIO, resolved
@@ -118,8 +119,8 @@ class CheckpointEngine(CheckpointIO):
         path = self._path_of(request)
         with self._session.together(request.call, path):
             texts = {path.name: json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"}
-        self._saver.begin(request.call, check=lambda: _check_is_no_folder(path))
-        self._saver.write(request.call, path.parent, [], texts=texts)
+        target = target_at(path.parent, check=lambda: _check_is_no_folder(path))
+        self._saver.save([], target, request.call, texts=texts)
 
     def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
         with self._load(request) as (place, _), self._session.together(request.call, place):
@@ -185,8 +186,7 @@ class CheckpointEngine(CheckpointIO):
         path = self._path_of(request)
         if request.gather_dtensor:
             folder, check = _place(part, path, request)
-            self._saver.begin(request.call, check)
-            self._saver.write(request.call, folder, [part], use_async=request.use_async)
+            self._saver.save([part], target_at(folder, check=check), request.call, use_async=request.use_async)
             return
         for option, is_used in ((f"prefix={request.prefix!r}", request.prefix), ("use_async=True", request.use_async)):
             if is_used:

@@ -1,6 +1,6 @@
 """Folders of ``torch.distributed.checkpoint`` at URLs: torch writes them to a local folder, which is then uploaded.
 
-Everything else is uploaded while it is written (`booster_checkpoint.save.remote`).
+Everything else is uploaded while it is written (`booster_checkpoint.save.targets`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster_checkpoint.files.composed import ComposedTensors, Layout
-from booster_checkpoint.files.layout import MODEL
+from booster_checkpoint.files.names import MODEL
 from booster_checkpoint.files.safetensors_file import SafetensorsFile
 
 __all__ = ["MODEL", "ComposedTensors", "Layout", "SafetensorsFile"]

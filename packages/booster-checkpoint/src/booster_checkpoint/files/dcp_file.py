@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.dcp_table import Slice, Table, read_table
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER
+from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.files.parts import read_common
 from booster_checkpoint.files.tensor_file import TensorFile
 from booster_checkpoint.storage.range_stream import RangeStream

@@ -1,7 +1,7 @@
 """Files in the safetensors format: an 8-byte length, a JSON header, and the tensors' values.
 
-Read here, and written in `booster_checkpoint.save.writer`, instead of by the safetensors library because ranks
-write parts of one file side by side, and because a header is checked in full before the first value is read.
+Framed and read here instead of by the safetensors library because ranks write parts of one file side by side, and
+because a header is checked in full before the first value is read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import torch
 from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
+from booster_checkpoint.files.frame import FileFrame
 from booster_checkpoint.files.tensor_file import TensorFile
 from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
+    from booster_checkpoint.files.frame import TensorSpec
     from booster_core.state import Box
 
 DTYPE_NAMES = {
@@ -57,6 +59,46 @@ _LARGEST = 1 << 62
 METADATA = "__metadata__"
 VALUES_PREFIX = "booster."
 """Prefix of the metadata entries that hold values of ours."""
+
+
+def safetensors_frame(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileFrame:
+    """Return the frame of a safetensors file: the header's length and the header.
+
+    Args:
+        specs: The tensors, in the order of their values.
+        values: Encoded JSON, which goes into the header's metadata.
+
+    Raises:
+        CheckpointError: If the format cannot hold a dtype, or the header is longer than its library reads.
+    """
+    metadata = {"format": "pt", **{VALUES_PREFIX + name: json.dumps(value) for name, value in values.items()}}
+    header: dict[str, Any] = {METADATA: metadata}
+    places, used = dict[str, int](), 0
+    for spec in specs:
+        if spec.dtype not in DTYPE_NAMES:
+            msg = (
+                f"'{spec.key}' has dtype {spec.dtype}, which safetensors files cannot hold. Use "
+                "`use_safetensors=False`."
+            )
+            raise CheckpointError(msg)
+        places[spec.key] = used
+        header[spec.key] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [used, used + spec.nbytes],
+        }
+        used += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        msg = (
+            f"The names of {len(specs)} tensors and {len(values)} other values make a header of {len(text)} bytes; a "
+            f"safetensors file takes {MAX_HEADER_BYTES}. Use `shard=True` or a smaller `size_per_shard`."
+        )
+        raise CheckpointError(msg)
+    head = struct.pack("<Q", len(text)) + text
+    offsets = {key: len(head) + place for key, place in places.items()}
+    return FileFrame(nbytes=len(head) + used, offsets=offsets, pieces=((0, head),))
 
 
 class SafetensorsFile(TensorFile):

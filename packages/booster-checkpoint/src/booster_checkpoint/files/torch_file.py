@@ -1,4 +1,4 @@
-"""Files made by ``torch.save``: written in place like any other file, read without running what they hold.
+"""Files made by ``torch.save``: written like any other file, read without running what they hold.
 
 ``torch.save`` can leave the tensors' values out and keep their room, so ranks fill it in side by side. The checksums
 of the zip records with values are left at zero: torch does not look at them, general zip tools complain. Reading
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import pickle
+import tempfile
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.files.layout import SAFETENSORS
+from booster_checkpoint.files.frame import FileFrame
+from booster_checkpoint.files.names import SAFETENSORS
 from booster_checkpoint.files.tensor_file import TensorFile
 from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointError
@@ -24,39 +27,44 @@ from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    from booster_checkpoint.files.layout import TensorSpec
+    from booster_checkpoint.files.frame import TensorSpec
     from booster_core.state import Box
 
 
-def create_torch_file(path: Path, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> None:
-    """Write what ``torch.save`` of a plain dict writes, with room for the tensors' values instead of them.
+def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileFrame:
+    """Return the frame of the file that ``torch.save`` of a plain dict writes.
+
+    It is read from a local file in which the values are a hole, so that it takes little space.
 
     Args:
-        path: The file; replaced if it exists.
+        name: The file's name, which torch writes into it.
         specs: The tensors, in the order of their values.
         values: Other entries of the dict: encoded JSON (`booster_core.state.json_values`) by name.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # what skip_data's documentation builds on
 
-    with FakeTensorMode():
-        tensors = {spec.key: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
-        content = _content(tensors, values)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(content, path)
-
-
-def offsets_in_torch_file(path: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return where in a file that `create_torch_file` has made each tensor's values begin, in bytes."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        content = torch.load(path, weights_only=True)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in content.items():
-        encode_json(value, name, tensors)
-    return {spec.key: _offset_of(tensors[spec.key]) for spec in specs}
+    with tempfile.TemporaryDirectory(prefix="booster-") as folder:
+        path = Path(folder) / name
+        with FakeTensorMode():
+            tensors = {spec.key: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(_content(tensors, values), path)
+            content = torch.load(path, weights_only=True)
+        saved: dict[str, torch.Tensor] = {}
+        for entry, value in content.items():
+            encode_json(value, entry, saved)
+        offsets = {spec.key: _offset_of(saved[spec.key]) for spec in specs}
+        nbytes = path.stat().st_size
+        pieces, begin = [], 0
+        ends = sorted((offsets[spec.key], offsets[spec.key] + spec.nbytes) for spec in specs if spec.nbytes)
+        with path.open("rb") as stream:
+            for start, stop in (*ends, (nbytes, nbytes)):
+                if begin < start:
+                    stream.seek(begin)
+                    pieces.append((begin, stream.read(start - begin)))
+                begin = stop
+    return FileFrame(nbytes=nbytes, offsets=offsets, pieces=tuple(pieces))
 
 
 def _content(tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:

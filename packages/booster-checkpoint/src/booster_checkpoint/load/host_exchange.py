@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges
-from booster_checkpoint.save.writer import synchronize_devices
+from booster_checkpoint.save.fragments import synchronize_devices
 from booster_core.ranks import digest
 from booster_core.state import regions_of
 

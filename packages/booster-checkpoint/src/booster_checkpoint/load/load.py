@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER
+from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.load.fill import Fill
 from booster_checkpoint.load.naming import as_model_names, excluder
 from booster_checkpoint.load.optimizer_positions import by_name, is_positional

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.composed import ComposedTensors
-from booster_checkpoint.files.layout import MODEL
+from booster_checkpoint.files.names import MODEL
 from booster_checkpoint.load.fill import ShardReader
 from booster_checkpoint.load.naming import as_model_names
 from booster_checkpoint.load.source import open_source

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.index import read_index
-from booster_checkpoint.files.layout import (
+from booster_checkpoint.files.names import (
     INTERRUPTED,
     MODEL,
     OPTIMIZER,
@@ -25,6 +24,7 @@ from booster_checkpoint.files.layout import (
     TORCH_MODEL,
     FileNames,
     mark_of,
+    read_index,
 )
 from booster_checkpoint.files.opening import open_tensor_file
 from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among

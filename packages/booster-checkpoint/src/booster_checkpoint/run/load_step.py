@@ -15,7 +15,7 @@ import itertools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER
+from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, ReadChecks, damaged, required
 from booster_checkpoint.run.run_folder import open_run

@@ -5,19 +5,17 @@ The order in which it becomes one is drawn in `booster_checkpoint.run.run_folder
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.run_folder import METRIC, open_run
-from booster_checkpoint.run.training_part import BASE, TrainingPart
+from booster_checkpoint.run.training_part import TrainingPart
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
-from booster_checkpoint.storage import LocalLocation, locate
-from booster_checkpoint.storage.location import sync_folder
+from booster_checkpoint.save.targets import target_at
+from booster_checkpoint.storage import locate
 from booster_core.errors import ConfigError
 from booster_core.state import encode_json
 
@@ -26,15 +24,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_checkpoint.files.layout import WrittenFile
     from booster_checkpoint.run.lease import Leases
     from booster_checkpoint.run.run_folder import RunFolder
     from booster_checkpoint.save.parts import Part
-    from booster_checkpoint.save.saver import Saver
+    from booster_checkpoint.save.plan import WrittenFile
+    from booster_checkpoint.save.save import Saver
     from booster_checkpoint.session import Session
     from booster_core.checkpoint_io import SaveRequest, TrainingState
 
-_EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
 _last_saved: dict[str, tuple[int, weakref.ref[nn.Module]]] = {}
 """The step that this process saved last into each root, and the model that it was of."""
 
@@ -83,31 +80,14 @@ def save_step(
     stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
     def commit(written: list[WrittenFile]) -> None:
-        try:
-            leases.hold(run)  # at a URL, the manifest makes it a step
-            if isinstance(folder, LocalLocation):
-                _arrange(folder.path, [file.name for file in written])
-            files = {
-                _placed(file.name): FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
-                for file in written
-            }
-            Manifest(step=options.step, files=files, facts=stated).write(folder)
-            run.commit(folder, options, lambda: leases.hold(run))
-        except BaseException:
-            if isinstance(folder, LocalLocation):  # at a URL, where the next save removes what is no step
-                shutil.rmtree(folder.path, ignore_errors=True)
-            raise
+        leases.hold(run)  # at a URL, the manifest makes it a step
+        files = {file.name: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors) for file in written}
+        Manifest(step=options.step, files=files, facts=stated).write(folder)
+        run.commit(folder, options, lambda: leases.hold(run))
 
     parts = _parts_of(state, training, request.size_per_shard << 20)
-    saver.write(
-        call,
-        folder.as_path(),
-        parts,
-        use_async=request.use_async,
-        want_checksums=True,
-        commit=commit,
-        home=_home,
-    )
+    target = target_at(folder.as_path(), is_fresh=True)
+    saver.save(parts, target, call, use_async=request.use_async, checksums=True, commit=commit)
     if state.model.module is not None:
         _last_saved[run.root.identity] = options.step, weakref.ref(state.model.module)
 
@@ -115,12 +95,19 @@ def save_step(
 def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> list[Part]:
     model = state.model
     parts: list[Part] = [
-        ModelPart(model.adapter, FileNames(base=MODEL), max_bytes=max_bytes, dtype=model.dtype, module=model.module)
+        ModelPart(
+            model.adapter,
+            FileNames(base=MODEL),
+            max_bytes=max_bytes,
+            folder=MODEL,
+            dtype=model.dtype,
+            module=model.module,
+        )
     ]
     if state.optimizer is not None:
-        parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes))
+        parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes, folder=OPTIMIZER))
     if state.ema is not None:
-        parts.append(ModelPart(state.ema.adapter, _EMA_NAMES, max_bytes=max_bytes))
+        parts.append(ModelPart(state.ema.adapter, FileNames(base=MODEL, prefix=EMA), max_bytes=max_bytes, folder=EMA))
     return [*parts, training]
 
 
@@ -139,31 +126,3 @@ def _check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) ->
 def forget_model(run: RunFolder) -> None:
     """Let any model be saved into a root from which one was loaded."""
     _last_saved.pop(run.root.identity, None)
-
-
-def _home(name: str) -> str:
-    """Return the folder of a file inside of a step's."""
-    if name == _EMA_NAMES.index or _EMA_NAMES.is_part(name):
-        return EMA
-    names = FileNames(base=OPTIMIZER)
-    if name in (names.single, names.index, names.groups) or names.is_part(name):
-        return OPTIMIZER
-    return "" if name.startswith(f"{BASE}.") else MODEL
-
-
-def _placed(name: str) -> str:
-    """Return a file's path inside of a step's folder."""
-    return f"{_home(name)}/{name}".lstrip("/")
-
-
-def _arrange(folder: Path, names: list[str]) -> None:
-    """Move files into the folders inside of a step's, durably."""
-    folders = set[Path]()
-    for name in names:
-        place = folder / _placed(name)
-        if place.parent != folder:
-            place.parent.mkdir(exist_ok=True)
-            (folder / name).rename(place)
-            folders.add(place.parent)
-    for inner in (*folders, folder):
-        sync_folder(inner)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from booster_checkpoint.files.layout import SAFETENSORS, TORCH, FileNames
+from booster_checkpoint.files.names import SAFETENSORS, TORCH, FileNames
 from booster_checkpoint.save.parts import ModelPart
+from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.storage import leaves_folder
 from booster_core.errors import ConfigError
 from booster_core.state import ModelView, NamedTensors, is_adapted, own_class
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-    from booster_checkpoint.save.saver import Saver
+    from booster_checkpoint.save.save import Saver
     from booster_core.checkpoint_io import ModelState, SaveRequest
     from booster_core.state import StateAdapter, TensorShard
 
@@ -95,8 +96,7 @@ def save_adapters(
         def drop_other_form(_written: object, stale: Path = home / f"{_FILE}{other}") -> None:
             stale.unlink(missing_ok=True)  # peft reads safetensors, where both are there
 
-        saver.begin(request.call)
-        saver.write(request.call, home, [part], commit=drop_other_form)
+        saver.save([part], target_at(home), request.call, commit=drop_other_form)
 
 
 class _AdapterView(ModelView):

@@ -13,73 +13,177 @@ receives from the rank ``s`` after it, so that ranks never wait for each other i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
-from booster_checkpoint.save.writer import EarlySync, create_file, offsets_in, synchronize_devices, write_at
+from booster_checkpoint.save.fragments import synchronize_devices
+from booster_checkpoint.save.targets import StoreTarget
 from booster_checkpoint.session import swap_bytes
 from booster_core.errors import CheckpointError
 from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
-    from booster_checkpoint.files.layout import PlannedFile, SavePlan, TensorSpec
-    from booster_checkpoint.save.remote import Uploads
-    from booster_checkpoint.save.writer import Fragment
+    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
+    from booster_checkpoint.save.plan import PlannedFile, SavePlan, Sums
+    from booster_checkpoint.save.targets import Target
     from booster_checkpoint.session import Session
-    from booster_checkpoint.storage import WriteStream
     from booster_core.ranks import Host
     from booster_core.state import Box, Region
 
 _ALIGNMENT = 16
 """Size of the widest element."""
-_GAP_BYTES = 1 << 20
 
 
-def choose_owners(
-    session: Session, folder: Path, token: str, *, shared_filesystem: bool | None, group: ProcessGroup | None
-) -> list[int]:
-    """Return the ranks that write files, in the order in which files are given to them.
+class FileStream(Protocol):
+    """A file that is written from front to back."""
 
-    Those are all ranks that see the folder as rank 0 sees it, the first of each host before the second of any.
+    def write(self, values: memoryview) -> None:
+        """Append bytes. The memory may change as soon as this returns."""
+
+    def finish(self) -> None:
+        """All of it has been written; on a disk, wait until it is there."""
+
+    def abandon(self) -> None:
+        """Let go of the file as it is."""
+
+
+def write_by_owners(
+    session: Session,
+    call: str,
+    plan: SavePlan,
+    target: Target,
+    fragments: Iterable[Fragment],
+    *,
+    buffers: SnapshotBuffers | None,
+    shared_filesystem: bool | None,
+    bucket_bytes: int,
+    checksums: bool,
+    progress: Callable[[int], None],
+    group: ProcessGroup | None,
+) -> Sums:
+    """Let one rank write each file of tensors, whoever has its values.
 
     Args:
         session: The ranks.
-        folder: The folder, which rank 0 has made.
-        token: Text that no other save uses.
+        call: What the user called.
+        plan: The plan.
+        target: Where the files go; prepared.
+        fragments: What this rank holds.
+        buffers: Memory for a copy of fragments that do not stay until the end; ``None`` where they do.
+        shared_filesystem: See `_choose_owners`.
+        bucket_bytes: Most memory to use besides the fragments.
+        checksums: Compute checksums.
+        progress: Told the number of bytes after each write.
+        group: The group to communicate in; the default group when ``None``.
+
+    Returns:
+        The sizes of the files of tensors, and their blocks where checksums are asked for, on rank 0.
+
+    Collective: every rank.
+    """
+    own_group = group or (session.cpu_group() if session.world_size > 1 else None)
+    owners = _choose_owners(session, call, plan, target, shared_filesystem=shared_filesystem, group=group)
+    try:
+        with session.together(f"{call} (list values)", target.path, for_long=True):
+            job = OwnerWrite(
+                plan,
+                fragments if buffers is None else buffers.take(fragments),
+                owners,
+                rank=session.rank,
+                world_size=session.world_size,
+                bucket_bytes=bucket_bytes,
+                want_checksums=checksums,
+                progress=progress,
+                open_file=functools.partial(target.open, plan),
+            )
+        with session.together(f"{call} (write)", target.path, for_long=True):
+            told = job.run(own_group)
+    finally:
+        if buffers is not None:
+            buffers.release()
+    return {name: each for sums in session.gather_to_first(told, group) for name, each in sums.items()}
+
+
+def _choose_owners(
+    session: Session,
+    call: str,
+    plan: SavePlan,
+    target: Target,
+    *,
+    shared_filesystem: bool | None,
+    group: ProcessGroup | None,
+) -> list[int]:
+    """Return the ranks that write files, in the order in which files are given to them.
+
+    Those are all ranks that see the target as rank 0 sees it, the first of each host before the second of any.
+
+    Args:
+        session: The ranks.
+        call: What the user called.
+        plan: The plan.
+        target: Where the files go.
         shared_filesystem: ``True`` refuses a folder that some ranks do not see; ``False`` leaves all to rank 0.
         group: The group to communicate in; the default group when ``None``.
 
     Raises:
-        CheckpointError: If ``shared_filesystem`` is ``True`` and it is not.
+        CheckpointError: If some ranks do not see what all have to see: a storage, or a folder where
+            ``shared_filesystem`` is ``True``.
 
     Collective: every rank.
     """
+    hosts = session.hosts(group)
+    if isinstance(target, StoreTarget):
+        _check_that_all_see(session, call, target, group)
+        return spread_over_hosts(hosts, range(session.world_size))
     if shared_filesystem is False:
         return [0]
-    seeing = session.ranks_that_see(folder, token, group)
+    seeing = session.ranks_that_see(target.path, plan.token, group)
     blind = [rank for rank in range(session.world_size) if rank not in seeing]
     if shared_filesystem and blind:
         msg = (
-            f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{folder}'. "
+            f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{target.path}'. "
             "Save to a folder that all hosts share, or leave `shared_filesystem` out."
         )
         raise CheckpointError(msg)
-    hosts = session.hosts(group)
     # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
     return spread_over_hosts(hosts, [rank for rank in seeing if not blind or hosts[rank] == hosts[0]])
+
+
+def _check_that_all_see(session: Session, call: str, target: StoreTarget, group: ProcessGroup | None) -> None:
+    """Raise if a rank does not see what rank 0 wrote at a URL; each storage is tried once.
+
+    Raises:
+        CheckpointError: If a rank does not see it: ``memory://`` is each process' own.
+
+    Collective: every rank.
+    """
+    probe = target.probe
+    if probe is None:
+        return
+    seen = session.gather(call, target.path, lambda: probe.size() is not None, group)
+    if session.rank == 0:
+        target.forget_probe()
+    if not all(seen):
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        msg = (
+            f"Ranks {blind[:10]} do not see what rank 0 wrote to '{target.path}'. A storage of one process or host "
+            "cannot serve others: save to one that all ranks reach."
+        )
+        raise CheckpointError(msg)
+    session.shared_storages.add(target.storage)
 
 
 def spread_over_hosts(hosts: Sequence[Host], ranks: Iterable[int]) -> list[int]:
@@ -216,13 +320,13 @@ class OwnerWrite:
     Args:
         plan: The plan. Owners create their files.
         fragments: What this rank holds; all of them are kept, and read when their window's turn comes.
-        owners: The ranks that write, see `choose_owners`.
+        owners: The ranks that write, see `_choose_owners`.
         rank: This rank.
         world_size: Number of ranks.
         bucket_bytes: Most memory to use besides the fragments, in bytes.
         want_checksums: Compute checksums.
         progress: Told the number of bytes after each write.
-        uploads: Where the files go if the folder is at a URL.
+        open_file: Opens a file of this rank's, given its name and size.
     """
 
     def __init__(
@@ -236,10 +340,10 @@ class OwnerWrite:
         bucket_bytes: int,
         want_checksums: bool,
         progress: Callable[[int], None],
-        uploads: Uploads | None = None,
+        open_file: Callable[[str, int], FileStream],
     ) -> None:
         self._plan = plan
-        self._uploads = uploads
+        self._open_file = open_file
         self._owners = owners
         self._rank = rank
         # Where each step of a round sends to, and receives from.
@@ -367,84 +471,51 @@ class OwnerWrite:
                 self._told[file.name] = self._open(file).close()
 
     def _open(self, file: PlannedFile) -> _Stream:
-        if self._uploads is None:
-            return _Stream(self._plan.temporary(file.name), file, want_checksum=self._want_checksums)
-        return _Stream(
-            self._uploads.layout_of(file), file, want_checksum=self._want_checksums, open_upload=self._uploads.open
-        )
+        return _Stream(file, self._open_file, want_checksum=self._want_checksums)
 
 
 class _Stream:
-    """A file that one rank writes from front to back.
-
-    A file at a URL is laid out in a local file, whose room for the values stays a hole: it takes no space.
+    """What one rank writes of a file from front to back: its frame, and the values between the frame's pieces.
 
     Args:
-        path: Its path, or that of its layout; created here.
         file: What it holds.
+        open_file: Opens the file, given its name and size.
         want_checksum: Compute the checksums of its blocks on the way.
-        open_upload: Opens the file at a URL, given its name and size.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        file: PlannedFile,
-        *,
-        want_checksum: bool,
-        open_upload: Callable[[str, int], WriteStream] | None = None,
-    ) -> None:
+    def __init__(self, file: PlannedFile, open_file: Callable[[str, int], FileStream], *, want_checksum: bool) -> None:
         self.file = file
-        self._path = path
-        create_file(path, file)
-        self._offsets = offsets_in(path, file)
-        self._descriptor = os.open(path, os.O_RDWR)
-        self._early = EarlySync()
-        self._upload: WriteStream | None = None
-        if open_upload is not None:
-            path.unlink()
-            self._upload = open_upload(file.name, os.fstat(self._descriptor).st_size)
-        self._position = 0
-        sizes = file.block_sizes(os.fstat(self._descriptor).st_size) if want_checksum else []
+        self._frame = file.frame()
+        self._rest = list(reversed(self._frame.pieces))
+        self._stream = open_file(file.name, self._frame.nbytes)
+        sizes = file.block_sizes(self._frame.nbytes) if want_checksum else []
         self._hasher = BlockHasher(sizes) if want_checksum else None
+        self._position = 0
 
     def write(self, cut: _Cut, values: memoryview) -> None:
         """Write a range of a tensor's values, after those of all tensors before it in the file."""
-        offset = self._offsets[cut.spec.key] + cut.start * cut.spec.dtype.itemsize
-        self._pass_over(offset)
-        if self._upload is None:
-            write_at(self._descriptor, values, offset)
-            self._early.note(self._descriptor, len(values))
-        else:
-            self._upload.write(values)
-        if self._hasher is not None:
-            self._hasher.update(values)
-        self._position = offset + len(values)
+        offset = self._frame.offsets[cut.spec.key] + cut.start * cut.spec.dtype.itemsize
+        self._write_pieces(offset)
+        assert offset == self._position, "values are in the order of the file"
+        self._append(values)
 
     def close(self) -> tuple[int, tuple[Block, ...]]:
-        """Wait until all of it is on disk; return its size and blocks. The end of an upload is not waited for."""
-        size = os.fstat(self._descriptor).st_size
-        self._pass_over(size)
-        if self._upload is None:
-            self._early.close()
-            os.fsync(self._descriptor)
-        self.abandon()
-        return size, () if self._hasher is None else tuple(self._hasher.blocks)
+        """Write the rest; return the file's size and blocks. The end of an upload is not waited for."""
+        self._write_pieces(self._frame.nbytes)
+        self._stream.finish()
+        return self._position, () if self._hasher is None else tuple(self._hasher.blocks)
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        self._early.abandon()
-        os.close(self._descriptor)
+        self._stream.abandon()
 
-    def _pass_over(self, offset: int) -> None:
-        """Take what is between values, as it was laid out: the header, a zip's records."""
-        if self._hasher is None and self._upload is None:
-            return
-        assert offset >= self._position, "values are in the order of the file"
-        while self._position < offset:
-            content = os.pread(self._descriptor, min(offset - self._position, _GAP_BYTES), self._position)
-            if self._hasher is not None:
-                self._hasher.update(content)
-            if self._upload is not None:
-                self._upload.write(memoryview(content))
-            self._position += len(content)
+    def _write_pieces(self, end: int) -> None:
+        """Write the pieces of the frame that begin before an offset."""
+        while self._rest and self._rest[-1][0] < end:
+            self._append(memoryview(self._rest.pop()[1]))
+
+    def _append(self, content: memoryview) -> None:
+        self._stream.write(content)
+        if self._hasher is not None:
+            self._hasher.update(content)
+        self._position += len(content)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from booster_checkpoint.files.layout import FileNames
+    from booster_checkpoint.files.names import FileNames
     from booster_checkpoint.save.transformers_files import PretrainedNames
     from booster_core.state import StateAdapter
 
@@ -49,16 +49,24 @@ class Part(ABC):
         names: How its files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
+        folder: The folder of its files, inside of that of the save; ``""`` is that itself.
 
     Attributes:
         is_alone: Whether the folder is this part's, though it is one file: other forms there are removed.
     """
 
-    def __init__(self, names: FileNames, *, max_bytes: int | None = None, file_name: str | None = None) -> None:
+    def __init__(
+        self, names: FileNames, *, max_bytes: int | None = None, file_name: str | None = None, folder: str = ""
+    ) -> None:
         self.names = names
         self.max_bytes = max_bytes
         self.file_name = file_name
+        self.folder = folder
         self.is_alone = False
+
+    def place_of(self, name: str) -> str:
+        """Return the name that a file of this part has in the folder of the save."""
+        return f"{self.folder}/{name}" if self.folder else name
 
     @property
     def is_divided(self) -> bool:
@@ -124,6 +132,7 @@ class ModelPart(Part):
         names: How the files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file.
         file_name: Name of the one file, where it is not ``names.single``.
+        folder: See `Part`.
         dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
             one are written as they are.
         texts: Further files and their content.
@@ -138,11 +147,12 @@ class ModelPart(Part):
         *,
         max_bytes: int | None = None,
         file_name: str | None = None,
+        folder: str = "",
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         texts: Mapping[str, str] | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        super().__init__(names, max_bytes=max_bytes, file_name=file_name)
+        super().__init__(names, max_bytes=max_bytes, file_name=file_name, folder=folder)
         self._adapter = adapter
         self._module = module
         self._dtype = dtype
@@ -270,6 +280,7 @@ class OptimizerPart(Part):
         names: How the files are called.
         max_bytes: Largest size of a file's values; ``None`` writes one file, with the groups inside.
         file_name: Name of the one file, where it is not ``names.single``.
+        folder: See `Part`.
     """
 
     def __init__(
@@ -279,8 +290,9 @@ class OptimizerPart(Part):
         *,
         max_bytes: int | None = None,
         file_name: str | None = None,
+        folder: str = "",
     ) -> None:
-        super().__init__(names, max_bytes=max_bytes, file_name=file_name)
+        super().__init__(names, max_bytes=max_bytes, file_name=file_name, folder=folder)
         self._adapter = adapter
         self._info: dict[str, Any] = {}
 

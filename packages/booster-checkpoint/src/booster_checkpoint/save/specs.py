@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from booster_checkpoint.files.layout import TensorSpec
+from booster_checkpoint.files.frame import TensorSpec
 from booster_core.errors import CheckpointError, shorten
 from booster_core.state import natural_order
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from booster_checkpoint.files.byte_file import as_array
-from booster_checkpoint.save.writer import write_at
+from booster_checkpoint.save.in_place import write_at
 from booster_core.state import box_shape, runs_of, slices_of
 
 if TYPE_CHECKING:

@@ -11,21 +11,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.dcp_table import METADATA
-from booster_checkpoint.files.layout import (
-    MODEL,
-    OPTIMIZER,
-    SAFETENSORS,
-    TORCH,
-    TORCH_MODEL,
-    FileNames,
-)
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
-from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
-from booster_checkpoint.save.writer import sync_folder
+from booster_checkpoint.save.save import BUCKET_BYTES, Saver
+from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_checkpoint.tools.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.tools.source_adapter import SourceAdapter
@@ -167,7 +161,7 @@ def _write(
         (part,) = parts
         save_dcp("convert", session, part, folder)
     else:
-        Saver(session, BUCKET_BYTES, shared_filesystem=None).write("convert", folder, parts)
+        Saver(session, BUCKET_BYTES, shared_filesystem=None).save(parts, target_at(folder), "convert")
 
 
 def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:

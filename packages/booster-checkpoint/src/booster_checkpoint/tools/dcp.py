@@ -41,8 +41,8 @@ from booster_checkpoint.files.dcp_table import METADATA, read_table
 from booster_checkpoint.remote import staged_for
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
-from booster_checkpoint.save.writer import sync_folder
 from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_core.errors import CheckpointError
 from booster_core.state import OptimizerInfo, box_shape, distinct, pack, regions_of

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.index import read_index
-from booster_checkpoint.files.layout import MODEL, OPTIMIZER
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, read_index
 from booster_checkpoint.load.load import read_optimizer_info
 from booster_checkpoint.load.source import Source
 from booster_checkpoint.run.manifest import MANIFEST, Manifest

@@ -1,20 +1,17 @@
-"""Where everything of a save goes: the names of its files, and which tensor is in which file.
+"""Where everything of a save goes: which file holds which tensor, and which files come last.
 
-Names are those that Hugging Face libraries write and look for. Tensors are put in the natural order of their names, so
-that files do not depend on the plugin, on the number of ranks or on who owns what: the same state gives the same bytes.
-All of it is arithmetic on names and sizes, which every rank repeats alike.
+Tensors are put in the natural order of their names, so that files do not depend on the plugin, on the number of ranks
+or on who owns what: the same state gives the same bytes. All of it is arithmetic on names and sizes, which every rank
+repeats alike.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.checksums import block_sizes
-from booster_checkpoint.storage.temporary import temporary_name
+from booster_checkpoint.files.names import SAFETENSORS, TORCH, index_text
 from booster_core.errors import ConfigError
 from booster_core.state import tensor_references
 
@@ -22,100 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
     from booster_checkpoint.files.checksums import Block
+    from booster_checkpoint.files.frame import FileFrame, TensorSpec
     from booster_checkpoint.save.parts import Part
-
-SAFETENSORS, TORCH = ".safetensors", ".bin"
-MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
-INTERRUPTED = ".interrupted"
-"""Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileNames:
-    """The names of one checkpoint's files.
-
-    Args:
-        base: ``"model"``, ``"pytorch_model"`` or ``"optimizer"``.
-        suffix: ``".safetensors"`` or ``".bin"``.
-        prefix: Put between base and suffix, as Hugging Face does with a ``variant``: ``model.ema.safetensors``.
-    """
-
-    base: str
-    suffix: str = SAFETENSORS
-    prefix: str | None = None
-
-    @property
-    def stem(self) -> str:
-        """The name of the single file without its suffix."""
-        return self.base if not self.prefix else f"{self.base}.{self.prefix}"
-
-    @property
-    def single(self) -> str:
-        """The name of the one file of an undivided checkpoint."""
-        return f"{self.stem}{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        """The name of the index of a divided checkpoint."""
-        middle = "" if not self.prefix else f".{self.prefix}"
-        return f"{self.base}{self.suffix}.index{middle}.json"
-
-    @property
-    def mark(self) -> str:
-        """The name of the file that is there while the files of a divided checkpoint are replaced."""
-        return mark_of(self.index)
-
-    @property
-    def other_forms(self) -> tuple[FileNames, ...]:
-        """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
-        if self.base == TORCH_MODEL:
-            return (FileNames(base=MODEL, prefix=self.prefix),)
-        return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()
-
-    @property
-    def groups(self) -> str:
-        """The name of the file with an optimizer's parameter groups."""
-        return "param_groups.json" if not self.prefix else f"param_groups.{self.prefix}.json"
-
-    def part(self, number: int, total: int) -> str:
-        """Return the name of one file of a divided checkpoint; ``number`` counts from 1."""
-        return f"{self.stem}-{number:05d}-of-{total:05d}{self.suffix}"
-
-    def is_part(self, name: str) -> bool:
-        """Whether a name is that of a file of a divided checkpoint of this stem."""
-        return re.fullmatch(rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}", name) is not None
-
-    def includes(self, name: str) -> bool:
-        """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
-        return name in (self.single, self.index) or self.is_part(name)
-
-
-def mark_of(index: str) -> str:
-    """Return the name of the file that is there while the files of an index are replaced."""
-    return f".{index}{INTERRUPTED}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """One whole tensor as a file holds it.
-
-    Args:
-        key: Name in the file.
-        shape: Shape of the whole tensor.
-        dtype: Element type in the file.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's values in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
@@ -146,7 +52,7 @@ class PlannedFile:
     """A file of tensors that a save writes.
 
     Args:
-        name: Its name in the folder.
+        name: Its name in the save's folder; a part with a folder has that before it.
         suffix: The kind of file.
         specs: Its tensors, in the order of their values.
         values: Its other values, as encoded JSON.
@@ -156,6 +62,20 @@ class PlannedFile:
     suffix: str
     specs: tuple[TensorSpec, ...]
     values: dict[str, Any] = field(default_factory=dict)
+
+    def frame(self) -> FileFrame:
+        """Return the file without its tensors' values; computed anew by each call.
+
+        Raises:
+            CheckpointError: If its format cannot hold it.
+        """
+        if self.suffix == SAFETENSORS:
+            from booster_checkpoint.files.safetensors_file import safetensors_frame
+
+            return safetensors_frame(self.specs, self.values)
+        from booster_checkpoint.files.torch_file import torch_frame
+
+        return torch_frame(self.name.rpartition("/")[2], self.specs, self.values)
 
     def block_sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of the blocks that get checksums, where the file has ``nbytes`` bytes."""
@@ -170,7 +90,7 @@ class WrittenFile:
     """A file that was written.
 
     Args:
-        name: Its name in the folder.
+        name: Its name in the save's folder.
         nbytes: Its size.
         blocks: Its blocks, where their checksums were asked for.
         tensors: The names of its tensors.
@@ -182,12 +102,15 @@ class WrittenFile:
     tensors: tuple[str, ...] = ()
 
 
+Sums = dict[str, tuple[int, tuple["Block", ...]]]
+"""What the writers of files say of them, by name: size, and blocks where checksums were asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
     """The layout of a save; the same on every rank.
 
     Args:
-        folder: Where the files go.
         token: Text that no other save uses; part of temporary names.
         files: The files of tensors.
         texts: Other files and their content.
@@ -199,7 +122,6 @@ class SavePlan:
         healed: Names of such files of interrupted saves that this save replaces, and their indexes.
     """
 
-    folder: Path
     token: str
     files: tuple[PlannedFile, ...]
     texts: dict[str, str]
@@ -224,45 +146,52 @@ class SavePlan:
         """Size of all tensors' values."""
         return sum(spec.nbytes for file in self.files for spec in file.specs)
 
-    def temporary(self, name: str) -> Path:
-        """Return a file's path until it is complete."""
-        return self.folder / temporary_name(name, self.token)
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the files, inside of the save's; ``""`` is that itself."""
+        return sorted({name.rpartition("/")[0] for name in self.names})
 
 
 def make_plan(
-    folder: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
+    where: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
 ) -> SavePlan:
     """Return where everything goes, from what all ranks know alike.
 
     Args:
-        folder: Where the files go.
+        where: The folder, for messages.
         token: Text that no other save uses.
         parts: The parts; they have learned what all ranks said.
         specs: For each part, its whole tensors, in natural order.
         texts: Further files and their content.
+
+    Raises:
+        ConfigError: If a file's name leads out of its folder.
     """
     files: list[PlannedFile] = []
     homes, all_texts, last = [], dict(sorted(texts.items())), []
     for part, part_specs in zip(parts, specs, strict=True):
         divided = split_into_files(part_specs, part.max_bytes)
         home: dict[str, int] = {}
+        names = dict[str, str]()  # of tensors' files, in the part's folder
         for number, file_specs in enumerate(divided, start=1):
             name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
             values = part.values() if number == 1 else {}
             home |= {spec.key: len(files) for spec in file_specs}
+            names |= {spec.key: name for spec in file_specs}
             ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
-            files.append(PlannedFile(name=name, suffix=part.names.suffix, specs=ordered, values=values))
+            files.append(PlannedFile(name=part.place_of(name), suffix=part.names.suffix, specs=ordered, values=values))
         homes.append(home)
-        all_texts |= part.texts()
+        part_texts = dict(part.texts())
         if part.is_divided:
-            all_texts[part.names.index] = _index_text(
-                {key: files[index].name for key, index in home.items()}, part_specs
-            )
-            last.append(part.names.index)
+            part_texts[part.names.index] = index_text(names, part_specs)
+            last.append(part.place_of(part.names.index))
+        all_texts |= {part.place_of(name): text for name, text in part_texts.items()}
     written = {file.name for file in files} | all_texts.keys()
+    folders = {f"{part.folder}/" for part in parts if part.folder}
     for name in written:
-        if "/" in name or "\\" in name:
-            msg = f"The file name '{name}' leads out of '{folder}'. Use a `prefix` without separators."
+        own = next((name[len(folder) :] for folder in folders if name.startswith(folder)), name)
+        if "/" in own or "\\" in own:
+            msg = f"The file name '{own}' leads out of '{where}'. Use a `prefix` without separators."
             raise ConfigError(msg)
     # Another form would be read in place of this one by those who look for it first, or ask for it.
     replaced = [form for part in parts if part.has_folder for form in (part.names, *part.names.other_forms)]
@@ -272,7 +201,6 @@ def make_plan(
         return name not in written and any(names.includes(name) for names in replaced)
 
     return SavePlan(
-        folder=folder,
         token=token,
         files=tuple(files),
         texts=all_texts,
@@ -289,9 +217,3 @@ def _in_torch_order(specs: Iterable[TensorSpec], values: Mapping[str, Any]) -> t
     """Return tensors in the order of their values in a ``torch.save`` file: those inside of other values come last."""
     inside = {key: place for place, key in enumerate(k for value in values.values() for k in tensor_references(value))}
     return tuple(sorted(specs, key=lambda spec: inside.get(spec.key, -1)))
-
-
-def _index_text(files: Mapping[str, str], specs: Iterable[TensorSpec]) -> str:
-    """Return the content of an index as Hugging Face libraries write it: which file holds which tensor."""
-    total_bytes = sum(spec.nbytes for spec in specs)
-    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2) + "\n"

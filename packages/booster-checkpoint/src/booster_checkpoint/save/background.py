@@ -1,7 +1,7 @@
-"""Writing in the background: a copy of the state in buffers that are used again, and one thread that writes it.
+"""Writing in the background: one thread that writes a snapshot of the state, and keeps its error.
 
-The copy is taken before the call returns, so training may go on changing the state at once. The thread uses no process
-group that training uses; it agrees with its peers over the store. There is one job at a time: memory stays at one copy.
+The thread uses no process group that training uses; it agrees with its peers over the store. There is one job at a
+time: memory stays at one copy.
 """
 
 from __future__ import annotations
@@ -14,55 +14,10 @@ import threading
 import traceback
 from typing import TYPE_CHECKING
 
-import torch
-
-from booster_checkpoint.save.writer import Fragment, fill_buckets, synchronize_devices
 from booster_core.ranks import Meetings, current_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-
-class SnapshotBuffers:
-    """Host memory for one copy of the state, kept from save to save.
-
-    Args:
-        bucket_bytes: Size of one buffer in bytes.
-    """
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._buffers: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(buffer.numel() for buffer in self._buffers)
-
-    def take(self, fragments: Iterable[Fragment]) -> list[Fragment]:
-        """Copy fragments into the buffers, growing them as needed; what they held before is overwritten.
-
-        Returns:
-            The copies, in the dtype of the file, ready to be written.
-        """
-        used = 0
-
-        def next_buffer() -> torch.Tensor:
-            nonlocal used
-            if used == len(self._buffers):
-                # Pinned where there is a device to copy from, so that its copies run side by side.
-                is_pinned = torch.cuda.is_available()
-                self._buffers.append(torch.empty(self._bucket_bytes, dtype=torch.uint8, pin_memory=is_pinned))
-            used += 1
-            return self._buffers[used - 1]
-
-        copies = [copy for copies in fill_buckets(fragments, next_buffer, copies_ready=True) for copy in copies]
-        synchronize_devices()
-        return copies
-
-    def release(self) -> None:
-        """Give the memory back."""
-        self._buffers = []
+    from collections.abc import Callable
 
 
 class BackgroundWriter:

@@ -1,0 +1,298 @@
+"""Saves of ranks on one host: each writes its ranges into files that rank 0 has created.
+
+Ranks of one host may write to the same files side by side, because they share a page cache. What is in other memory or
+of another dtype passes through one bucket. Checksums are read back from the page cache while the disk works.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster_checkpoint.files.checksums import blocks_of_file
+from booster_checkpoint.save.fragments import fill_buckets, synchronize_devices
+from booster_core.state import as_bytes, is_contiguous, regions_of, span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+    from booster_checkpoint.files.frame import FileFrame
+    from booster_checkpoint.save.fragments import Fragment
+    from booster_checkpoint.save.plan import SavePlan, Sums
+    from booster_checkpoint.save.targets import FolderTarget
+    from booster_checkpoint.session import Session
+
+_MAX_CALL_BYTES = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB per call."""
+_MOST_OPEN = 32
+"""How many files are open at a time, however many a save writes."""
+_SYNC_BYTES = 32 << 20
+"""How much of a file is written before it is sent to disk while more is written, which leaves less for the end."""
+_to_disk = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+
+
+def write_in_place(
+    session: Session,
+    call: str,
+    plan: SavePlan,
+    target: FolderTarget,
+    fragments: Iterable[Fragment],
+    *,
+    bucket_bytes: int,
+    checksums: bool,
+    progress: Callable[[int], None],
+    group: ProcessGroup | None,
+) -> Sums:
+    """Write all ranks' fragments into the files of a plan, which have been created, and wait until they are on disk.
+
+    Args:
+        session: The ranks.
+        call: What the user called.
+        plan: The plan.
+        target: Where its files are.
+        fragments: What this rank writes; one is read before the next is asked for.
+        bucket_bytes: Most memory to use besides the fragments.
+        checksums: Compute checksums.
+        progress: Told the number of bytes after each write.
+        group: The group to communicate in; the default group when ``None``.
+
+    Returns:
+        The sizes of the files of tensors, and their blocks where checksums are asked for, on rank 0.
+
+    Collective: every rank.
+    """
+
+    def path_of(name: str) -> Path:
+        return target.written(plan, name)
+
+    with session.together(f"{call} (write)", target.path, for_long=True):
+        paths = write_ranges(plan, fragments, path_of, bucket_bytes, progress)
+    sums: Sums = {}
+    with (
+        session.together(f"{call} (sync)", target.path, for_long=True),
+        ThreadPoolExecutor(1, "checkpoint sync") as pool,
+    ):
+        syncing = pool.submit(_sync_files, paths)
+        if checksums:
+            sums = _read_back(plan, path_of, session.rank, session.world_size)
+        elif session.rank == 0:
+            sums = {file.name: (path_of(file.name).stat().st_size, ()) for file in plan.files}
+        syncing.result()
+    if not checksums:
+        return sums
+    merged: Sums = {}
+    for told in session.gather_to_first(sums, group):
+        for name, (nbytes, blocks) in told.items():  # each rank has blocks that follow those of the rank before
+            merged[name] = nbytes, (*merged.get(name, (0, ()))[1], *blocks)
+    return merged
+
+
+def _read_back(plan: SavePlan, path_of: Callable[[str], Path], rank: int, world_size: int) -> Sums:
+    """Return the sizes of all files, and the blocks of this rank's share of them, read from the page cache."""
+    sums: Sums = {}
+    paths = [path_of(file.name) for file in plan.files]
+    nbytes = [path.stat().st_size for path in paths]
+    shares = [sum(nbytes) * each // world_size for each in (rank, rank + 1)]
+    begin = 0  # of a block, among the bytes of all files
+    for file, path, size in zip(plan.files, paths, nbytes, strict=True):
+        mine, first = list[int](), begin
+        for block in file.block_sizes(size):
+            if shares[0] <= begin < shares[1]:
+                first = begin if not mine else first
+                mine.append(block)
+            begin += block
+        sums[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
+    return sums
+
+
+def write_ranges(
+    plan: SavePlan,
+    fragments: Iterable[Fragment],
+    path_of: Callable[[str], Path],
+    bucket_bytes: int,
+    progress: Callable[[int], None],
+) -> list[Path]:
+    """Write this rank's fragments at their offsets, straight from their memory; `_sync_files` puts them on disk.
+
+    Args:
+        plan: The plan; its files have been created.
+        path_of: Tells under which path a file of a name was created.
+        fragments: Those in other memory or of another dtype pass through a bucket.
+        bucket_bytes: Size of the bucket.
+        progress: Told the number of bytes after each write.
+
+    Returns:
+        The files that this rank has written to.
+    """
+    buffers: list[torch.Tensor] = []
+
+    def the_buffer() -> torch.Tensor:
+        if not buffers:
+            buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
+        return buffers[0]
+
+    frames: dict[int, FileFrame] = {}
+    descriptors: dict[int, int] = {}
+    try:
+        with EarlySync() as early:
+            for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
+                synchronize_devices()
+                for fragment in ready:
+                    index = plan.homes[fragment.part][fragment.key]
+                    path = path_of(plan.files[index].name)
+                    if index not in frames:
+                        frames[index] = plan.files[index].frame()
+                    if index not in descriptors:
+                        while len(descriptors) >= _MOST_OPEN:
+                            os.close(descriptors.pop(next(iter(descriptors))))
+                        descriptors[index] = os.open(path, os.O_WRONLY)
+                    _write_fragment(path, descriptors[index], frames[index].offsets[fragment.key], fragment)
+                    num_bytes = fragment.numel * fragment.dtype.itemsize
+                    early.note(descriptors[index], num_bytes)
+                    progress(num_bytes)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return [path_of(plan.files[index].name) for index in frames]
+
+
+class EarlySync:
+    """A thread that puts a file on disk each time that some more was written to it.
+
+    The system tells of a failed write to disk once, to whoever waits for it first: `close` raises what it told here.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checkpoint early sync")
+        self._running: Future[None] | None = None
+        self._descriptor, self._num_bytes = -1, 0
+
+    def note(self, descriptor: int, num_bytes: int) -> None:
+        """Take note of a write.
+
+        Args:
+            descriptor: Of the file, open.
+            num_bytes: How much was written.
+
+        Raises:
+            OSError: If what was written before could not be put on disk.
+        """
+        if descriptor != self._descriptor:
+            self._descriptor, self._num_bytes = descriptor, 0
+        self._num_bytes += num_bytes
+        if self._num_bytes < _SYNC_BYTES or (self._running is not None and not self._running.done()):
+            return
+        self._settle()
+        self._num_bytes = 0
+        self._running = self._pool.submit(_sync, os.dup(descriptor))  # the writer may close its own meanwhile
+
+    def close(self) -> None:
+        """Wait for what is under way.
+
+        Raises:
+            OSError: As `note` does.
+        """
+        self._pool.shutdown()
+        self._settle()
+
+    def abandon(self) -> None:
+        """Wait for what is under way, whatever comes of it."""
+        self._pool.shutdown()
+
+    def _settle(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.abandon() if kind is not None else self.close()
+
+
+class LocalStream:
+    """A file on a disk that is written from front to back; an older one is replaced.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._early = EarlySync()
+        self._position = 0
+
+    def write(self, values: memoryview) -> None:
+        """Append bytes."""
+        write_at(self._descriptor, values, self._position)
+        self._position += len(values)
+        self._early.note(self._descriptor, len(values))
+
+    def finish(self) -> None:
+        """Wait until all of it is on disk."""
+        self._early.close()
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is; nothing happens the second time."""
+        self._early.abandon()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        _to_disk(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_files(paths: Iterable[Path]) -> None:
+    """Wait until what was written to files is on disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_fragment(path: Path, descriptor: int, offset: int, fragment: Fragment) -> None:
+    """Write a fragment that is ready into the tensor whose values begin at an offset."""
+    itemsize, shape = fragment.dtype.itemsize, fragment.shape
+    values = fragment.data.reshape(-1)
+    for region in regions_of(fragment.box, fragment.flat):
+        memory = as_bytes(values[region.start : region.start + region.numel])
+        if is_contiguous(shape, region.box):
+            write_at(descriptor, memory, offset + span_of(shape, region.box)[0] * itemsize)
+        else:
+            from booster_checkpoint.save.strided import write_strided
+
+            write_strided(path, offset, shape, itemsize, region.box, memory)
+
+
+def write_at(descriptor: int, source: memoryview, offset: int) -> None:
+    """Write all of ``source`` at a byte offset of a file."""
+    while source:
+        written = os.pwrite(descriptor, source[:_MAX_CALL_BYTES], offset)
+        source = source[written:]
+        offset += written
+
+
+def create_file(path: Path, frame: FileFrame) -> None:
+    """Write a file that is complete except for the tensors' values, for which it has room; an older one is replaced."""
+    with path.open("wb") as stream:
+        for offset, content in frame.pieces:
+            stream.seek(offset)
+            stream.write(content)
+        stream.truncate(frame.nbytes)
