@@ -91,7 +91,6 @@ def raw_digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.bin"))}
 
 
-@pytest.mark.xfail(reason="the name that torch writes into a file is that of a temporary file", strict=True)
 def test_files_of_torch_save_have_the_same_bytes(tmp_path):
     one = raw_digests(save("save_layout", 1, tmp_path / "one", "replicated"))
     assert raw_digests(save("save_layout", 2, tmp_path / "two", "flat")) == one

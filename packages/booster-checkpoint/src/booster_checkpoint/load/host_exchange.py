@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges
-from booster_checkpoint.save.fragments import synchronize_devices
+from booster_checkpoint.save.fragments import DeviceCopies
 from booster_core.ranks import digest
 from booster_core.state import regions_of
 
@@ -152,10 +152,12 @@ class Exchange:
         if self._failure is not None:
             return
         try:
+            copies = DeviceCopies()
             for shard, begin in window:
                 reader.fill(shard, self._fill.homes[shard.key])
                 _packed(shard, begin, self._outgoing).copy_(shard.data.detach().view(-1), non_blocking=True)
-            synchronize_devices()
+                copies.note(shard.data)
+            copies.wait()
         except Exception as error:  # noqa: BLE001 - other ranks are waiting for what comes next
             self._failure = error
 

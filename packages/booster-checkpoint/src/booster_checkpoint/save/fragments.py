@@ -5,6 +5,7 @@ A snapshot copies all fragments before a call returns, so that training may go o
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -57,9 +58,13 @@ class Fragment:
 
 
 def fill_buckets(
-    fragments: Iterable[Fragment], next_buffer: Callable[[], torch.Tensor], *, copies_ready: bool
+    fragments: Iterable[Fragment],
+    next_buffer: Callable[[], torch.Tensor],
+    copies: DeviceCopies,
+    *,
+    copies_ready: bool,
 ) -> Iterator[list[Fragment]]:
-    """Yield fragments that are ready to be written, once `synchronize_devices` has been called.
+    """Yield fragments that are ready to be written, once ``copies`` have been waited for.
 
     They are views of buffers, cut where a buffer was full.
 
@@ -67,6 +72,7 @@ def fill_buckets(
         fragments: Read one at a time; a fragment is not touched after the next one was asked for.
         next_buffer: Returns an empty uint8 buffer on the CPU, at least 16 bytes long. It is asked for one when the
             last one has been handed on, so it may return the same one again.
+        copies: Told of each copy.
         copies_ready: Copy fragments that are ready, too. ``False`` yields them as they are, one at a time.
     """
     buffer: torch.Tensor | None = None
@@ -87,6 +93,7 @@ def fill_buckets(
                 continue
             values = buffer[used : used + count * itemsize].view(fragment.dtype)
             pack(fragment.data, done, done + count, values, non_blocking=True)
+            copies.note(fragment.data)
             start = fragment.flat[0] + done
             held.append(replace(fragment, flat=(start, start + count), data=values))
             used += count * itemsize
@@ -95,10 +102,28 @@ def fill_buckets(
         yield held
 
 
-def synchronize_devices() -> None:
-    """Wait for copies from an accelerator, where there is one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+class DeviceCopies:
+    """Copies from devices to host memory that are under way.
+
+    They alone are waited for, on the devices that they come from: a thread that waited for its current device would
+    wait for the first one, whichever the rank's is, and take memory there.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+
+    def note(self, source: torch.Tensor) -> None:
+        """Take note of a copy that was begun; nothing is to be waited for where it was one between host memories."""
+        if source.device.type != "cpu":
+            self._devices.add(source.device)
+
+    def wait(self) -> None:
+        """Wait for the copies that were noted."""
+        for device in self._devices:
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+            event.synchronize()
+        self._devices.clear()
 
 
 class SnapshotBuffers:
@@ -134,9 +159,11 @@ class SnapshotBuffers:
             used += 1
             return self._buffers[used - 1]
 
-        copies = [copy for copies in fill_buckets(fragments, next_buffer, copies_ready=True) for copy in copies]
-        synchronize_devices()
-        return copies
+        copies = DeviceCopies()
+        buckets = fill_buckets(fragments, next_buffer, copies, copies_ready=True)
+        taken = list(itertools.chain.from_iterable(buckets))
+        copies.wait()
+        return taken
 
     def release(self) -> None:
         """Give the memory back."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_checkpoint.files.checksums import blocks_of_file
-from booster_checkpoint.save.fragments import fill_buckets, synchronize_devices
+from booster_checkpoint.save.fragments import DeviceCopies, fill_buckets
 from booster_core.state import as_bytes, is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
@@ -138,12 +138,13 @@ def write_ranges(
             buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
         return buffers[0]
 
+    copies = DeviceCopies()
     frames: dict[int, FileFrame] = {}
     descriptors: dict[int, int] = {}
     try:
         with EarlySync() as early:
-            for ready in fill_buckets(fragments, the_buffer, copies_ready=False):
-                synchronize_devices()
+            for ready in fill_buckets(fragments, the_buffer, copies, copies_ready=False):
+                copies.wait()
                 for fragment in ready:
                     index = plan.homes[fragment.part][fragment.key]
                     path = path_of(plan.files[index].name)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
-from booster_checkpoint.save.fragments import synchronize_devices
+from booster_checkpoint.save.fragments import DeviceCopies
 from booster_checkpoint.save.targets import StoreTarget
 from booster_checkpoint.session import swap_bytes
 from booster_core.errors import CheckpointError
@@ -357,6 +357,7 @@ class OwnerWrite:
             pieces.append(_Piece(fragment.box, fragment.flat, fragment.data))
         window_bytes = max(bucket_bytes // 3 // _ALIGNMENT, 1) * _ALIGNMENT
         self._filled, self._outgoing, self._incoming = (torch.empty(window_bytes, dtype=torch.uint8) for _ in range(3))
+        self._copies = DeviceCopies()
         self._failure: Exception | None = None
         self._stream: _Stream | None = None
         self._told: dict[str, tuple[int, tuple[Block, ...]]] = {}
@@ -428,15 +429,15 @@ class OwnerWrite:
         mine = windows.get(self._rank, [])
         with self._noting_failure():
             for share in _shares(mine, self._held.get(self._rank, {})):
-                share.in_window(self._filled).copy_(share.in_piece(), non_blocking=True)
+                self._copy(share.in_piece(), share.in_window(self._filled))
         for to, source in self._partners:
             outgoing = _shares(windows.get(to, ()), self._held.get(to, {}))
             sending = None
             if outgoing:
                 with self._noting_failure():
                     for share in outgoing:
-                        share.in_message(self._outgoing).copy_(share.in_piece(), non_blocking=True)
-                    synchronize_devices()
+                        self._copy(share.in_piece(), share.in_message(self._outgoing))
+                    self._copies.wait()
                 sending = dist.isend(self._outgoing[: outgoing[-1].begin + outgoing[-1].nbytes], dst=to, group=group)
             incoming = _shares(mine, theirs.get(source, {}))
             if incoming:
@@ -446,9 +447,13 @@ class OwnerWrite:
             if sending is not None:
                 sending.wait()
         with self._noting_failure():
-            synchronize_devices()
+            self._copies.wait()
             for cut in mine if self._failure is None else ():
                 self._write(cut)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        self._copies.note(source)
 
     def _write(self, cut: _Cut) -> None:
         file = self._plan.files[cut.file]
