@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.dcp_table import METADATA
+from booster_checkpoint.files.dcp import METADATA
 from booster_checkpoint.save.writer import as_checkpoint_error
 
 if TYPE_CHECKING:

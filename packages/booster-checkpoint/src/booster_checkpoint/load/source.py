@@ -231,7 +231,7 @@ class Source:
         self.index: Path | None = None
         try:
             if is_dcp_folder(self.path):
-                from booster_checkpoint.files.dcp_file import DCPFile
+                from booster_checkpoint.files.dcp import DCPFile
 
                 self._add(DCPFile(self.path, kind), None)
                 return

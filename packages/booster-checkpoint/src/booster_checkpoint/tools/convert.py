@@ -10,7 +10,7 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.dcp_table import METADATA
+from booster_checkpoint.files.dcp import METADATA
 from booster_checkpoint.files.layout import (
     MODEL,
     OPTIMIZER,

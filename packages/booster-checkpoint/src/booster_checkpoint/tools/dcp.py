@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from booster_checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
-from booster_checkpoint.files.dcp_table import METADATA, read_table
+from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
 from booster_checkpoint.remote import staged_for
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
