@@ -21,13 +21,13 @@ from booster_checkpoint.files.layout import (
 )
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
+from booster_checkpoint.save.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.save.writer import sync_folder
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import RemotePath
 from booster_checkpoint.storage.temporary import temporary_name
-from booster_checkpoint.tools.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import DistCoordinator
