@@ -387,16 +387,39 @@ class DCPFile(TensorFile):
         return file, start
 
 
+def kinds_in(table: Table) -> list[str]:
+    """Return what a DCP folder holds: ``"model"``, ``"optimizer"``, or both of them."""
+    paths = _paths_of(table, OPTIMIZER)
+    is_optimizer = any(path[0] == GROUPS for path in paths.values())
+    if not is_optimizer:
+        return [MODEL]
+    return [MODEL] * any(fqn not in paths for fqn in _paths_of(table, MODEL)) + [OPTIMIZER]
+
+
+def left_out_of(table: Table) -> list[str]:
+    """Return what a nested state has besides a model and an optimizer, such as a scheduler, by its first keys."""
+    shown = {fqn for kind in kinds_in(table) for fqn in _paths_of(table, kind)}
+    return sorted({str(table.paths.get(fqn, (fqn,))[0]) for fqn in (*table.tensors, *table.values) if fqn not in shown})
+
+
 def _paths_of(table: Table, kind: str) -> dict[str, tuple[str | int, ...]]:
     """Return the path of each entry that belongs to a kind, without what is in front of all of them."""
     paths = {fqn: table.paths.get(fqn, (fqn,)) for fqn in (*table.tensors, *table.values)}
+    front, other = (_front_of(paths, each) for each in (kind, OPTIMIZER if kind == MODEL else MODEL))
+    if front:
+        paths = {fqn: path[len(front) :] for fqn, path in paths.items() if path[: len(front)] == front != path}
+    elif other:
+        paths = {fqn: path for fqn, path in paths.items() if path[: len(other)] != other}
+    return paths if kind == MODEL else {fqn: _unflattened(path) for fqn, path in paths.items()}
+
+
+def _front_of(paths: Mapping[str, tuple[str | int, ...]], kind: str) -> tuple[str | int, ...]:
+    """Return the keys under which a nested state has a model or an optimizer; none where it has none."""
     for depth in (1, 2):
         fronts = {path[:depth] for path in paths.values() if len(path) > depth and path[depth - 1] in _NESTED[kind]}
         if len(fronts) == 1:
-            front = fronts.pop()
-            paths = {fqn: path[depth:] for fqn, path in paths.items() if path[:depth] == front and len(path) > depth}
-            break
-    return paths if kind == MODEL else {fqn: _unflattened(path) for fqn, path in paths.items()}
+            return fronts.pop()
+    return ()
 
 
 def _unflattened(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
