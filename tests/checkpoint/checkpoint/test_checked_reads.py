@@ -13,7 +13,8 @@ from torch import nn
 from booster_checkpoint.files import checksums
 from booster_checkpoint.files.checksums import BlockHasher, CheckedReads, block_sizes, blocks_of_file
 from booster_checkpoint.files.reading import ByteFile
-from booster_checkpoint.run.manifest import Manifest, verify_folder
+from booster_checkpoint.run.manifest import Manifest
+from booster_checkpoint.storage import locate
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
@@ -220,35 +221,6 @@ def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
 # ---- the format before
 
 
-def as_version_1(folder):
-    """Rewrite a step's manifest as format version 1 had it: one checksum for each file."""
-    content = json.loads((folder / "manifest.json").read_text())
-    assert content["format_version"] == 2
-    content["format_version"] = 1
-    del content["xxh3"]
-    for name, entry in content["files"].items():
-        del entry["blocks"]
-        entry["xxh3"] = xxhash.xxh3_64_hexdigest((folder / name).read_bytes())
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
-
-
-@pytest.mark.parametrize("largest", [16 << 20, 1 << 10])
-def test_a_manifest_of_format_version_1_is_verified_as_before(largest, tmp_path, monkeypatch):
-    monkeypatch.setattr("booster_checkpoint.run.manifest.LARGEST_READ_BYTES", largest)
-    expected = save_steps(tmp_path)
-    as_version_1(tmp_path / "step-00000002")
-    verify_folder(tmp_path / "step-00000002")
-    step, values = load(tmp_path, "latest")
-    assert step == 2
-    assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
-    damage_values(tmp_path / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"optimizer-00001.*has the checksum"):
-        verify_folder(tmp_path / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"has the checksum .*load it with `step=1`"):
-        load(tmp_path, "latest")
-
-
 @pytest.mark.parametrize("blocks", [[-1, 5], [1], ["4"], None, 7])
 def test_blocks_that_do_not_make_up_the_file_are_a_damaged_manifest(blocks, tmp_path):
     save_steps(tmp_path)
@@ -259,7 +231,7 @@ def test_blocks_that_do_not_make_up_the_file_are_a_damaged_manifest(blocks, tmp_
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
     with pytest.raises(CheckpointError, match="is damaged"):
-        Manifest.read(folder)
+        Manifest.read(locate(folder))
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(tmp_path):

@@ -105,7 +105,8 @@ F4 = {"dtype": "F32", "shape": [2, 2]}
 def test_paths_that_cannot_be(action, name, match, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
-    fails_on_every_rank(action, tmp_path / name, match)
+    kind = "CheckpointAbsentError" if action.startswith("load") else "CheckpointError"
+    fails_on_every_rank(action, tmp_path / name, match, kind=kind)
 
 
 def test_a_file_where_a_folder_is_to_be_written(tmp_path):
@@ -251,7 +252,8 @@ def test_an_index_that_names_absent_files(tmp_path):
     io, adapter, _ = parts()
     io.save_model(adapter, tmp_path, shard=True)
     (tmp_path / "model-00001-of-00001.safetensors").unlink()
-    fails_on_every_rank("load_model", tmp_path, "names 1 files that are not there: 'model-00001-of-00001.safetensors'")
+    message = "names 1 files that are not there: 'model-00001-of-00001.safetensors'"
+    fails_on_every_rank("load_model", tmp_path, message, kind="CheckpointDamagedError")
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ".."])
@@ -370,7 +372,8 @@ def test_the_optimizer_of_another_model_changes_nothing(width, match, tmp_path):
 def test_a_model_is_no_optimizer(tmp_path):
     io, adapter, _ = parts()
     io.save_model(adapter, tmp_path / "m.safetensors")
-    fails_on_every_rank("load_optimizer", tmp_path / "m.safetensors", "without parameter groups")
+    message = "without parameter groups"
+    fails_on_every_rank("load_optimizer", tmp_path / "m.safetensors", message, kind="CheckpointAbsentError")
 
 
 def call_on_rank_0_only(path, action):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from booster_checkpoint.files.layout import FileNames
-from booster_checkpoint.load.optimizer_check import read_optimizer_info
+from booster_checkpoint.load.load import read_optimizer_info
 from booster_checkpoint.load.source import Source
 from booster_core.errors import CheckpointError
 

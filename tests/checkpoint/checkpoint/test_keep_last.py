@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from folder_storage import FolderStorage, StorageHooks
 
-from booster_checkpoint.run import steps
-from booster_checkpoint.run.steps_remote import open_steps
+from booster_checkpoint.run.run_folder import open_run
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_testing.resumable import ResumableRun as Run
@@ -45,7 +44,7 @@ def busy_files(monkeypatch):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
         return None
 
-    monkeypatch.setattr(steps.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     return is_busy
 
 
@@ -160,7 +159,7 @@ def test_step_at_a_url_that_cannot_be_removed(refused, stubborn, caplog):
     assert "step-00000001' could not be removed" in caplog.text
     assert load(root) == 3
     is_whole = refused.endswith("json")
-    assert open_steps(root).names() == ["step-00000001"] * is_whole + ["step-00000003"]
+    assert open_run(root).steps() == ["step-00000001"] * is_whole + ["step-00000003"]
     stubborn.refused = ()
     save(root, 4)
     assert {path.partition("/")[0] for path in stubborn.list(root)} == {"latest", "lease.json", "step-00000004"}

@@ -7,6 +7,8 @@ import os
 import pytest
 
 from booster_checkpoint.run import lease
+from booster_checkpoint.run.run_folder import LocalRun
+from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointError
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -73,6 +75,22 @@ def test_the_newest_to_resume_wins_although_it_saves_later(make_job, tmp_path):
     assert generation(tmp_path) == 3
 
 
+@pytest.mark.parametrize("spelling", ["relative", "by a link", "by its parent"])
+def test_a_lost_lease_is_lost_however_the_root_is_spelled(spelling, make_job, tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.chdir(tmp_path)
+    spelled = {"relative": "run", "by a link": tmp_path / "link", "by its parent": root / ".." / "run"}[spelling]
+    old, new = make_job(), make_job()
+    old.save(root, 1)
+    old.save(spelled, 2)
+    new.do("load", root, resume=True)
+    before = listing(root)
+    with pytest.raises(CheckpointError, match="Another job saves into"):
+        old.save(spelled, 3, keep_last=1)
+    assert listing(root) == before
+
+
 def test_a_load_alone_takes_nothing(make_job, tmp_path):
     training = make_job()
     training.save(tmp_path, 1)
@@ -89,22 +107,20 @@ def test_a_save_without_a_resume_takes_over(make_job, tmp_path):
         old.save(tmp_path, 3)
 
 
-@pytest.mark.parametrize("moment", ["place", "write_text"])
+@pytest.mark.parametrize("moment", ["place", "write_latest"])
 def test_a_job_that_is_replaced_during_its_commit(moment, make_job, tmp_path, monkeypatch, caplog):
-    from booster_checkpoint.run.steps import LATEST, LocalSteps
-
     old, new = make_job(), make_job()
     old.save(tmp_path, 1)
-    real = getattr(LocalSteps, moment)
+    real = getattr(LocalRun, moment)
 
     def take_over_after(self, *args):
-        real(self, *args)
-        if moment == "place" or args[0] == LATEST:
-            monkeypatch.setattr(LocalSteps, moment, real)
-            new.do("load", tmp_path, resume=True)
-            old.do("objects")
+        placed = real(self, *args)
+        monkeypatch.setattr(LocalRun, moment, real)
+        new.do("load", tmp_path, resume=True)
+        old.do("objects")
+        return placed
 
-    monkeypatch.setattr(LocalSteps, moment, take_over_after)
+    monkeypatch.setattr(LocalRun, moment, take_over_after)
     if moment == "place":  # what it put there is its own, and goes
         with pytest.raises(CheckpointError, match="Another job saves into"):
             old.save(tmp_path, 2, keep_last=1)
@@ -159,15 +175,13 @@ def save_and_tell(root):
 
 
 def test_what_cannot_be_written_to_is_still_resumed_from(tmp_path, monkeypatch, caplog):
-    from booster_checkpoint.run.steps import LocalSteps
-
     Run().save(tmp_path)
     monkeypatch.setattr(lease, "_token", lambda _pid: "another job")
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(LocalSteps, "write_text", refuse)
+    monkeypatch.setattr(LocalLocation, "write_bytes", refuse)
     with caplog.at_level(logging.WARNING):
         assert Run().load(tmp_path, resume=True).step == 0
     assert "can be loaded from, but not saved into" in caplog.text

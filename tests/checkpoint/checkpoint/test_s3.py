@@ -14,7 +14,7 @@ from engine_calls import EngineCalls
 from matrix import matrix
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
-from booster_checkpoint.run.steps_remote import open_steps
+from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import multipart, path_at
 from booster_core import Booster
 from booster_core.errors import CheckpointError
@@ -251,7 +251,7 @@ def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     expect_on_s3(s3, CheckpointError, "could not be written", save_step, root, 2, use_async)
     s3.faults = []
     assert run_on_s3(s3, 2, load_step, root) == [1, 1]
-    assert len(open_steps(root).names()) == (2 if kind == "no latest" else 1)
+    assert len(open_run(root).steps()) == (2 if kind == "no latest" else 1)
     run_on_s3(s3, 2, save_step, root, 3, False)
     left = {key.partition("/")[0] for key in path_at(root).files()}
     whole = ["step-00000002"] if kind == "no latest" else []

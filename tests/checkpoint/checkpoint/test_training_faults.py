@@ -14,8 +14,9 @@ import torch
 from matrix import matrix
 
 import booster_runtime
-from booster_checkpoint.run import manifest, steps
+from booster_checkpoint.run import manifest
 from booster_checkpoint.run.manifest import verify_folder
+from booster_checkpoint.run.run_folder import LocalRun
 from booster_checkpoint.save import saver, writer
 from booster_core.errors import CheckpointError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -205,21 +206,16 @@ def fail_at(place, rank, code=errno.ENOSPC):
     def fail(*args, **kwargs):
         raise OSError(code, os.strerror(code), "somewhere")
 
-    write_text = steps.LocalSteps.write_text
-
-    def fail_for_latest(self, name, text):
-        return fail() if name == steps.LATEST else write_text(self, name, text)
-
     if DistCoordinator().rank != rank:
         return mock.patch.object(writer, "__doc__", writer.__doc__)
     targets = {
         "write": (writer, "_write_fragment"),
         "sync": (writer.os, "fsync"),
         "manifest": (manifest.Manifest, "write"),
-        "rename": (steps.LocalSteps, "place"),
-        "latest": (steps.LocalSteps, "write_text"),
+        "rename": (LocalRun, "place"),
+        "latest": (LocalRun, "write_latest"),
     }
-    return mock.patch.object(*targets[place], fail_for_latest if place == "latest" else fail)
+    return mock.patch.object(*targets[place], fail)
 
 
 def save_failing(root, place, rank, use_async):
@@ -304,7 +300,10 @@ def test_a_folder_without_permission_is_an_error(tmp_path):
     run.save(tmp_path / "open")  # what a save imports is imported now
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
-    with without_the_rights_of_root(), pytest.raises(CheckpointError, match="Permission is denied: check the folder"):
+    with (
+        without_the_rights_of_root(),
+        pytest.raises(CheckpointError, match=r"denied\. Check its owner and mode"),
+    ):
         run.save(locked / "root")
 
 

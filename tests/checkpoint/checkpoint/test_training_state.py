@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from torch import nn
 
 from booster_checkpoint import CheckpointEngine
 from booster_checkpoint.run.manifest import verify_folder
+from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -138,6 +140,64 @@ def test_layout_of_a_root(tmp_path):
     assert manifest["plugin"]["name"] == "reference"
     assert manifest["written_by"]["torch"] == torch.__version__
     assert "first.weight" in manifest["files"]["model/model-00001-of-00001.safetensors"]["tensors"]
+
+
+def test_two_models_do_not_replace_each_other_at_one_step(tmp_path):
+    booster = Booster()
+    generator, discriminator = (booster.boost(nn.Linear(4, width))[0] for width in (8, 2))
+    booster.save_checkpoint(tmp_path, step=10, model=generator)
+    with pytest.raises(ConfigError, match=r"Step 10 in .* is that of another model, a `Linear`.*a folder of its own"):
+        booster.save_checkpoint(tmp_path, step=10, model=discriminator)
+    assert booster.load_checkpoint(tmp_path, model=generator).step == 10
+    booster.save_checkpoint(tmp_path, step=10, model=generator)  # the same model may be saved once more
+    assert booster.load_checkpoint(tmp_path, model=generator).path.endswith("step-00000010.1")
+
+
+def everything(run):
+    state = {name: tensor.clone() for name, tensor in run.model.unwrap().state_dict().items()}
+    moments = {
+        f"{index}.{name}": tensor.clone()
+        for index, entries in run.optimizer.unwrap().state_dict()["state"].items()
+        for name, tensor in entries.items()
+    }
+    return state | moments, run.optimizer.param_groups[0]["lr"], run.scheduler.state_dict()
+
+
+def other_groups(run):
+    run.optimizer.unwrap().param_groups.append({**run.optimizer.param_groups[0], "params": []})
+
+
+def other_scheduler(run):
+    run.scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer.unwrap(), 0.9)
+
+
+def other_kind_of_state(run):
+    for state in run.optimizer.unwrap().state.values():
+        state["exp_avg"] = state["exp_avg"].long()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_groups, "has 1 parameter groups, this optimizer has 2"),
+        (other_scheduler, "holds the state of a CosineAnnealingLR; this scheduler is a ExponentialLR"),
+        (other_kind_of_state, "float32 in the checkpoint, torch.int64 here"),
+    ],
+)
+def test_what_does_not_fit_is_found_before_anything_changes(change, message, tmp_path):
+    saved = Run()
+    saved.train(2)
+    saved.save(tmp_path)
+    run = Run(seed=1)
+    run.train(1)
+    change(run)
+    values, *others = everything(run)
+    with pytest.raises(CheckpointError, match=message):
+        run.load(tmp_path)
+    after, *others_after = everything(run)
+    assert values.keys() == after.keys()
+    assert all(torch.equal(values[name], after[name]) for name in values)
+    assert others == others_after
 
 
 def test_keep_last_removes_older_steps(tmp_path):

@@ -1,37 +1,40 @@
 """`CheckpointEngine`: what `Booster` saves and loads with, at paths and URLs.
 
 This file says what a request means. How a save goes is in ``save``, how a load goes in ``load``, how files look in
-``files``; whole training states have an order of their own (`booster_checkpoint.run.training_state`). A URL becomes a
+``files``; whole training states have an order of their own (`booster_checkpoint.run`). A URL becomes a
 path that is read and written without a local copy (`booster_checkpoint.storage`).
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
-from booster_checkpoint.load.loading import load_model, load_optimizer
+from booster_checkpoint.load.load import ModelLoad, OptimizerLoad
 from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
-from booster_checkpoint.run.training_state import has_step, load_step, save_step
+from booster_checkpoint.run.load_step import has_step, load_step
+from booster_checkpoint.run.save_step import save_step
 from booster_checkpoint.save.adapters import adapted_model, save_adapters
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.saver import BUCKET_BYTES, Saver
 from booster_checkpoint.session import Session
-from booster_checkpoint.storage import path_at
+from booster_checkpoint.storage import locate, path_at
 from booster_core.checkpoint_io import CheckpointIO, resolved
-from booster_core.errors import CheckpointError, ConfigError
-from booster_core.state import read_json, scheduler_from_json, scheduler_to_json
+from booster_core.errors import CheckpointAbsentError, CheckpointError, ConfigError
+from booster_core.state import parse_json, scheduler_from_json, scheduler_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
     from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import (
         LoadedCheckpoint,
         LoadReport,
@@ -93,19 +96,19 @@ class CheckpointEngine(CheckpointIO):
         self._save(ModelPart(state.adapter, names, dtype=state.dtype, module=state.module), request)
 
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
-        path = self._begin_load(request)
-        return load_model(self._session, state, path, request, bucket_bytes=self._bucket_bytes)
+        with self._load(request) as (place, stack):
+            return ModelLoad(self._session, state, place, request, stack, bucket_bytes=self._bucket_bytes).run()
 
     @classmethod
     def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
-        return SourceModelFiles(path_at(resolved(path)), model)
+        return SourceModelFiles(locate(resolved(path)), model)
 
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         self._save(OptimizerPart(state, FileNames(base=OPTIMIZER, prefix=request.prefix)), request)
 
     def load_optimizer(self, state: StateAdapter, request: LoadRequest) -> None:
-        path = self._begin_load(request)
-        load_optimizer(self._session, state, path, request, bucket_bytes=self._bucket_bytes)
+        with self._load(request) as (place, stack):
+            OptimizerLoad(self._session, state, place, request, stack, bucket_bytes=self._bucket_bytes).run()
 
     def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
         path = self._path_of(request)
@@ -115,9 +118,12 @@ class CheckpointEngine(CheckpointIO):
         self._saver.write(request.call, path.parent, [], texts=texts)
 
     def load_lr_scheduler(self, scheduler: LRScheduler, request: LoadRequest) -> None:
-        path = self._begin_load(request)
-        with self._session.together(request.call, path):
-            scheduler_from_json(scheduler, read_json(path), str(path))
+        with self._load(request) as (place, _), self._session.together(request.call, place):
+            written = place.read_bytes()
+            if written is None:
+                msg = f"There is no learning rate scheduler's state at '{place}'."
+                raise CheckpointAbsentError(msg)
+            scheduler_from_json(scheduler, parse_json(written, str(place)), str(place))
 
     def save_lora(self, state: ModelState, request: SaveRequest, adapters: Sequence[str] | None) -> None:
         model = adapted_model(state.module)
@@ -153,18 +159,22 @@ class CheckpointEngine(CheckpointIO):
         finally:
             self._saver.buffers.release()
 
-    def _path_of(self, request: SaveRequest | LoadRequest) -> Path:
+    def _path_of(self, request: SaveRequest) -> Path:
         """Return a request's path, for a URL one at its storage; what has no storage raises on every rank."""
         if isinstance(request.path, Path):
             return request.path
-        with self._session.together(request.call, Path(request.path)):
+        with self._session.together(request.call, request.path):
             return path_at(request.path)
 
-    def _begin_load(self, request: LoadRequest) -> Path:
-        path = self._path_of(request)
+    @contextmanager
+    def _load(self, request: LoadRequest) -> Iterator[tuple[Location, ExitStack]]:
+        """Yield where to load from, and what closes the files after the body; the save before has ended."""
+        with self._session.together(request.call, request.path):
+            place = locate(request.path)
         request.check()
         self._saver.begin(request.call)
-        return path
+        with ExitStack() as stack:
+            yield place, stack
 
     def _save(self, part: Part, request: SaveRequest) -> None:
         """Write a part to the file, folder or URL that a user named."""

@@ -105,7 +105,7 @@ class Session:
                 raise error
 
     @contextmanager
-    def together(self, name: str, path: Path, *, for_long: bool = False) -> Iterator[None]:
+    def together(self, name: str, path: object, *, for_long: bool = False) -> Iterator[None]:
         """Run the body, then raise on every rank what it raised on any. The body contains no collectives.
 
         Only the store is used, so this serves threads too.
@@ -124,7 +124,7 @@ class Session:
             except Exception as error:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
                 raise as_checkpoint_error(error, path)  # noqa: B904 - it may be the same error
 
-    def gather(self, name: str, path: Path, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
+    def gather(self, name: str, path: object, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
         """Return what ``work`` returned on every rank, in rank order; see `gather_each`.
 
         Collective: every rank.
@@ -132,7 +132,7 @@ class Session:
         return [entries[0] for entries in self.gather_each(name, path, lambda: [work()], group)]
 
     def gather_each(
-        self, name: str, path: Path, work: Callable[[], Sequence[Any]], group: ProcessGroup | None = None
+        self, name: str, path: object, work: Callable[[], Sequence[Any]], group: ProcessGroup | None = None
     ) -> list[list[Any]]:
         """Return the entries that ``work`` returned on every rank, in rank order; raise what it raised on any rank.
 

@@ -144,6 +144,11 @@ class StepOptions:
         metric = None if self.metric is None else encode_json(float(self.metric), "metric")
         return {"step": self.step, **self._rules(), "metric": metric}
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether any rule says which steps stay; without one, all do."""
+        return any(value is not None for value in self._rules().values())
+
     def kept(self, steps: Collection[int], metrics: Mapping[int, float]) -> set[int]:
         """Return the steps that stay: those that any rule keeps, and all of them without a rule.
 
@@ -151,7 +156,7 @@ class StepOptions:
             steps: The steps, up to the one that was saved, which always stays.
             metrics: The metric of each step that has one; not a number is worse than any.
         """
-        if not steps or self.keep_last is self.keep_every is self.keep_best is None:
+        if not steps or not self.has_rules:
             return set(steps)
         kept = {max(steps)}
         if self.keep_last is not None:

@@ -11,7 +11,6 @@ from booster_core.state import TensorMeta, distinct, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from booster_core.state import OptimizerInfo, StateAdapter
 
@@ -114,7 +113,7 @@ def compare(
     return report, homes
 
 
-def check_same_parameters(path: Path, saved: OptimizerInfo, here: OptimizerInfo) -> None:
+def check_same_parameters(path: object, saved: OptimizerInfo, here: OptimizerInfo) -> None:
     """Raise `CheckpointError` unless groups list the same parameters, of the same shapes."""
     if len(saved.groups) != len(here.groups):
         msg = (
@@ -141,7 +140,7 @@ def check_same_parameters(path: Path, saved: OptimizerInfo, here: OptimizerInfo)
 
 
 def states_by_parameter(
-    path: Path, tensors: Mapping[str, TensorMeta], here: OptimizerInfo
+    path: object, tensors: Mapping[str, TensorMeta], here: OptimizerInfo
 ) -> dict[str, dict[str, TensorMeta]]:
     """Return what the checkpoint holds by parameter and state name."""
     members = {name for group in here.groups for name in group.params}
@@ -173,7 +172,7 @@ def listed_states(adapter: StateAdapter, stored: Mapping[str, TensorMeta]) -> tu
 
 
 def check_states(
-    path: Path, stored: Mapping[str, TensorMeta], gathered: Sequence[tuple[list[str], dict[str, str]]]
+    path: object, stored: Mapping[str, TensorMeta], gathered: Sequence[tuple[list[str], dict[str, str]]]
 ) -> None:
     """Raise `CheckpointError` unless every tensor of the checkpoint has a place that it fits, on some rank."""
     told = distinct(gathered)

@@ -14,11 +14,10 @@ from booster_core.checkpoint_io import ModelFiles
 from booster_core.state import NamedTensors, extra_state_modules
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
     from typing_extensions import Self
 
+    from booster_checkpoint.storage import Location
     from booster_core.state import TensorShard
 
 _STAGE_BYTES = 1 << 24
@@ -36,9 +35,7 @@ class SourceModelFiles(ModelFiles):
         CheckpointError: If the files can't be read.
     """
 
-    path: Path
-
-    def __init__(self, path: Path, model: nn.Module | None) -> None:
+    def __init__(self, path: Location, model: nn.Module | None) -> None:
         known: tuple[str, ...] = ()
         if model is not None:
             named = NamedTensors.of(model)
@@ -47,14 +44,14 @@ class SourceModelFiles(ModelFiles):
             composed = as_model_names(source, model, known)
             pieces = [piece.key for layout in composed.layouts.values() for piece in layout.pieces]
             self._stored = {key: source.tensors[key] for key in pieces}
-        self._layouts = composed.layouts
-        super().__init__(path, composed.tensors, composed.values)
+        self._layouts, self._place = composed.layouts, path
+        super().__init__(str(path), composed.tensors, composed.values)
         self._reader: ShardReader | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            source = stack.enter_context(open_source(self.path, MODEL))
+            source = stack.enter_context(open_source(self._place, MODEL))
             self._check_unchanged(self._stored, source.tensors)
             tensors = ComposedTensors(source, self._layouts, {})
             self._reader = stack.enter_context(ShardReader(tensors, _STAGE_BYTES))

@@ -1,6 +1,6 @@
 """A checkpoint as one namespace of tensors, whatever files it consists of.
 
-`find_files` tells which files at a path are the checkpoint; `Source` opens them. In a folder that holds
+`Source` finds out which files at a path are the checkpoint, and opens them. In a folder that holds
 several forms, the first of these wins: ``model.safetensors``, ``model.safetensors.index.json``,
 ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, as in Hugging Face libraries; then, where there is exactly
 one, the same with a prefix; then a complete set of numbered files without an index; then a lone file. A folder of
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.index import read_index
@@ -29,12 +29,13 @@ from booster_checkpoint.files.layout import (
 from booster_checkpoint.files.opening import open_tensor_file
 from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
 from booster_checkpoint.files.reading import read_whole
-from booster_checkpoint.storage import RemotePath, read_heads
-from booster_core.errors import CheckpointError, shorten
+from booster_checkpoint.storage import Location, locate, read_heads
+from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
 from booster_core.state import decode_extra_state, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -46,80 +47,92 @@ _CANDIDATES = {
     MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
     OPTIMIZER: (FileNames(base=OPTIMIZER), FileNames(base=OPTIMIZER, suffix=TORCH)),
 }
+_DCP_TABLE = ".metadata"
 _FORMS = "a .safetensors or .bin file, or a folder with such files"
 
 
-def is_dcp_folder(path: Path) -> bool:
-    """Whether a folder was written by ``torch.distributed.checkpoint``."""
-    return (path / ".metadata").is_file()
-
-
-def find_files(path: Path, kind: str) -> tuple[dict[Path, set[str] | None], Path | None]:
-    """Return the files of the checkpoint at a path.
+@dataclass(frozen=True)
+class _Found:
+    """The files that are a checkpoint.
 
     Args:
-        path: A file, an index, or a folder.
-        kind: ``"model"`` or ``"optimizer"``.
+        files: For each file's name the tensors that an index expects in it; ``None`` without an index.
+        index: The index' name.
+    """
 
-    Returns:
-        For each file the tensors that an index expects in it (``None`` without an index); and the index.
+    files: Mapping[str, set[str] | None]
+    index: str | None = None
+
+    @classmethod
+    def one(cls, name: str) -> _Found:
+        """Return a checkpoint that is one file."""
+        return cls({name: None})
+
+
+def is_dcp_folder(path: Path | Location) -> bool:
+    """Whether a folder was written by ``torch.distributed.checkpoint``."""
+    return (locate(path) / _DCP_TABLE).size() is not None
+
+
+def _find(folder: Location, kind: str, listed: Mapping[str, int | None]) -> _Found:
+    """Return the files of the checkpoint in a folder.
+
+    Args:
+        folder: The folder.
+        kind: ``"model"`` or ``"optimizer"``.
+        listed: What it holds; see `Location.children`.
 
     Raises:
         CheckpointError: If there is no such checkpoint, or it is not clear which one is meant.
     """
-    if not path.exists():
-        msg = f"There is no {kind} checkpoint at '{path}'. Expected {_FORMS}."
-        raise CheckpointError(msg)
-    if path.is_file():
-        return _from_index(path) if path.name.endswith(".json") else ({path: None}, None)
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    names = [name for name, size in listed.items() if size is not None]
     for candidate in _CANDIDATES[kind]:
         if candidate.single in names:
-            _refuse_marks(path, {candidate.mark} & set(names))
-            return {path / candidate.single: None}, None
+            _refuse_marks(folder, {candidate.mark} & set(names))
+            return _Found.one(candidate.single)
         if candidate.index in names:
-            return _from_index(path / candidate.index)
-    _refuse_marks(path, [name for name in names if name.endswith(INTERRUPTED) and not _is_other_kind(name[1:], kind)])
+            return _from_index(folder, candidate.index, names)
+    _refuse_marks(folder, [name for name in names if name.endswith(INTERRUPTED) and not _is_other_kind(name[1:], kind)])
     for find in (_prefixed, _numbered, _lone):
-        found = find(path, kind, names)
+        found = find(folder, kind, names)
         if found is not None:
             return found
-    shown = ", ".join(names[:10]) or "nothing"
-    folders = [entry.name for entry in path.iterdir() if is_dcp_folder(entry)]
+    below = [name for name, size in listed.items() if size is None]
+    tables = folder.sizes([f"{name}/{_DCP_TABLE}" for name in below])
+    folders = [name for name, size in zip(below, tables, strict=True) if size is not None]
     if folders:
         msg = (
-            f"The folder '{path}' holds no {kind} checkpoint itself, but folders of torch.distributed.checkpoint: "
-            f"{shorten(sorted(folders))}. Pass the path of the one that is meant."
+            f"The folder '{folder}' holds no {kind} checkpoint itself, but folders of torch.distributed.checkpoint: "
+            f"{shorten(folders)}. Pass the path of the one that is meant."
         )
-        raise CheckpointError(msg)
-    msg = f"The folder '{path}' holds no {kind} checkpoint; it holds {shown}. Expected {_FORMS}."
-    raise CheckpointError(msg)
+        raise CheckpointAbsentError(msg)
+    shown = ", ".join(names[:10]) or "nothing"
+    msg = f"The folder '{folder}' holds no {kind} checkpoint; it holds {shown}. Expected {_FORMS}."
+    raise CheckpointAbsentError(msg)
 
 
-def _rank_shards(path: Path, kind: str) -> list[str]:
+def _rank_shards(folder: Location, kind: str, listed: Mapping[str, int | None]) -> list[str]:
     """Return the files of a folder that ranks wrote for themselves.
 
     Raises:
         CheckpointError: If there is a whole model beside them.
     """
-    if kind != MODEL or not path.is_dir():
+    if kind != MODEL:
         return []
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    names = [name for name, size in listed.items() if size is not None]
     shards = rank_shards_among(names)
     whole = [name for each in _CANDIDATES[kind] for name in (each.single, each.index) if name in names]
     if shards and whole:
         msg = (
-            f"The folder '{path}' holds a whole model ('{whole[0]}') and files that each rank wrote for itself "
+            f"The folder '{folder}' holds a whole model ('{whole[0]}') and files that each rank wrote for itself "
             f"({shorten(shards)}), which may be of two saves. Pass the path of '{whole[0]}', or move it to another "
             "folder to load the ranks' files."
         )
         raise CheckpointError(msg)
-    if shards:
-        read_heads([path / name for name in shards])
     return shards
 
 
-def _refuse_marks(folder: Path, marks: Collection[str]) -> None:
+def _refuse_marks(folder: Location, marks: Collection[str]) -> None:
     """Raise where marks say that files may be of two saves."""
     for mark in sorted(marks):
         msg = (
@@ -129,26 +142,25 @@ def _refuse_marks(folder: Path, marks: Collection[str]) -> None:
         raise CheckpointError(msg)
 
 
-def _from_index(path: Path) -> tuple[dict[Path, set[str] | None], Path]:
-    mark = path.with_name(mark_of(path.name))
-    _refuse_marks(path.parent, [mark.name] if mark.exists() else [])
-    files: dict[Path, set[str] | None] = {}
-    for key, name in read_index(path).items():
-        expected = files.setdefault(path.parent / name, set())
+def _from_index(folder: Location, index: str, names: Collection[str]) -> _Found:
+    _refuse_marks(folder, {mark_of(index)} & set(names))
+    files: dict[str, set[str] | None] = {}
+    for key, name in read_index(folder / index).items():
+        expected = files.setdefault(name, set())
         assert expected is not None, "made above"
         expected.add(key)
-    absent = [file.name for file in files if not file.is_file()]
+    absent = [name for name in files if name not in names]
     if absent:
-        msg = f"The index '{path}' names {len(absent)} files that are not there: {shorten(absent)}."
-        raise CheckpointError(msg)
-    return files, path
+        msg = f"The index '{folder / index}' names {len(absent)} files that are not there: {shorten(absent)}."
+        raise CheckpointDamagedError(msg)
+    return _Found(files, index)
 
 
 def _is_other_kind(name: str, kind: str) -> bool:
     return name.startswith(OPTIMIZER) != (kind == OPTIMIZER)
 
 
-def _prefixed(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set[str] | None], Path | None] | None:
+def _prefixed(folder: Location, kind: str, names: list[str]) -> _Found | None:
     """Find the only checkpoint whose file names carry a prefix."""
     bases = {names.base for names in _CANDIDATES[kind]}
     indices = [name for name in names if re.fullmatch(r"\w+\.(safetensors|bin)\.index\.\S+\.json", name)]
@@ -161,10 +173,10 @@ def _prefixed(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set
         raise CheckpointError(msg)
     if not found:
         return None
-    return _from_index(folder / found[0]) if indices else ({folder / found[0]: None}, None)
+    return _from_index(folder, found[0], names) if indices else _Found.one(found[0])
 
 
-def _numbered(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set[str] | None], Path | None] | None:
+def _numbered(folder: Location, kind: str, names: list[str]) -> _Found | None:
     """Find a complete set of numbered files without an index."""
     sets: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
@@ -186,19 +198,19 @@ def _numbered(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set
             msg = (
                 f"The folder '{folder}' has no index, and lacks {len(absent)} of {int(total)} files: {shorten(files)}."
             )
-            raise CheckpointError(msg)
-        return {folder / f"{stem}-{number:05d}-of-{total}{suffix}": None for number in sorted(numbers)}, None
+            raise CheckpointDamagedError(msg)
+        return _Found({f"{stem}-{number:05d}-of-{total}{suffix}": None for number in sorted(numbers)})
     return None
 
 
-def _lone(folder: Path, kind: str, names: list[str]) -> tuple[dict[Path, set[str] | None], Path | None] | None:
+def _lone(folder: Location, kind: str, names: list[str]) -> _Found | None:
     for suffix in (SAFETENSORS, TORCH):
         found = [name for name in names if name.endswith(suffix) and not _is_other_kind(name, kind)]
         if len(found) > 1:
             msg = f"The folder '{folder}' holds several {kind} files: {shorten(found)}. Pass the path of one of them."
             raise CheckpointError(msg)
         if found:
-            return {folder / found[0]: None}, None
+            return _Found.one(found[0])
     return None
 
 
@@ -210,6 +222,7 @@ class Source:
         kind: ``"model"`` or ``"optimizer"``.
         in_memory: Read each file as a whole, once, instead of the parts that are asked for.
         checks: Returns what verifies a file while it is read, by its path.
+        listed: What the folder holds, where that is known; see `Location.children`. It is not listed then.
 
     Raises:
         CheckpointError: If there is no checkpoint, or any of its files is damaged or not what the index says.
@@ -217,35 +230,64 @@ class Source:
 
     def __init__(
         self,
-        path: Path | str,
+        path: Path | str | Location,
         kind: str,
         *,
         in_memory: bool = False,
         checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+        listed: Mapping[str, int | None] | None = None,
     ) -> None:
-        self.path = path if isinstance(path, Path | RemotePath) else Path(path)
+        self.path = locate(path)
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         self.tensors: dict[str, TensorMeta] = {}
         self.values: dict[str, Any] = {}
-        self.index: Path | None = None
+        self.index: Location | None = None
+        self._is_folder = False
         try:
-            if is_dcp_folder(self.path):
-                from booster_checkpoint.files.dcp import DCPFile
-
-                self._add(DCPFile(self.path, kind), None)
-                return
-            shards = _rank_shards(self.path, kind)
-            if shards:
-                self._add(RankShards(self.path, shards, in_memory=in_memory, checks=checks), None)
-                return
-            found, self.index = find_files(self.path, kind)
-            read_heads(found)
-            for file_path, expected in found.items():
-                self._add(open_tensor_file(file_path, in_memory=in_memory, checks=checks(file_path)), expected)
+            self._open(kind, listed, in_memory=in_memory, checks=checks)
         except BaseException:
             self.close()
             raise
+
+    def _open(
+        self,
+        kind: str,
+        listed: Mapping[str, int | None] | None,
+        *,
+        in_memory: bool,
+        checks: Callable[[Path], CheckedReads | None],
+    ) -> None:
+        folder, size = self.path, self.path.size() if listed is None else None
+        if size is not None:
+            folder, listed = self.path.parent, {self.path.name: size}
+            found = _Found.one(self.path.name)
+            if self.path.name.endswith(".json"):
+                listed = folder.children()
+                found = _from_index(folder, self.path.name, listed)
+        else:
+            self._is_folder = True
+            listed = folder.children() if listed is None else listed
+            if not listed and not folder.is_folder():
+                msg = f"There is no {kind} checkpoint at '{self.path}'. Expected {_FORMS}."
+                raise CheckpointAbsentError(msg)
+            paths = folder.as_path(listed)
+            if listed.get(_DCP_TABLE) is not None:
+                from booster_checkpoint.files.dcp import DCPFile
+
+                self._add(DCPFile(paths, kind), None)
+                return
+            shards = _rank_shards(folder, kind, listed)
+            if shards:
+                read_heads([paths / name for name in shards])
+                self._add(RankShards(paths, shards, in_memory=in_memory, checks=checks), None)
+                return
+            found = _find(folder, kind, listed)
+        self.index = None if found.index is None else folder / found.index
+        paths = folder.as_path(listed)
+        read_heads([paths / name for name in found.files])
+        for name, expected in found.files.items():
+            self._add(open_tensor_file(paths / name, in_memory=in_memory, checks=checks(paths / name)), expected)
 
     def take_turns(self, turn: int, num_turns: int) -> None:
         """Verify what other ranks of this host that read the same do not; see `CheckedReads.take_turns`."""
@@ -258,10 +300,10 @@ class Source:
         return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self.tensors.values())
 
     @property
-    def groups_path(self) -> Path | None:
-        """The path of an optimizer's parameter groups, if its files are in a folder with an index."""
+    def groups_path(self) -> Location | None:
+        """Where an optimizer's parameter groups are, if its files are in a folder with an index."""
         if self.index is None:
-            return self.path / "param_groups.json" if self.path.is_dir() else None
+            return self.path / "param_groups.json" if self._is_folder else None
         prefix = self.index.name.removesuffix(".json").partition(".index")[2].removeprefix(".")
         return self.index.parent / FileNames(base=OPTIMIZER, prefix=prefix or None).groups
 
@@ -273,7 +315,7 @@ class Source:
                 f"The index '{self.index}' expects {len(absent)} tensors in '{file.path.name}' that it lacks: "
                 f"{shorten(absent)}."
             )
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         for key, meta in file.tensors.items():
             if key in self._home and expected is None:
                 msg = f"'{key}' is in two files of '{self.path}': '{self._home[key].path.name}' and '{file.path.name}'."
@@ -324,23 +366,24 @@ def _checked_values(file: TensorFile) -> Mapping[str, Any]:
         references = [key for value in file.values.values() for key in tensor_references(value)]
     except RecursionError as error:
         msg = f"A value in '{file.path}' is nested too deeply: it is damaged or hostile."
-        raise CheckpointError(msg) from error
+        raise CheckpointDamagedError(msg) from error
     if not all(isinstance(key, str) for key in references):
         msg = f"A value in '{file.path}' refers to a tensor by something else than its name: it is damaged or hostile."
-        raise CheckpointError(msg)
+        raise CheckpointDamagedError(msg)
     return file.values
 
 
 @contextmanager
 def open_source(
-    path: Path,
+    path: Path | str | Location,
     kind: str,
     *,
     in_memory: bool = False,
     checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+    listed: Mapping[str, int | None] | None = None,
 ) -> Iterator[Source]:
     """Open a checkpoint for the body, in any of its forms; see `Source`."""
-    source = Source(path, kind, in_memory=in_memory, checks=checks)
+    source = Source(path, kind, in_memory=in_memory, checks=checks, listed=listed)
     try:
         yield source
     finally:

@@ -20,7 +20,7 @@ from booster_core.log import log
 from booster_core.ranks import this_host
 
 if TYPE_CHECKING:
-    from booster_checkpoint.run.steps import Steps
+    from booster_checkpoint.run.run_folder import RunFolder
 
 LEASE = "lease.json"
 
@@ -31,14 +31,14 @@ class Leases:
     def __init__(self) -> None:
         self._held: set[str] = set()
 
-    def take(self, steps: Steps) -> None:
+    def take(self, run: RunFolder) -> None:
         """Take the lease of a root, from whoever has it.
 
         Raises:
             OSError: If it can't be written.
         """
-        found = _read(steps)
-        self._held.add(steps.root)
+        found = _read(run)
+        self._held.add(run.root.identity)
         if found is not None and found.get("token") == _token(os.getpid()):
             return
         generation = found.get("generation") if found is not None else 0
@@ -49,30 +49,30 @@ class Leases:
             "pid": os.getpid(),
             "taken_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        steps.write_text(LEASE, json.dumps(content) + "\n")
+        (run.root / LEASE).write_bytes(f"{json.dumps(content)}\n".encode())
         if found is not None:
-            log.info("This job saves into '%s' from here on, in place of %s.", steps.root, _described(found))
+            log.info("This job saves into '%s' from here on, in place of %s.", run, _described(found))
 
-    def hold(self, steps: Steps) -> None:
+    def hold(self, run: RunFolder) -> None:
         """Make sure that this job may save into a root; take the lease where it has not been taken here.
 
         Raises:
             CheckpointError: If another job took it since.
             OSError: If it can't be written.
         """
-        found = _read(steps)
+        found = _read(run)
         is_lost = found is not None and found.get("token") != _token(os.getpid())
-        if is_lost and steps.root in self._held:
+        if is_lost and run.root.identity in self._held:
             assert found is not None, "a lost lease is another's"
             msg = (
-                f"Another job saves into '{steps.root}' now: {_described(found)}. This one has changed nothing there "
+                f"Another job saves into '{run}' now: {_described(found)}. This one has changed nothing there "
                 "since, and may no longer save. If it is an earlier attempt of the same run, end it; if not, let one "
                 "of the two save into another folder."
             )
             raise CheckpointError(msg)
         if is_lost or found is None:
-            self.take(steps)
-        self._held.add(steps.root)
+            self.take(run)
+        self._held.add(run.root.identity)
 
 
 @functools.cache
@@ -82,9 +82,9 @@ def _token(pid: int) -> str:
     return new_token()
 
 
-def _read(steps: Steps) -> dict[str, Any] | None:
+def _read(run: RunFolder) -> dict[str, Any] | None:
     """Return what the lease says; ``None`` where there is none. Of a damaged one nothing is known."""
-    text = steps.read_text(LEASE)
+    text = (run.root / LEASE).read_bytes()
     if text is None:
         return None
     try:

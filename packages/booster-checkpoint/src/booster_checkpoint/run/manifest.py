@@ -2,12 +2,13 @@
 
 A folder without a manifest is not a checkpoint, and one that differs from its manifest is a damaged one. The manifest
 carries a checksum of itself. Files have a checksum for each of their blocks, so that a load verifies what it reads
-while it reads (`ReadChecks`); format version 1 had one checksum for each file, and is verified ahead of the load.
+while it reads (`ReadChecks`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,16 @@ from booster_checkpoint.files.checksums import (
     checksum_of,
     difference,
 )
-from booster_checkpoint.save.writer import sync_folder, write_text
-from booster_checkpoint.storage import RemotePath, leaves_folder
-from booster_core.errors import CheckpointError, shorten
-from booster_core.state import read_json
+from booster_checkpoint.storage import leaves_folder, locate
+from booster_checkpoint.storage.location import reading
+from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
+from booster_core.state import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from booster_checkpoint.storage.location import Location
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -63,13 +66,13 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, content: Any) -> FileEntry:
-        """Return the entry that the manifest holds, of this format version or version 1.
+        """Return the entry that the manifest holds.
 
         Raises:
             KeyError, TypeError, ValueError: If it is damaged.
         """
         nbytes, checksums = content["nbytes"], content["xxh3"].split()
-        sizes = content.get("blocks", [nbytes])
+        sizes = content["blocks"]
         if any(type(size) is not int or size < 0 for size in (nbytes, *sizes)) or sum(sizes) != nbytes:
             msg = f"blocks of {sizes} bytes in a file of {nbytes}"
             raise ValueError(msg)
@@ -91,8 +94,8 @@ class Manifest:
     files: Mapping[str, FileEntry]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write the manifest into its folder and sync both."""
+    def write(self, folder: Location) -> None:
+        """Write the manifest into its folder, durably."""
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "step": self.step,
@@ -100,30 +103,36 @@ class Manifest:
             "files": {name: entry.to_json() for name, entry in sorted(self.files.items())},
         }
         content["xxh3"] = _digest(content)
-        text = json.dumps(content, indent=1) + "\n"
-        if isinstance(folder, RemotePath):
-            (folder / MANIFEST).write_bytes(text.encode())
-            return
-        write_text(folder / MANIFEST, text)
-        sync_folder(folder)
+        (folder / MANIFEST).write_bytes(f"{json.dumps(content, indent=1)}\n".encode())
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of a folder.
+    def read(cls, folder: Location) -> Manifest:
+        """Return the manifest of a folder; errors are those of `parse` and `Location.read_bytes`."""
+        return cls.parse((folder / MANIFEST).read_bytes(), folder)
+
+    @classmethod
+    def parse(cls, written: bytes | None, folder: Location) -> Manifest:
+        """Return the manifest that a folder's file holds.
+
+        Args:
+            written: The file's content; ``None`` where there is no file.
+            folder: The folder, for messages.
 
         Raises:
-            CheckpointError: If there is none, or it is damaged or of a newer format.
+            CheckpointAbsentError: If there is none.
+            CheckpointDamagedError: If it is damaged.
+            CheckpointError: If it is of a newer format.
         """
-        path = folder / MANIFEST
-        if folder.is_dir() and not path.exists():
+        if written is None:
             msg = f"'{folder}' has no '{MANIFEST}': it is not a saved training state, or not all of one."
-            raise CheckpointError(msg)
-        content = read_json(path)
+            raise CheckpointAbsentError(msg)
+        path = folder / MANIFEST
+        content = parse_json(written, str(path))
         try:
             version = content["format_version"]
             if version <= FORMAT_VERSION and content.pop("xxh3") != _digest(content):
                 msg = f"The manifest '{path}' is damaged: its content is not what its own checksum says."
-                raise CheckpointError(msg)
+                raise CheckpointDamagedError(msg)
             if version > FORMAT_VERSION:
                 msg = f"'{path}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
                 raise CheckpointError(msg)
@@ -131,40 +140,53 @@ class Manifest:
             step = content.pop("step")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             msg = f"The manifest '{path}' is damaged: {error!r} where its entries should be."
-            raise CheckpointError(msg) from error
+            raise CheckpointDamagedError(msg) from error
         for name in files:
             if not name or leaves_folder(name):
                 msg = f"The manifest '{path}' names the file '{name}', which is not in its folder: damaged or hostile."
-                raise CheckpointError(msg)
+                raise CheckpointDamagedError(msg)
         return cls(step=step, files=files, facts=content)
 
-    def size_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
-        """Return which of the named files are missing or have another size, in words."""
+    def below(self, wanted: Iterable[str]) -> list[str]:
+        """Return the files that are among, or below, the names of files and folders."""
+        wanted = tuple(wanted)
+        return [name for name in self.files if any(name == each or name.startswith(f"{each}/") for each in wanted)]
+
+    def folder(self, name: str) -> dict[str, int | None]:
+        """Return the sizes of the files in a folder of the step."""
+        return {
+            file.removeprefix(f"{name}/"): entry.nbytes
+            for file, entry in self.files.items()
+            if file.startswith(f"{name}/")
+        }
+
+    def size_problems(self, folder: Location, names: Sequence[str]) -> list[str]:
+        """Return which of the named files are missing or have another size, in words.
+
+        Raises:
+            CheckpointUnreadableError, StorageUnreachableError: If that can't be found out.
+        """
         problems = []
-        for name in names:
-            entry = self.files[name]
-            try:
-                nbytes = (folder / name).stat().st_size
-            except OSError as error:
-                problems.append(f"'{name}' cannot be found ({error.strerror})")
-                continue
-            if nbytes != entry.nbytes:
-                problems.append(f"'{name}' has {nbytes} bytes, and was saved with {entry.nbytes}")
+        for name, nbytes in zip(names, folder.sizes(names), strict=True):
+            if nbytes is None:
+                problems.append(f"'{name}' cannot be found")
+            elif nbytes != self.files[name].nbytes:
+                problems.append(f"'{name}' has {nbytes} bytes, and was saved with {self.files[name].nbytes}")
         return problems
 
-    def content_problems(self, folder: Path, names: Iterable[str]) -> list[str]:
+    def content_problems(self, folder: Location, names: Iterable[str]) -> list[str]:
         """Return which of the named files have another content than the one that was saved, in words.
 
-        Collective: none; reads every byte of these files.
+        Reads every byte of these files.
+
+        Raises:
+            CheckpointUnreadableError, StorageUnreachableError: If one can't be read.
         """
         problems = []
         for name in names:
             saved, begin = self.files[name].blocks, 0
-            try:
-                found = blocks_of_file(folder / name, [block.nbytes for block in saved])
-            except OSError as error:
-                problems.append(f"'{name}' cannot be read ({error.strerror})")
-                continue
+            with reading(folder / name):
+                found = blocks_of_file((folder / name).as_path(), [block.nbytes for block in saved])
             for block, other in zip(saved, found, strict=False):
                 if block != other:
                     problems.append(difference(name, begin, block, other.checksum))
@@ -185,50 +207,52 @@ class ReadChecks:
         problems: What this rank has found damaged, in words.
     """
 
-    def __init__(self, manifest: Manifest | None, folder: Path, *, is_shared: bool) -> None:
+    def __init__(self, manifest: Manifest | None, folder: Location, *, is_shared: bool) -> None:
         self.problems: list[str] = []
         self._files = {} if manifest is None else manifest.files
-        self._folder = folder
+        self._folder = f"{folder}/".replace(os.sep, "/")
         self._is_shared = is_shared
 
     def __call__(self, path: Path) -> CheckedReads | None:
         """Return what verifies a file while it is read; ``None`` for one that is verified ahead."""
-        name = path.relative_to(self._folder).as_posix()
+        name = str(path).replace(os.sep, "/").removeprefix(self._folder)
         entry = self._files.get(name)
         if entry is None or not entry.is_read_checked:
             return None
         return CheckedReads(name, entry.blocks, is_shared=self._is_shared, on_damage=self.problems.append)
 
 
-def verify_folder(folder: Path) -> None:
+def verify_folder(folder: Path | str | Location) -> None:
     """Check a saved training state against its manifest, every byte.
 
     Raises:
-        CheckpointError: If anything is missing or differs; the message names the files.
+        CheckpointAbsentError, CheckpointDamagedError: If anything is missing or differs; the message names the files.
+        CheckpointUnreadableError, StorageUnreachableError: If that can't be found out.
     """
+    folder = locate(folder)
     manifest = Manifest.read(folder)
-    problems = manifest.size_problems(folder, manifest.files) or manifest.content_problems(folder, manifest.files)
+    problems = manifest.size_problems(folder, list(manifest.files)) or manifest.content_problems(folder, manifest.files)
     if problems:
         raise damaged(folder, problems)
 
 
-def damaged(folder: Path, problems: list[str]) -> CheckpointError:
+def damaged(folder: object, problems: list[str]) -> CheckpointDamagedError:
     """Return the error that says what is wrong with a folder."""
     shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-    return CheckpointError(f"The checkpoint '{folder}' is damaged: {shown}.")
+    return CheckpointDamagedError(f"The checkpoint '{folder}' is damaged: {shown}.")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return checksum_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def required(manifest: Manifest, folder: Path, names: Iterable[str]) -> None:
+def required(manifest: Manifest, folder: Location, names: Iterable[str]) -> None:
     """Check that a saved training state has what a caller wants to load.
 
     Raises:
         CheckpointError: If one of the files or folders named is not part of it.
     """
-    absent = [name for name in names if not any(f == name or f.startswith(f"{name}/") for f in manifest.files)]
+    absent = [name for name in names if not manifest.below([name])]
     if absent:
         msg = f"'{folder}' was saved without {shorten(absent)}. Leave out what you do not want to load."
         raise CheckpointError(msg)

@@ -22,24 +22,25 @@ from booster_checkpoint.run.registered import (
 )
 from booster_checkpoint.save.parts import Part, whole_shards
 from booster_core.checkpoint_io import LOADER, GlobalPosition
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import (
     capture_random_state,
     check_plain_tensors,
     decode_json,
     encode_json,
     full_box,
-    read_json,
+    parse_json,
     restore_random_state,
     scheduler_from_json,
+    scheduler_state,
     scheduler_to_json,
     tensor_references,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
+    from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import TrainingObjects
     from booster_core.state import TensorShard
 
@@ -134,13 +135,17 @@ class SavedTraining:
         CheckpointError: If the files are not a training state's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self._where = folder / VALUES
-        self._content = read_json(self._where)
+        written = self._where.read_bytes()
+        if written is None:
+            msg = f"'{folder}' lacks '{VALUES}'."
+            raise CheckpointDamagedError(msg)
+        self._content = parse_json(written, str(self._where))
         version = self._content.get("format_version") if isinstance(self._content, dict) else None
         if type(version) is not int:
             msg = f"'{self._where}' does not hold a training state."
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         if version > FORMAT_VERSION:
             msg = f"'{self._where}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
             raise CheckpointError(msg)
@@ -149,8 +154,8 @@ class SavedTraining:
             msg = (
                 f"'{self._where}' is damaged: it lacks {', '.join(absent) or 'lists of schedulers and random states'}."
             )
-            raise CheckpointError(msg)
-        self._tensors = folder / TENSORS
+            raise CheckpointDamagedError(msg)
+        self._tensors = (folder / TENSORS).as_path()
         self._states: Mapping[str, Any] = {}
 
     def check(self, objects: TrainingObjects, world_size: int, *, strict: bool) -> None:
@@ -171,6 +176,8 @@ class SavedTraining:
                 "are to be loaded. Pass those that were saved, in the same order, or none."
             )
             raise CheckpointError(msg)
+        for scheduler, content in zip(objects.schedulers, saved, strict=False):
+            scheduler_state(scheduler, content, str(self._where))
         if objects.dataloader is not None:
             objects.check_dataloader("load_state_dict")
             is_ours = isinstance(objects.dataloader, GlobalPosition)
@@ -223,7 +230,7 @@ class SavedTraining:
             for key in keys:
                 if key not in file.tensors:
                     msg = f"'{self._where}' refers to the tensor '{key}', which '{self._tensors}' lacks."
-                    raise CheckpointError(msg)
+                    raise CheckpointDamagedError(msg)
                 meta = file.tensors[key]
                 tensors[key] = torch.empty(meta.shape, dtype=meta.dtype)
                 if math.prod(meta.shape):

@@ -338,7 +338,7 @@ def sync_folder(folder: Path) -> None:
     sync_files([folder])
 
 
-def as_checkpoint_error(error: Exception, path: Path) -> Exception:
+def as_checkpoint_error(error: Exception, path: object) -> Exception:
     """Return an error of the operating system as one that says what it means for a checkpoint."""
     if isinstance(error, BoosterError) or not isinstance(error, OSError):
         return error

@@ -23,10 +23,10 @@ from booster_checkpoint.storage.interface import leaves_folder, storage_for
 from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath, storage_errors
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import CheckpointDamagedError, CheckpointUnreadableError
+from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from booster_checkpoint.storage.interface import Storage
 
@@ -34,12 +34,16 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 """What says that nothing is there. A name too long for the file system is that of no file."""
 
 
-def locate(path: str | Path) -> Location:
+def locate(path: str | Path | Location) -> Location:
     """Return the location of a path or a URL.
 
     Raises:
         CheckpointError: If there is no storage for the URL's scheme, or the URL is refused.
     """
+    if isinstance(path, Location):
+        return path
+    if isinstance(path, RemotePath):
+        return StoredLocation(path.storage, path.url)
     path = local_path(path)
     scheme = scheme_of(path)
     if scheme is None:
@@ -61,12 +65,21 @@ class Location(ABC):
 
     @property
     @abstractmethod
+    def parent(self) -> Self:
+        """The folder that this is in."""
+
+    @property
+    @abstractmethod
     def identity(self) -> str:
         """Text that is the same however the path is spelled, as by way of a link."""
 
     @abstractmethod
-    def as_path(self) -> Path:
-        """Return the path that files are opened by."""
+    def as_path(self, files: Mapping[str, int | None] | None = None) -> Path:
+        """Return the path that files are opened by.
+
+        Args:
+            files: The sizes of files below, where they are known; at a URL, none is asked for then.
+        """
 
     @abstractmethod
     def _joined(self, key: str) -> Self: ...
@@ -161,11 +174,16 @@ class LocalLocation(Location):
 
     @property
     @override
+    def parent(self) -> Self:
+        return type(self)(self.path.parent)
+
+    @property
+    @override
     def identity(self) -> str:
         return os.path.realpath(self.path)
 
     @override
-    def as_path(self) -> Path:
+    def as_path(self, files: Mapping[str, int | None] | None = None) -> Path:
         return self.path
 
     @override
@@ -218,7 +236,9 @@ class LocalLocation(Location):
         if status is None:
             return
         if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)  # as much as possible
+            if self.path.exists():
+                shutil.rmtree(self.path)  # once more, for the reason
         else:
             self.path.unlink(missing_ok=True)
 
@@ -244,7 +264,24 @@ def _absent_or_unreadable(path: Path) -> Iterator[None]:
             raise unreadable(error, path) from error
 
 
-def unreadable(error: OSError, path: Path) -> CheckpointUnreadableError:
+@contextlib.contextmanager
+def reading(place: Location) -> Iterator[None]:
+    """Raise what goes wrong in the body, which reads something that is there, as what it is.
+
+    Raises:
+        CheckpointAbsentError: If it is gone.
+        CheckpointUnreadableError: If the disk or the permissions refuse it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _ABSENT:
+            msg = f"'{place}' is not there any more. Did something remove it?"
+            raise CheckpointAbsentError(msg) from error
+        raise unreadable(error, place) from error
+
+
+def unreadable(error: OSError, path: Path | Location) -> CheckpointUnreadableError:
     """Return the error for a file or folder that is there and can't be read."""
     remedy = {
         errno.EACCES: " Check its owner and mode.",
@@ -286,13 +323,19 @@ class StoredLocation(Location):
 
     @property
     @override
+    def parent(self) -> Self:
+        return type(self)(self.storage, self.url.rpartition("/")[0])
+
+    @property
+    @override
     def identity(self) -> str:
         scheme, mark, rest = self.url.partition("://")
         return scheme.lower() + mark + rest
 
     @override
-    def as_path(self) -> Path:
-        return RemotePath(self.storage, self.url)
+    def as_path(self, files: Mapping[str, int | None] | None = None) -> Path:
+        known = None if files is None else {name: size for name, size in files.items() if size is not None}
+        return RemotePath(self.storage, self.url, known)
 
     @override
     def _joined(self, key: str) -> Self:

@@ -79,13 +79,14 @@ class _Tree:
     Args:
         storage: Reads there.
         url: The URL.
+        files: What is there, where that is known.
     """
 
-    def __init__(self, storage: Storage, url: str) -> None:
+    def __init__(self, storage: Storage, url: str, files: Mapping[str, int] | None = None) -> None:
         self.storage = storage
         self.url = url
         self._lock = threading.Lock()
-        self._files: Mapping[str, int] | None = None
+        self._files = files
         self._pool: ThreadPoolExecutor | None = None
         self._heads: dict[str, bytes] = {}
 
@@ -148,10 +149,19 @@ class RemotePath(_PathMethods):
     Args:
         storage: Reads and writes there.
         url: The URL, without a ``/`` at its end.
+        files: The sizes of files below it, by their paths, where they are known.
     """
 
-    def __init__(self, storage: Storage, url: str, *, _tree: _Tree | None = None, _key: str = "") -> None:
-        self._tree = _tree or _Tree(storage, url)
+    def __init__(
+        self,
+        storage: Storage,
+        url: str,
+        files: Mapping[str, int] | None = None,
+        *,
+        _tree: _Tree | None = None,
+        _key: str = "",
+    ) -> None:
+        self._tree = _tree or _Tree(storage, url, files)
         self._key = _key
         self.storage = storage
         self.url = url

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.index import read_index
 from booster_checkpoint.files.layout import MODEL, OPTIMIZER
-from booster_checkpoint.load.optimizer_check import read_optimizer_info
+from booster_checkpoint.load.load import read_optimizer_info
 from booster_checkpoint.load.source import Source
 from booster_checkpoint.run.manifest import MANIFEST, Manifest
-from booster_checkpoint.run.steps_remote import open_steps
+from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.run.training_part import TENSORS, VALUES
-from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage import RemotePath, locate
 from booster_checkpoint.tools.convert import kinds_at
 from booster_core.checkpoint_io import LATEST, parse_step_name
 from booster_core.errors import CheckpointError
@@ -59,7 +59,7 @@ class Inspection:
 
 def is_root(path: Path) -> bool:
     """Whether a folder holds steps of training states."""
-    return path.is_dir() and ((path / LATEST).is_file() or bool(open_steps(path).names()))
+    return open_run(path).exists()
 
 
 def inspect(path: Path) -> Inspection:
@@ -83,17 +83,17 @@ def inspect(path: Path) -> Inspection:
 
 
 def _inspect_root(path: Path) -> Inspection:
-    steps = open_steps(path)
-    facts: dict[str, Any] = {"latest": steps.latest_name()}
-    for name in steps.names():
-        manifest = Manifest.read(path / name)
+    run = open_run(path)
+    facts: dict[str, Any] = {"latest": run.latest_name()}
+    for name in run.steps():
+        manifest = run.manifest(name)
         nbytes = sum(entry.nbytes for entry in manifest.files.values())
         facts[name] = f"{nbytes:,} bytes in {len(manifest.files)} files, saved {manifest.facts.get('saved_at')}"
     return Inspection(kind="root", facts=facts)
 
 
 def _inspect_step(path: Path) -> Inspection:
-    manifest = Manifest.read(path)
+    manifest = Manifest.read(locate(path))
     facts: dict[str, Any] = {"step": manifest.step, **manifest.facts}
     tensors: list[TensorRow] = []
     for kind in (MODEL, OPTIMIZER):
@@ -164,9 +164,10 @@ def verify(path: Path) -> tuple[list[str], str]:
         problems = [problem for kind in kinds_at(path) for problem in _part_problems(path, kind)]
         above = path.parent / MANIFEST
         if (above.alone() if isinstance(above, RemotePath) else above).is_file():
-            manifest = Manifest.read(path.parent)
-            names = [name for name in manifest.files if name == path.name or name.startswith(f"{path.name}/")]
-            problems += manifest.size_problems(path.parent, names) or manifest.content_problems(path.parent, names)
+            folder = locate(path.parent)
+            manifest = Manifest.read(folder)
+            names = manifest.below([path.name])
+            problems += manifest.size_problems(folder, names) or manifest.content_problems(folder, names)
             return problems, "sizes and checksums of its files, headers, and indices"
     except CheckpointError as error:
         return [str(error)], ""
@@ -174,24 +175,25 @@ def verify(path: Path) -> tuple[list[str], str]:
 
 
 def _verify_root(path: Path) -> tuple[list[str], str]:
-    steps, problems = open_steps(path), list[str]()
+    run, problems = open_run(path), list[str]()
     try:
-        steps.find(LATEST)
+        run.find(LATEST)
     except CheckpointError as error:
         problems.append(str(error))
     for entry in sorted(path.iterdir()):
         if parse_step_name(entry.name) and entry.is_dir():
             problems += [f"{entry.name}: {problem}" for problem in verify(entry)[0]]
-    return problems, f"sizes and checksums of all files of {len(steps.names())} steps, headers, and indices"
+    return problems, f"sizes and checksums of all files of {len(run.steps())} steps, headers, and indices"
 
 
 def _verify_step(path: Path) -> list[str]:
-    manifest = Manifest.read(path)
-    problems = manifest.size_problems(path, manifest.files)
+    folder = locate(path)
+    manifest = Manifest.read(folder)
+    problems = manifest.size_problems(folder, list(manifest.files))
     present = [name for name in manifest.files if (path / name).is_file()]
     problems += [
         problem
-        for problem in manifest.content_problems(path, present)
+        for problem in manifest.content_problems(folder, present)
         if not any(problem.partition(" has ")[0] == other.partition(" has ")[0] for other in problems)
     ]
     for kind in (MODEL, OPTIMIZER):

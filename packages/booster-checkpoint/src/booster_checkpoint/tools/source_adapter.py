@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
-from booster_checkpoint.load.optimizer_check import read_optimizer_info
+from booster_checkpoint.load.load import read_optimizer_info
 from booster_core.errors import CheckpointError
 from booster_core.state import (
     Box,

@@ -8,6 +8,7 @@ from booster_core.state.json_values import (
     decode_extra_state,
     decode_json,
     encode_json,
+    parse_json,
     read_json,
     tensor_references,
 )
@@ -42,7 +43,7 @@ from booster_core.state.regions import (
     unpack,
 )
 from booster_core.state.replicated import MASTER, Replica, ReplicatedStateAdapter, balanced_shards
-from booster_core.state.scheduler import scheduler_from_json, scheduler_to_json
+from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
 from booster_core.state.view import ModelView
 
@@ -86,12 +87,14 @@ __all__ = [
     "natural_order",
     "own_class",
     "pack",
+    "parse_json",
     "read_json",
     "regions_of",
     "restore_random_state",
     "restore_state",
     "runs_of",
     "scheduler_from_json",
+    "scheduler_state",
     "scheduler_to_json",
     "slices_of",
     "span_of",

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_core.errors import CheckpointError
+from booster_core.errors import (
+    CheckpointAbsentError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointUnreadableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -228,13 +233,33 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        CheckpointError: If it cannot be read or is not JSON.
+        CheckpointAbsentError: If there is no file.
+        CheckpointUnreadableError: If it is there and cannot be read.
+        CheckpointDamagedError: If it is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        written = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        msg = f"'{path}' cannot be read: {error.strerror or error}."
+        raise CheckpointAbsentError(msg) from error
     except OSError as error:
         msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointError(msg) from error
+        raise CheckpointUnreadableError(msg) from error
+    return parse_json(written, str(path))
+
+
+def parse_json(written: bytes, where: str) -> Any:
+    """Return what a JSON file holds.
+
+    Args:
+        written: Its bytes.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointDamagedError: If it is not JSON.
+    """
+    try:
+        return json.loads(written.decode())
     except (ValueError, RecursionError) as error:
-        msg = f"'{path}' is not valid JSON ({error}); it is damaged or truncated."
-        raise CheckpointError(msg) from error
+        msg = f"'{where}' is not valid JSON ({error}); it is damaged or truncated."
+        raise CheckpointDamagedError(msg) from error

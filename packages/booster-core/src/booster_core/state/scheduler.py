@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state.json_values import decode_json, encode_json
 
 if TYPE_CHECKING:
@@ -25,19 +25,34 @@ def scheduler_from_json(scheduler: LRScheduler, content: Any, where: str) -> Non
     """Give a scheduler the state that `scheduler_to_json` returned of one of its kind.
 
     Raises:
-        CheckpointError: If it is the state of another kind of scheduler, or of none.
+        CheckpointError: As `scheduler_state` does.
+    """
+    scheduler.load_state_dict(_with_code_of(scheduler.state_dict(), scheduler_state(scheduler, content, where)))
+
+
+def scheduler_state(scheduler: LRScheduler, content: Any, where: str) -> dict[str, Any]:
+    """Return the state that a checkpoint holds for a scheduler, which stays as it is.
+
+    Args:
+        scheduler: The scheduler.
+        content: What `scheduler_to_json` returned.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: If it is the state of another kind of scheduler.
+        CheckpointDamagedError: If it is the state of none.
     """
     if not isinstance(content, dict) or not {"scheduler", "state"} <= content.keys():
         msg = f"'{where}' does not hold a learning rate scheduler's state."
-        raise CheckpointError(msg)
+        raise CheckpointDamagedError(msg)
     if content["scheduler"] != type(scheduler).__name__:
         msg = f"'{where}' holds the state of a {content['scheduler']}; this scheduler is a {type(scheduler).__name__}."
         raise CheckpointError(msg)
     state = decode_json(content["state"])
     if not isinstance(state, dict):
         msg = f"'{where}' is damaged: the state of its {content['scheduler']} is a {type(state).__name__}."
-        raise CheckpointError(msg)
-    scheduler.load_state_dict(_with_code_of(scheduler.state_dict(), state))
+        raise CheckpointDamagedError(msg)
+    return state
 
 
 def _without_code(value: Any) -> Any:

@@ -1,0 +1,169 @@
+"""How a step is saved: by all ranks into a folder that is no step yet, which then becomes the latest one.
+
+The order in which it becomes one is drawn in `booster_checkpoint.run.run_folder`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from booster_checkpoint.files.layout import EMA, MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.run.manifest import FileEntry, Manifest
+from booster_checkpoint.run.run_folder import METRIC, open_run
+from booster_checkpoint.run.training_part import BASE, TrainingPart
+from booster_checkpoint.save.parts import ModelPart, OptimizerPart
+from booster_checkpoint.storage import LocalLocation, locate
+from booster_checkpoint.storage.location import sync_folder
+from booster_core.errors import ConfigError
+from booster_core.state import encode_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from booster_checkpoint.files.layout import WrittenFile
+    from booster_checkpoint.run.lease import Leases
+    from booster_checkpoint.run.run_folder import RunFolder
+    from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.save.saver import Saver
+    from booster_checkpoint.session import Session
+    from booster_core.checkpoint_io import SaveRequest, TrainingState
+
+_EMA_NAMES = FileNames(base=MODEL, prefix=EMA)
+_last_saved: dict[str, tuple[int, weakref.ref[nn.Module]]] = {}
+"""The step that this process saved last into each root, and the model that it was of."""
+
+
+def save_step(
+    session: Session,
+    saver: Saver,
+    state: TrainingState,
+    request: SaveRequest,
+    *,
+    leases: Leases,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write a step; see `Booster.save_checkpoint`.
+
+    Args:
+        session: The ranks.
+        saver: Writes the parts.
+        state: What is written.
+        request: The call.
+        leases: The roots that this engine may save into.
+        facts: What the manifest says of the run.
+
+    Collective: every rank.
+    """
+    coordinator, call, options = session.coordinator, request.call, request.step
+    assert options is not None, "of a call that saves a step"
+    saver.begin(call)
+    with session.together(call, request.path):
+        options.check()
+        if request.size_per_shard < 1:
+            msg = f"`size_per_shard={request.size_per_shard}` is not a size in MiB. The default is 1024."
+            raise ConfigError(msg)
+        run = open_run(request.path)
+        _check_is_same_model(run, options.step, state.model.module)
+        training = TrainingPart(state.objects, rank=coordinator.rank, step=options.step, extra=options.extra)
+    coordinator.agree(call, {**request.agreed(), "ema": state.ema is not None})
+    written_in = ""
+    with session.together(call, request.path, for_long=True):
+        if coordinator.rank == 0:
+            written_in = str(run.prepare_new_folder(options.step, lambda: leases.hold(run)))
+    folder = locate(coordinator.broadcast_object(written_in))
+    stated = {} if options.metric is None else {METRIC: encode_json(float(options.metric), METRIC)}
+    if state.precision is not None:
+        stated["precision"] = state.precision.describe()
+    stated = {**facts, **stated, "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+    def commit(written: list[WrittenFile]) -> None:
+        try:
+            leases.hold(run)  # at a URL, the manifest makes it a step
+            if isinstance(folder, LocalLocation):
+                _arrange(folder.path, [file.name for file in written])
+            files = {
+                _placed(file.name): FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors)
+                for file in written
+            }
+            Manifest(step=options.step, files=files, facts=stated).write(folder)
+            run.commit(folder, options, lambda: leases.hold(run))
+        except BaseException:
+            if isinstance(folder, LocalLocation):  # at a URL, where the next save removes what is no step
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+
+    parts = _parts_of(state, training, request.size_per_shard << 20)
+    saver.write(
+        call,
+        folder.as_path(),
+        parts,
+        use_async=request.use_async,
+        want_checksums=True,
+        commit=commit,
+        home=_home,
+    )
+    if state.model.module is not None:
+        _last_saved[run.root.identity] = options.step, weakref.ref(state.model.module)
+
+
+def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> list[Part]:
+    model = state.model
+    parts: list[Part] = [
+        ModelPart(model.adapter, FileNames(base=MODEL), max_bytes=max_bytes, dtype=model.dtype, module=model.module)
+    ]
+    if state.optimizer is not None:
+        parts.append(OptimizerPart(state.optimizer, FileNames(base=OPTIMIZER), max_bytes=max_bytes))
+    if state.ema is not None:
+        parts.append(ModelPart(state.ema.adapter, _EMA_NAMES, max_bytes=max_bytes))
+    return [*parts, training]
+
+
+def _check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> None:
+    """Raise where this process has just saved the same step of another model there, which this would replace."""
+    last_step, saved = _last_saved.get(run.root.identity, (None, None))
+    other = saved() if saved is not None else None
+    if step == last_step and module is not None and other is not None and other is not module:
+        msg = (
+            f"Step {step} in '{run}' is that of another model, a `{type(other).__name__}`, which saving this "
+            f"`{type(module).__name__}` would replace. Save each model into a folder of its own."
+        )
+        raise ConfigError(msg)
+
+
+def forget_model(run: RunFolder) -> None:
+    """Let any model be saved into a root from which one was loaded."""
+    _last_saved.pop(run.root.identity, None)
+
+
+def _home(name: str) -> str:
+    """Return the folder of a file inside of a step's."""
+    if name == _EMA_NAMES.index or _EMA_NAMES.is_part(name):
+        return EMA
+    names = FileNames(base=OPTIMIZER)
+    if name in (names.single, names.index, names.groups) or names.is_part(name):
+        return OPTIMIZER
+    return "" if name.startswith(f"{BASE}.") else MODEL
+
+
+def _placed(name: str) -> str:
+    """Return a file's path inside of a step's folder."""
+    return f"{_home(name)}/{name}".lstrip("/")
+
+
+def _arrange(folder: Path, names: list[str]) -> None:
+    """Move files into the folders inside of a step's, durably."""
+    folders = set[Path]()
+    for name in names:
+        place = folder / _placed(name)
+        if place.parent != folder:
+            place.parent.mkdir(exist_ok=True)
+            (folder / name).rename(place)
+            folders.add(place.parent)
+    for inner in (*folders, folder):
+        sync_folder(inner)
