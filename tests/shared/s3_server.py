@@ -24,7 +24,9 @@ class Fault:
     Args:
         method: As in ``"PUT"``.
         text: A part of the path and query.
-        kind: ``"500"``, ``"cut request"`` (half of its body is read) or ``"cut answer"`` (half of it is sent).
+        kind: A status such as ``"500"``, ``"cut request"`` (half of its body is read), ``"cut answer"`` (half of it is
+            sent), ``"lost answer"`` (the server has done it, and the connection is cut) or ``"late"`` (its body is read
+            0.3 s later).
         times: How many requests it happens to.
     """
 
@@ -133,15 +135,17 @@ class Proxy:
         length = int(handler.headers.get("Content-Length") or 0)
         if kind == "cut request":
             handler.rfile.read(length // 2)
-            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            handler.close_connection = True
-            handler.connection.close()
+            cut(handler)
             return
+        if kind == "late":
+            time.sleep(0.3)
         body = handler.rfile.read(length)
         time.sleep(self.latency)
-        if kind == "500":
-            content = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
-            status, headers = 500, []
+        is_status = kind is not None and kind.isdigit()
+        if is_status:
+            code = {"500": "InternalError", "403": "AccessDenied", "404": "NoSuchUpload"}[kind]
+            content = f"<Error><Code>{code}</Code><Message>The proxy says so.</Message></Error>".encode()
+            status, headers = int(kind), []
         else:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
             headers = {name: value for name, value in handler.headers.items() if name.lower() not in _HOP_HEADERS}
@@ -151,10 +155,13 @@ class Proxy:
             headers = [item for item in answer.getheaders() if item[0].lower() not in _HOP_HEADERS]
             length_told = answer.getheader("Content-Length")
             connection.close()
+        if kind == "lost answer":
+            cut(handler)
+            return
         handler.send_response(status)
         for name, value in headers:
             handler.send_header(name, value)
-        told = length_told if handler.command == "HEAD" and kind != "500" else str(len(content))
+        told = length_told if handler.command == "HEAD" and not is_status else str(len(content))
         handler.send_header("Content-Length", told or "0")
         handler.end_headers()
         if handler.command == "HEAD":
@@ -166,6 +173,13 @@ class Proxy:
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
         handler.wfile.write(content)
+
+
+def cut(handler):
+    """End a connection so that its other side sees an error."""
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    handler.close_connection = True
+    handler.connection.close()
 
 
 def environment(url, attempts=3):

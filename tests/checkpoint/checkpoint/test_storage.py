@@ -228,9 +228,16 @@ def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
 
 
 def test_a_scheme_without_its_driver_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(CheckpointError, match=r"'s3://' need a driver that is not installed: .*s3fs"):
-        storage_of_driver("s3")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(CheckpointError, match=r"'gcs://' need a driver that is not installed: .*gcsfs"):
+        storage_of_driver("gcs")
+
+
+def test_without_obstore_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for scheme in ("s3", "gs", "az"):
+        with pytest.raises(CheckpointError, match=rf"'{scheme}://' need obstore.*booster-checkpoint\[storage\]"):
+            storage_for(scheme)
 
 
 def test_a_hook_that_returns_no_storage_is_named():

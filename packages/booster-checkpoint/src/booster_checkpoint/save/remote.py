@@ -67,16 +67,9 @@ class Uploads:
 
     def open(self, name: str, nbytes: int) -> WriteStream:
         """Begin to upload a file, while the end of the one before may still be on its way."""
-        if len(self._streams) > 1:
-            self._streams[-2].finish()
         stream = self.place_of(name).open_write(nbytes)
         self._streams.append(stream)
         return stream
-
-    def finish(self) -> None:
-        """Wait until all files have reached the storage."""
-        for stream in self._streams[-2:]:
-            stream.finish()
 
     def publish(self, texts: Mapping[str, str]) -> None:
         """Make all files visible, and write small ones."""
@@ -149,7 +142,6 @@ def save_at_url(
             )
         with session.together(f"{name} (write)", where, for_long=True):
             told = job.run(group)
-            uploads.finish()
         told = {key: entry for part in session.gather_to_first(told, save.group) for key, entry in part.items()}
         # One file is replaced at once. Several are not: until the last is in place, a note tells readers so.
         is_replacing = not present.isdisjoint(plan.names) or any(map(plan.obsolete, present))

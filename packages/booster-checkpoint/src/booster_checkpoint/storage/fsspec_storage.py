@@ -20,7 +20,7 @@ def storage_of_driver(scheme: str) -> Storage:
     """Return the storage of a scheme that fsspec has a driver for.
 
     Args:
-        scheme: Such as ``"s3"``, ``"gs"`` or ``"memory"``.
+        scheme: Such as ``"hf"`` or ``"memory"``.
 
     Raises:
         CheckpointError: If fsspec or the driver is not installed, or fsspec does not know the scheme.
@@ -44,10 +44,6 @@ def storage_of_driver(scheme: str) -> Storage:
             "path, or a scheme such as s3, gs, hf, memory."
         )
         raise CheckpointError(msg) from error
-    if hasattr(files, "_call_s3"):
-        from booster_checkpoint.storage.s3 import S3Storage
-
-        return S3Storage(files)
     return FsspecStorage(files)
 
 
@@ -89,8 +85,7 @@ class FsspecStorage:
             return None
 
     def open_write(self, url: str, nbytes: int) -> WriteStream:
-        del nbytes
-        return _RenamedStream(self._files, url)
+        return _RenamedStream(self._files, url, nbytes)
 
     def remove(self, url: str) -> None:
         self._files.rm(url, recursive=True)
@@ -102,11 +97,13 @@ class _RenamedStream:
     Args:
         files: The driver.
         url: The file.
+        nbytes: Its size. With its last byte the driver's file is closed, as drivers keep a block until then.
     """
 
-    def __init__(self, files: Any, url: str) -> None:
+    def __init__(self, files: Any, url: str, nbytes: int) -> None:
         self._files = files
         self._url = url
+        self._missing_bytes = nbytes
         folder, _, name = url.rpartition("/")
         self._temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
         if not folder.endswith("/"):
@@ -116,12 +113,12 @@ class _RenamedStream:
 
     def write(self, values: memoryview) -> None:
         self._stream.write(values)
-
-    def finish(self) -> None:
-        self._stream.close()
+        self._missing_bytes -= values.nbytes
+        if self._missing_bytes == 0:
+            self._stream.close()
 
     def close(self) -> None:
-        self.finish()
+        self._stream.close()
         try:
             self._files.mv(self._temporary, self._url)
         except FileExistsError:  # a driver whose renames replace nothing

@@ -1,7 +1,7 @@
 """`Storage`: the four operations that checkpoints at URLs need, and which storage serves a URL's scheme.
 
-A third party brings a storage for its own scheme by the hook ``storage(scheme)``; every other scheme goes to fsspec.
-``file://`` is the local disk itself.
+A third party brings a storage for its own scheme by the hook ``storage(scheme)``. Object stores go to obstore, and
+every other scheme to fsspec. ``file://`` is the local disk itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class WriteStream(Protocol):
     def write(self, values: memoryview) -> None:
         """Append bytes. The memory may change as soon as this returns."""
 
-    def finish(self) -> None:
-        """Wait until everything has reached the storage. Nothing can be appended afterwards."""
-
     def close(self) -> None:
-        """Make the file visible at once, in place of an older one, which stays as it is until then."""
+        """Wait until everything has reached the storage, and make the file visible at once.
+
+        It replaces an older one, which stays as it is until then, and where this fails.
+        """
 
     def discard(self) -> None:
         """Delete what was written. Does nothing after `close`."""
@@ -57,16 +57,20 @@ def leaves_folder(key: str) -> bool:
 
 
 def storage_for(scheme: str) -> Storage:
-    """Return the storage of a scheme: a hook's, else fsspec's.
+    """Return the storage of a scheme: a hook's, else obstore's for S3, Google and Azure, else fsspec's.
 
     Raises:
-        CheckpointError: If a hook returned something else, fsspec or its driver is not installed, or nobody knows
-            the scheme.
+        CheckpointError: If a hook returned something else, obstore, fsspec or its driver is not installed, or nobody
+            knows the scheme.
     """
     from booster_core.plugin import hook_relay
 
     found = hook_relay().storage(scheme=scheme)
     if found is None:
+        from booster_checkpoint.storage.obstore_storage import OBJECT_SCHEMES, ObjectStorage
+
+        if scheme in OBJECT_SCHEMES:
+            return ObjectStorage(scheme)
         from booster_checkpoint.storage.fsspec_storage import storage_of_driver
 
         return storage_of_driver(scheme)

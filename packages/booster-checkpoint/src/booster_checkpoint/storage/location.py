@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self, override
 
+from booster_checkpoint.storage.failures import storage_errors
 from booster_checkpoint.storage.interface import leaves_folder, storage_for
-from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath, storage_errors
+from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError

@@ -16,10 +16,11 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import Self, override
 
+from booster_checkpoint.storage.failures import storage_errors
 from booster_checkpoint.storage.interface import leaves_folder, storage_for
 from booster_checkpoint.storage.range_stream import RangeStream
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import BoosterError, CheckpointError
+from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -50,27 +51,6 @@ def path_at(checkpoint: str | Path) -> Path:
     if scheme is None:
         return Path(checkpoint)
     return RemotePath(storage_for(scheme), str(checkpoint).rstrip("/"))
-
-
-@contextlib.contextmanager
-def storage_errors(url: str, verb: str) -> Iterator[None]:
-    """Raise whatever a storage raises in the body as an error that names the URL.
-
-    Args:
-        url: What is worked on.
-        verb: As in "could not be read".
-
-    Raises:
-        CheckpointError: If the body raised.
-    """
-    try:
-        yield
-    except BoosterError:
-        raise
-    except Exception as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        msg = f"'{url}' could not be {verb}: {reason.rstrip('.')}."
-        raise CheckpointError(msg) from error
 
 
 class _Tree:
@@ -358,10 +338,6 @@ class _CheckedStream:
     def write(self, values: memoryview) -> None:
         with storage_errors(self._url, "written"):
             self._stream.write(values)
-
-    def finish(self) -> None:
-        with storage_errors(self._url, "written"):
-            self._stream.finish()
 
     def close(self) -> None:
         with storage_errors(self._url, "written"):
