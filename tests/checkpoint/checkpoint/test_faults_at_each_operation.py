@@ -39,10 +39,10 @@ ACTIONS = {
 QUICK = [(errno.EIO, False, 0)]
 ALL = list(itertools.product((errno.EIO, errno.EACCES), (False, True), (0, 1)))
 KNOWN_FAILURES = {
-    "load_checkpoint": ("open", "stat", "list", "read"),  # an error of another kind; changes that it does not tell of
-    "resume": ("open", "stat", "list", "read"),  # also goes back to step 3
-    "load_model": ("open", "stat", "list", "read"),
-    "has_checkpoint": ("open", "read"),
+    "load_checkpoint": ("open", "stat", "read"),  # an error of another kind; changes that it does not tell of
+    "resume": ("open", "stat", "read"),  # also goes back to step 3
+    "load_model": ("stat", "read"),
+    "has_checkpoint": (),
     "save_checkpoint": (),
     "save_model": ("stat",),  # an OSError
 }
