@@ -1,5 +1,8 @@
 """`gather_dtensor=False`: torch's own tools read what we write, and we read what they write."""
 
+import errno
+import io
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,7 @@ TENSORS = [
     ("count", (), torch.int64),
     ("double", (9, 4), torch.float64),
 ]
+LARGE = [("one", (100, 100), torch.float32), ("two", (100, 100), torch.float32)]
 
 
 def save(folder, layout):
@@ -160,7 +164,7 @@ def test_options_without_meaning_are_refused(option, tmp_path):
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from booster_checkpoint.tools import dcp as ours
+    from booster_checkpoint.save import dcp as ours
 
     storages, most = [], []
     real = ours._ShardPlanner.resolve_data
@@ -178,3 +182,71 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     EngineCalls().save_model(adapter, tmp_path / "m", gather_dtensor=False)
     assert len(most) == 20
     assert max(most) == 0, "the one before has gone when the next one is asked for"
+
+
+class FullDisk(io.RawIOBase):
+    """A file that takes a few bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = 0
+
+    def writable(self):
+        return True
+
+    def write(self, content):
+        if self.taken > 2_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.taken += len(content)
+        return len(content)
+
+
+def save_where_the_disk_is_full(folder, number):
+    """Save on two ranks, one of which can't write more than a few bytes to a file, and return what is raised."""
+    from booster_checkpoint.save import dcp as ours
+
+    coordinator = DistCoordinator()
+    adapter = SyntheticAdapter(LARGE, "columns", coordinator.rank, coordinator.world_size)
+    real = ours._save
+    if coordinator.rank == number:
+        ours._save = lambda tensor, stream: real(tensor, FullDisk())
+    try:
+        EngineCalls().save_model(adapter, Path(folder) / "new" / "model", gather_dtensor=False)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        ours._save = real
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_full_disk_raises_on_every_rank_and_leaves_nothing(number, tmp_path):
+    """torch raises an exception of its own for it, which is no `Exception`."""
+    for rank, text in enumerate(run_on_ranks(save_where_the_disk_is_full, 2, str(tmp_path), number)):
+        assert "cannot be written: No space left on device" in text
+        assert text.startswith(f"rank {number}: ") == (rank != number)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_ends_a_save_stays_itself(error, tmp_path, monkeypatch):
+    from booster_checkpoint.save import dcp as ours
+
+    def fail(self, item):
+        raise error
+
+    model, _ = _trained(0)
+    engine, adapter = EngineCalls(), ReplicatedStateAdapter(model, None, DistCoordinator())
+    engine.save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    monkeypatch.setattr(ours._ShardPlanner, "resolve_data", fail)
+    with pytest.raises(error):
+        engine.save_model(adapter, tmp_path / "m", gather_dtensor=False)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_url_is_refused_with_the_remedy(tmp_path):
+    io, adapter = EngineCalls(), ReplicatedStateAdapter(nn.Linear(2, 2), None, DistCoordinator())
+    with pytest.raises(ConfigError, match="Save to a local folder and upload it"):
+        io.save_model(adapter, "memory://models/m", gather_dtensor=False)

@@ -210,6 +210,11 @@ def tensor(size=(2,), offsets=(0,), sizes=(2,), **changes):
     return TensorStorageMetadata(properties(**changes), torch.Size(size), [chunk])
 
 
+def chunked(size, *ranges):
+    chunks = [ChunkStorageMetadata(torch.Size([first]), torch.Size([last - first])) for first, last in ranges]
+    return TensorStorageMetadata(properties(), torch.Size([size]), chunks)
+
+
 def test_loop_in_the_memo(folder):
     table = Metadata(state_dict_metadata={}, storage_data={})
     table.planner_data = {"a": table}
@@ -228,6 +233,9 @@ def test_loop_in_the_memo(folder):
         ({"a": tensor(offsets=(0, 0))}, {}),
         ({"a": tensor(size=(1 << 40, 1 << 40), offsets=(0, 0), sizes=(1, 1))}, {}),
         ({"a": TensorStorageMetadata(properties(), "ab", [])}, {}),
+        ({"a": chunked(4, (0, 2), (1, 3))}, {}),  # as many elements as there are, and the last one is in none
+        ({"a": chunked(4, (0, 2))}, {}),
+        ({"a": chunked(4, (0, 3), (2, 4))}, {}),
         ({"a": TensorStorageMetadata(properties(), torch.Size([2]), 3)}, {}),
         ({"a": TensorStorageMetadata(None, torch.Size([2]), [])}, {}),
         ([], {}),

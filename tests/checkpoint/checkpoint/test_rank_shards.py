@@ -169,3 +169,100 @@ def test_a_root_of_other_folders_names_them(tmp_path):
         open_source(tmp_path, "model"),
     ):
         pass
+
+
+def train_by_transformers(folder, sizes):
+    """Let transformers distribute a model, train it, and write model and optimizer in all of its forms."""
+    import torch.distributed.checkpoint.state_dict as states
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.checkpoint import consolidate_distributed_checkpoint, save_optimizer_distributed
+
+    coordinator = DistCoordinator()
+    if coordinator.is_master():
+        make_model().save_pretrained(folder / "start")
+    coordinator.block_all()
+    model = AutoModelForCausalLM.from_pretrained(folder / "start", distributed_config=DistributedConfig(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    model(input_ids=torch.arange(12).view(2, 6), labels=torch.arange(12).view(2, 6)).loss.backward()
+    optimizer.step()
+    model.save_pretrained(folder / "parts", distributed_checkpoint=True)
+    save_optimizer_distributed(model, optimizer, str(folder / "optimizer"))
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = (
+        states.get_model_state_dict(model, options=options),
+        states.get_optimizer_state_dict(model, optimizer, options=options),
+    )
+    if coordinator.is_master():
+        consolidate_distributed_checkpoint(folder / "parts", folder / "consolidated")
+        torch.save(whole, folder / "expected.pt")
+
+
+def load_into_booster(name, folder):
+    model = make_model()
+    booster = Booster("cpu", plugin=plugin_named(name))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    for form in ("parts", "consolidated"):
+        with torch.no_grad():
+            for parameter in boosted.parameters():
+                parameter.zero_()
+        booster.load_model(boosted, folder / form)
+        booster.save_model(boosted, folder / f"{name}-{form}.safetensors")
+    booster.load_optimizer(optimizer, folder / "optimizer")
+    booster.save_optimizer(optimizer, folder / f"{name}-optimizer.safetensors")
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=str)
+def test_what_transformers_trained_loads_with_its_optimizer(sizes, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
+    run_on_ranks(train_by_transformers, 2, tmp_path, sizes)
+    model, optimizer = torch.load(tmp_path / "expected.pt", weights_only=True)
+    for name in ("zero", "fsdp"):
+        assert run_on_ranks(load_into_booster, 2, name, tmp_path) == [0.01, 0.01]
+        for form in ("parts", "consolidated"):
+            found = load_file(tmp_path / f"{name}-{form}.safetensors")
+            assert all(torch.equal(model[key], tensor) for key, tensor in found.items())
+            assert len(found) >= len(make_model().state_dict()) - 1  # the head may be tied
+        states = load_file(tmp_path / f"{name}-optimizer.safetensors")
+        expected = {f"{key}/{state}": value for key, of in optimizer["state"].items() for state, value in of.items()}
+        found = {key: value for key, value in states.items() if not key.endswith("/step")}
+        assert {key for key in expected if not key.endswith("/step")} == found.keys()
+        assert all(torch.equal(expected[key], value) for key, value in found.items())
+
+
+def save_by_booster(name, folder):
+    model = make_model()
+    booster = Booster("cpu", plugin=plugin_named(name))
+    boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    booster.save_model(boosted, folder / name, shard=True)
+    if DistCoordinator().is_master():
+        model.config.save_pretrained(folder / name)
+
+
+def load_by_transformers(folder, sizes):
+    import torch.distributed.checkpoint.state_dict as states
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    found = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+    if DistCoordinator().is_master():
+        expected = make_model().state_dict()
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+def test_transformers_distributes_what_we_save(name, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
+    run_on_ranks(save_by_booster, 2, name, tmp_path)
+    for sizes in ({}, {"fsdp_size": 2}, {"tp_size": 2}):
+        run_on_ranks(load_by_transformers, 2, tmp_path / name, sizes)

@@ -200,3 +200,74 @@ def test_an_optimizer_keeps_its_dtypes(tmp_path):
     run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
     with pytest.raises(ConfigError, match="keeps its dtypes"):
         convert(tmp_path / "optimizer.safetensors", tmp_path / "o", "safetensors", dtype=torch.bfloat16)
+
+
+def save_nested(run, folder, **more):
+    """Let torch write a model and its optimizer into one folder."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(run.model.unwrap(), run.optimizer.unwrap())
+    dcp.save({"model": model, "optimizer": optimizer, **more}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.fixture
+def nested(training, tmp_path, monkeypatch):
+    """A folder with both of them, as scripts on torch alone write it, and the run that it is of."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # torch sets it for good on import
+    save_nested(training, tmp_path / "nested", step=3)
+    return tmp_path / "nested"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_nested_folder_keeps_its_optimizer(nested, training, tmp_path, caplog):
+    result = run(nested, tmp_path / "b", "--to", "safetensors")
+    assert result.exit_code == 0, result.output
+    assert "also holds 'step'" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "optimizer-00001-of-00001.safetensors",
+        "optimizer.safetensors.index.json",
+        "param_groups.json",
+    ]
+    other = ResumableRun()
+    other.booster.load_model(other.model, tmp_path / "b")
+    other.booster.load_optimizer(other.optimizer, tmp_path / "b")
+    before, after = training.tensors(), other.tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    shown = CliRunner().invoke(main, ["inspect", str(nested)])
+    assert "model and optimizer" in shown.output.splitlines()[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of `no_dist=True`
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("target", ["b.safetensors", "b"])
+def test_a_nested_folder_never_loses_its_optimizer_in_silence(target, nested, tmp_path):
+    form = "dcp" if target == "b" else "safetensors"
+    result = run(nested, tmp_path / target, "--to", form)
+    assert result.exit_code == 1
+    assert "holds a model and an optimizer" in result.output
+
+
+def test_a_large_file_beside_the_tensors_is_copied_in_pieces(training, tmp_path):
+    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", shard=True)
+    with (tmp_path / "a" / "notes.txt").open("wb") as file:
+        file.truncate(300 << 20)
+    convert(tmp_path / "a", tmp_path / "warm", "bin")
+    with peak_memory() as memory:
+        convert(tmp_path / "a", tmp_path / "b", "bin")
+    assert memory.peak_bytes < 64 << 20
+    assert (tmp_path / "b" / "notes.txt").stat().st_size == 300 << 20
+
+
+def test_the_files_of_a_dcp_folder_are_not_copied_beside_what_they_became(training, tmp_path):
+    training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", gather_dtensor=False)
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    convert(tmp_path / "a", tmp_path / "b", "safetensors")
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "notes.txt",
+    ]

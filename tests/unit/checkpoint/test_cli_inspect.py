@@ -52,6 +52,28 @@ def test_a_root_lists_its_steps(root):
     assert "step-00000003: " in result.output
 
 
+@pytest.mark.parametrize("spoil", [lambda content: content[:40], lambda content: content.replace(b"3", b"4")])
+def test_a_root_goes_on_after_a_damaged_manifest(spoil, root, tmp_path):
+    shutil.copytree(root, tmp_path / "root")
+    manifest = tmp_path / "root" / "step-00000003" / "manifest.json"
+    manifest.write_bytes(spoil(manifest.read_bytes()))
+    result = run("inspect", tmp_path / "root")
+    assert result.exit_code == 0
+    assert "step-00000003: not whole: " in result.output
+    assert "step-00000006: 1" in result.output or "step-00000006: 2" in result.output
+    assert run("inspect", "--check", tmp_path / "root").exit_code == 1
+
+
+def test_a_root_of_accelerate_names_its_folders(tmp_path):
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    (tmp_path / "random_states_0.pkl").touch()
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1
+    assert "'optimizer_0', 'pytorch_model_fsdp_0'" in result.output
+
+
 def test_json_holds_the_same(root):
     found = json.loads(run("inspect", "--json", root / "step-00000006" / "model").output)
     assert found["kind"] == "model"

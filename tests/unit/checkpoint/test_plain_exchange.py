@@ -169,5 +169,5 @@ def test_commands_read_plain_steps(tmp_path):
     shown = CliRunner().invoke(main, ["inspect", step])
     assert shown.exit_code == 0, shown.output
     assert "layers.0.weight" in shown.output
-    checked = CliRunner().invoke(main, ["verify", step])
+    checked = CliRunner().invoke(main, ["inspect", "--check", step])
     assert checked.exit_code == 0, checked.output

@@ -195,7 +195,7 @@ class CheckpointEngine(CheckpointIO):
                     "one of them."
                 )
                 raise ConfigError(msg)
-        from booster_checkpoint.tools.dcp import save_dcp
+        from booster_checkpoint.save.dcp import save_dcp
 
         self._saver.begin(request.call)
         save_dcp(request.call, self._session, part, path)

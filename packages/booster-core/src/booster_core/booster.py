@@ -767,7 +767,7 @@ class Booster:
                 return step 0 where there is no checkpoint yet.
             strict: As for `load_model`.
             verify: Compare checksums of what is read, while it is read. Of a block that several ranks read parts of,
-                one reads the whole. Sizes are compared in any case; `booster verify` reads all of a step.
+                one reads the whole. Sizes are compared in any case; `booster inspect --check` reads all of a step.
             num_threads: As for `load_model`.
 
         Returns:

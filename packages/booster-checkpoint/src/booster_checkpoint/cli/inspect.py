@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds: tensors, shapes, dtypes, bytes, files, and what wrote it. Reads headers only.
+"""Show what a checkpoint holds: tensors, shapes, dtypes, bytes, files, and what wrote it; with --check, read it all.
 
 The work is in `booster_checkpoint.tools.inspection`; torch is imported when it starts.
 """
@@ -17,16 +17,23 @@ from booster_core.errors import BoosterError
 @click.command()
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def command(*, path: str, as_json: bool) -> None:
+@click.option("--check", "is_checked", is_flag=True, help="Read all of it, and say what is wrong.")
+def command(*, path: str, as_json: bool, is_checked: bool) -> None:
     """Show what PATH holds: tensors, shapes, dtypes, bytes, files, and what wrote it. Reads headers only.
 
     PATH is a file, an index or a folder with a model or an optimizer in any form, a saved training state, or the folder
     of several; or the URL of one of them.
+
+    With --check, compare checksums with its manifest, headers with its index, and sizes, and show that in place of what
+    it holds. The exit status is 1 if anything is wrong.
     """
     from booster_checkpoint.storage import path_at
-    from booster_checkpoint.tools.inspection import inspect
+    from booster_checkpoint.tools.inspection import check, inspect
 
     try:
+        if is_checked:
+            _show_check(path, *check(path_at(path)), as_json=as_json)
+            return
         found = inspect(path_at(path))
     except BoosterError as error:
         raise click.ClickException(str(error)) from error
@@ -49,6 +56,18 @@ def command(*, path: str, as_json: bool) -> None:
     total = sum(row.nbytes for row in found.tensors)
     if found.kind != "root":
         click.echo(f"{len(found.tensors)} tensors, {total:,} bytes, {len(files)} files")
+
+
+def _show_check(path: str, problems: list[str], checked: str, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"problems": problems, "checked": checked}, indent=2))
+    else:
+        for problem in problems:
+            click.echo(problem, err=True)
+        if not problems:
+            click.echo(f"{path}: whole (checked {checked})")
+    if problems:
+        raise SystemExit(1)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

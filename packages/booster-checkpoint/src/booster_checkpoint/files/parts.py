@@ -1,7 +1,10 @@
-"""Putting together a box of a tensor that lies in parts, which are in several places."""
+"""A tensor that lies in parts, which are in several places: whether they are all of it, and reading a box of it."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import struct
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,10 +12,52 @@ import torch
 from booster_core.state import Box, box_numel, box_shape, intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _MOST_BYTES = 16 << 20
 """How much is read into memory of its own at a time."""
+MOST_DIMS = 64
+"""Torch's and numpy's own limit."""
+
+
+def is_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Return whether boxes fill a tensor, and none of them overlap.
+
+    Each element is in an odd number of boxes exactly if the corners that an odd number of boxes have are those of the
+    tensor. If the boxes also have as many elements together as the tensor has, then that number is one.
+
+    Args:
+        shape: The tensor's shape.
+        boxes: Parts of it, none of which leaves it.
+    """
+    boxes = [box for box in boxes if box_numel(box)]
+    if sum(map(box_numel, boxes)) != math.prod(shape):
+        return False
+    if len(boxes) < 2:
+        return True
+    dims = _cut_dims(shape, boxes)
+    if cost_of_tiling(shape, boxes) < len(boxes) << len(dims):
+        return all(intersect(one, other) is None for one, other in itertools.combinations(boxes, 2))
+    odd: set[bytes] = set()
+    for box in boxes:
+        odd ^= set(_corners([box[dim] for dim in dims]))
+    return odd == set(_corners([(0, shape[dim]) for dim in dims]))
+
+
+def cost_of_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> int:
+    """Return about how many steps `is_tiling` takes."""
+    dims = _cut_dims(shape, boxes)
+    return min(len(boxes) << len(dims), len(boxes) ** 2 * (1 + len(dims)))
+
+
+def _cut_dims(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
+    """Return the dimensions that some box does not have all of."""
+    return [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+
+
+def _corners(ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Return a box' corners. As bytes, whose hashes a file can't foresee, as it can those of numbers."""
+    return [struct.pack(f"<{len(ranges)}q", *corner) for corner in itertools.product(*ranges)]
 
 
 def read_common(

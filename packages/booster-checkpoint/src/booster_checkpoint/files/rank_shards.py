@@ -8,18 +8,18 @@ in unseen; so the parts of a tensor must fill it, none twice.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from typing_extensions import override
 
-from booster_checkpoint.files.parts import read_common
+from booster_checkpoint.files.parts import is_tiling, read_common
 from booster_checkpoint.files.safetensors_file import SafetensorsFile
 from booster_checkpoint.files.tensor_file import TensorFile
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointDamagedError
 from booster_core.state import Box, TensorMeta, intersect
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 _PLACES, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"
 """The entry of a file's metadata, and in it of a tensor's, that say where parts begin."""
-_MOST_CELLS = 1 << 20
 
 
 def rank_shards_among(names: Iterable[str]) -> list[str]:
@@ -51,7 +50,7 @@ class RankShards(TensorFile):
         checks: Returns what verifies a file while it is read, by its path.
 
     Raises:
-        CheckpointError: If a file is damaged, or the parts of a tensor overlap or leave gaps.
+        CheckpointDamagedError: If a file is damaged, or the parts of a tensor overlap or leave gaps.
     """
 
     def __init__(
@@ -100,35 +99,24 @@ class RankShards(TensorFile):
         formats = {(len(box), file.tensors[key].dtype) for box, file in parts}
         if len(formats) > 1:
             msg = f"The files in '{self.path}' have parts of '{key}' of other formats: they are of two saves."
-            raise CheckpointError(msg)
-        cuts = [sorted({0, *(edge for box, _ in parts for edge in box[dim])}) for dim in range(len(parts[0][0]))]
-        shape = tuple(edges[-1] for edges in cuts)
-        cells = tuple(len(edges) - 1 for edges in cuts)
-        if np.prod(cells, dtype=object) > _MOST_CELLS:
-            msg = f"The files in '{self.path}' cut '{key}' in too many ways: they are damaged, or of two saves."
-            raise CheckpointError(msg)
-        # Which part fills each cell of the grid that all cuts make.
-        owners = np.full(cells, -1, dtype=np.int32)
-        for index, (box, file) in enumerate(parts):
-            place = tuple(
-                slice(edges.index(first), edges.index(last)) for edges, (first, last) in zip(cuts, box, strict=True)
-            )
-            taken = owners[place]
-            if (taken >= 0).any():
-                other = parts[int(taken.max())][1]
-                msg = (
-                    f"'{key}' is in '{other.path.name}' and again in '{file.path.name}' of '{self.path}', so that its "
+            raise CheckpointDamagedError(msg)
+        boxes = [box for box, _ in parts]
+        shape = tuple(max(last for _, last in ranges) for ranges in zip(*boxes, strict=True))
+        if not is_tiling(shape, boxes):
+            raise CheckpointDamagedError(self._what_is_wrong(key, parts))
+        return TensorMeta(shape=shape, dtype=parts[0][1].tensors[key].dtype)
+
+    def _what_is_wrong(self, key: str, parts: list[tuple[Box, SafetensorsFile]]) -> str:
+        for (box, file), (other_box, other) in itertools.combinations(parts, 2):
+            if intersect(box, other_box) is not None:
+                return (
+                    f"'{key}' is in '{file.path.name}' and again in '{other.path.name}' of '{self.path}', so that its "
                     "files are of two saves. Load the folder of one save."
                 )
-                raise CheckpointError(msg)
-            owners[place] = index
-        if (owners < 0).any():
-            msg = (
-                f"Parts of '{key}' are in none of the {len(self._files)} files that ranks wrote into '{self.path}': "
-                "files are missing. Ranks of other hosts may have written theirs to a disk of their own."
-            )
-            raise CheckpointError(msg)
-        return TensorMeta(shape=shape, dtype=parts[0][1].tensors[key].dtype)
+        return (
+            f"Parts of '{key}' are in none of the {len(self._files)} files that ranks wrote into '{self.path}': "
+            "files are missing. Ranks of other hosts may have written theirs to a disk of their own."
+        )
 
 
 def _begins_in(file: SafetensorsFile) -> dict[str, Any]:
@@ -138,12 +126,12 @@ def _begins_in(file: SafetensorsFile) -> dict[str, Any]:
         return {key: place[_BEGIN] for key, place in places.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         msg = f"'{file.path}' does not say where in its tensors its parts begin ('{_PLACES}'): it is damaged."
-        raise CheckpointError(msg) from error
+        raise CheckpointDamagedError(msg) from error
 
 
 def _checked_begin(file: SafetensorsFile, key: str, meta: TensorMeta, begin: Any) -> list[int]:
     is_place = isinstance(begin, list) and all(type(first) is int and 0 <= first < 1 << 62 for first in begin)
     if not is_place or len(begin) != len(meta.shape):
         msg = f"'{file.path}' says that its part of '{key}' begins at {str(begin)[:100]}: it is damaged."
-        raise CheckpointError(msg)
+        raise CheckpointDamagedError(msg)
     return list(begin)

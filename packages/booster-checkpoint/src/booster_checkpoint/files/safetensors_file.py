@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.frame import FileFrame
+from booster_checkpoint.files.parts import MOST_DIMS
 from booster_checkpoint.files.tensor_file import TensorFile
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class SafetensorsFile(TensorFile):
         metadata: The entry ``__metadata__`` of the header: text by name, unchecked.
 
     Raises:
-        CheckpointError: If the file is truncated, its header is damaged, or its tensors overlap or leave the file.
+        CheckpointDamagedError: If the file is truncated, its header is damaged, or its tensors overlap or leave it.
     """
 
     def __init__(self, path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
@@ -153,7 +154,7 @@ class SafetensorsFile(TensorFile):
                 f"'{self.path}' has {self._size} bytes: too few for a safetensors file. It is truncated or another "
                 "kind of file."
             )
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         length = struct.unpack("<Q", head)[0]
         if length > min(self._size - LENGTH_BYTES, MAX_HEADER_BYTES):
             msg = (
@@ -161,23 +162,23 @@ class SafetensorsFile(TensorFile):
                 "not "
                 "a safetensors file."
             )
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         text = bytearray(length)
         self._bytes.read_into(memoryview(text), LENGTH_BYTES)
         try:
             header = json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
         except (ValueError, RecursionError) as error:
             msg = f"The header of '{self.path}' is damaged: {error}."
-            raise CheckpointError(msg) from error
+            raise CheckpointDamagedError(msg) from error
         if not isinstance(header, dict):
             msg = f"The header of '{self.path}' is damaged: it is not a JSON object."
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         return header, LENGTH_BYTES + length
 
     def _check_entry(self, key: str, entry: Any) -> TensorMeta:
         try:
             dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if (type(dtype), type(shape), type(offsets)) != (str, list, list):
+            if (type(dtype), type(shape), type(offsets)) != (str, list, list) or len(shape) > MOST_DIMS:
                 raise TypeError
             begin, end = offsets
             if not all(type(number) is int and 0 <= number < _LARGEST for number in (*shape, begin, end)):
@@ -185,10 +186,10 @@ class SafetensorsFile(TensorFile):
             shape = tuple(shape)
         except (KeyError, TypeError, ValueError) as error:
             msg = f"The header of '{self.path}' is damaged: the entry of '{key}' is {_shown(entry)}."
-            raise CheckpointError(msg) from error
+            raise CheckpointDamagedError(msg) from error
         if dtype not in _DTYPES:
-            msg = f"'{key}' in '{self.path}' has dtype {dtype}; known are {', '.join(_DTYPES)}."
-            raise CheckpointError(msg)
+            msg = f"'{key}' in '{self.path}' has dtype {dtype[:100]}; known are {', '.join(_DTYPES)}."
+            raise CheckpointDamagedError(msg)
         meta = TensorMeta(shape=shape, dtype=_DTYPES[dtype])
         nbytes = math.prod(shape) * meta.dtype.itemsize
         available = self._size - self._start
@@ -197,13 +198,13 @@ class SafetensorsFile(TensorFile):
                 f"'{key}' in '{self.path}' is at bytes {begin} to {end} of its values, but the file has {available}. "
                 "It is truncated or damaged."
             )
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         if end - begin != nbytes:
             msg = (
                 f"'{key}' in '{self.path}' has {end - begin} bytes, but shape {shape} of {dtype} takes {nbytes}: "
                 "damaged."
             )
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         self._offsets[key] = self._start + begin
         return meta
 
@@ -216,7 +217,7 @@ class SafetensorsFile(TensorFile):
         for (_, end, key), (begin, _, other) in itertools.pairwise(ranges):
             if begin < end:
                 msg = f"The header of '{self.path}' is damaged: '{key}' and '{other}' share bytes."
-                raise CheckpointError(msg)
+                raise CheckpointDamagedError(msg)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def _values_in(path: Path, metadata: Any) -> dict[str, Any]:
     """Return our values among the metadata."""
     if not isinstance(metadata, dict):
         msg = f"The header of '{path}' is damaged: its metadata is {_shown(metadata)}."
-        raise CheckpointError(msg)
+        raise CheckpointDamagedError(msg)
     values = {}
     for name, text in metadata.items():
         if name.startswith(VALUES_PREFIX):
@@ -247,5 +248,5 @@ def _values_in(path: Path, metadata: Any) -> dict[str, Any]:
                 values[name.removeprefix(VALUES_PREFIX)] = json.loads(text)
             except (TypeError, ValueError, RecursionError) as error:
                 msg = f"The header of '{path}' is damaged: its entry '{name}' is not JSON ({error})."
-                raise CheckpointError(msg) from error
+                raise CheckpointDamagedError(msg) from error
     return values

@@ -7,12 +7,14 @@ accepts plain data only (``weights_only=True``).
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import struct
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -20,9 +22,10 @@ from typing_extensions import override
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.frame import FileFrame
 from booster_checkpoint.files.names import SAFETENSORS
+from booster_checkpoint.files.pickle_check import PickleGrowsError, check_pickle
 from booster_checkpoint.files.tensor_file import TensorFile
 from booster_checkpoint.storage import RemotePath
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointDamagedError, CheckpointError, CheckpointUnreadableError
 from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references
 
 if TYPE_CHECKING:
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 
     from booster_checkpoint.files.frame import TensorSpec
     from booster_core.state import Box
+
+_LEGACY_PICKLES = 5
+"""How many pickles torch wrote before the values until version 1.6: magic number, version, system, content, keys."""
+_DAMAGED = (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError, struct.error)
+"""What torch raises about content that it does not take, besides an ``UnpicklingError``."""
 
 
 def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> FileFrame:
@@ -54,7 +62,7 @@ def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any
         saved: dict[str, torch.Tensor] = {}
         for entry, value in content.items():
             encode_json(value, entry, saved)
-        offsets = {spec.key: _offset_of(saved[spec.key]) for spec in specs}
+        offsets = {spec.key: offset_of(saved[spec.key]) for spec in specs}
         nbytes = path.stat().st_size
         pieces, begin = [], 0
         ends = sorted((offsets[spec.key], offsets[spec.key] + spec.nbytes) for spec in specs if spec.nbytes)
@@ -85,7 +93,7 @@ class TorchFile(TensorFile):
         in_memory: Read all values at once.
 
     Raises:
-        CheckpointError: If the file is damaged, holds something else, or holds objects that would have to be
+        CheckpointDamagedError: If it is damaged, holds something else, or holds objects that would have to be
             executed to be read.
     """
 
@@ -97,7 +105,11 @@ class TorchFile(TensorFile):
         content = _load(path, is_zip=is_zip, mode="describe" if is_zip and not in_memory else "read")
         self._collect(content)
         if is_zip and not in_memory:
-            self._offsets = {name: _offset_of(tensor) for name, tensor in self._tensors.items()}
+            try:
+                self._offsets = {name: offset_of(tensor) for name, tensor in self._tensors.items()}
+            except ValueError as error:
+                msg = f"'{path}' is damaged or hostile: {error}."
+                raise CheckpointDamagedError(msg) from error
             if all(tensor.is_contiguous() for tensor in self._tensors.values()):
                 self._bytes = ByteFile(path)
                 self._check_sizes()
@@ -127,17 +139,21 @@ class TorchFile(TensorFile):
         """Sort what the file holds into tensors and other values."""
         if not isinstance(content, dict):
             msg = f"'{self.path}' holds a {type(content).__name__}; a checkpoint is a dict from names to tensors."
-            raise CheckpointError(msg)
+            raise CheckpointDamagedError(msg)
         self._tensors = {}
         self.values = {}
         for name, value in content.items():
-            encoded = encode_json(value, str(name), self._tensors)
+            try:
+                encoded = encode_json(value, str(name), self._tensors)
+            except (CheckpointError, *_DAMAGED) as error:
+                msg = f"'{self.path}' holds a value that cannot be read: {first_line(error)}"
+                raise CheckpointDamagedError(msg) from error
             if not isinstance(value, torch.Tensor):
                 self.values[str(name)] = encoded
         for name, tensor in self._tensors.items():
             if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
                 msg = f"'{name}' in '{self.path}' is not a plain tensor ({tensor.layout}, {tensor.dtype})."
-                raise CheckpointError(msg)
+                raise CheckpointDamagedError(msg)
         self.tensors = {
             name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
         }
@@ -151,14 +167,20 @@ class TorchFile(TensorFile):
                 msg = (
                     f"'{name}' is beyond the end of '{self.path}', which has {size} bytes. It is truncated or damaged."
                 )
-                raise CheckpointError(msg)
+                raise CheckpointDamagedError(msg)
 
 
-def _offset_of(tensor: torch.Tensor) -> int:
-    """Return where in the file the values of a tensor begin, which was loaded as a description only."""
+def offset_of(tensor: torch.Tensor) -> int:
+    """Return where in the file the values of a tensor begin, which was loaded as a description only.
+
+    Raises:
+        ValueError: If they are not in the file: it told torch to make a tensor of its own.
+    """
     # torch's documentation of skip_data names this attribute, and no other way to the offsets.
     offset = tensor.untyped_storage()._checkpoint_offset  # noqa: SLF001
-    assert offset is not None, "loaded as a description from a zip"
+    if offset is None:
+        msg = "it has a tensor without values"
+        raise ValueError(msg)
     return int(offset) + int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -167,28 +189,66 @@ def _is_zip(path: Path) -> bool:
         return file.read(2) == b"PK"
 
 
-def _load(path: Path, *, is_zip: bool, mode: str) -> Any:
-    """Return the content of a file: read, mapped, or described (tensors without values)."""
+def load_plainly(stream: IO[bytes], *, describe: bool = False) -> Any:
+    """Return what ``torch.load`` finds in a stream: plain data, in work and memory that its size bounds.
+
+    Args:
+        stream: It begins where the stream is.
+        describe: Leave the tensors' values out.
+
+    Raises:
+        pickle.UnpicklingError: If it holds objects, or is made to take for ever.
+        EOFError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, struct.error: If it is damaged.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    start = stream.tell()
+    is_zip = stream.read(2) == b"PK"
+    stream.seek(start)
+    if is_zip:
+        # The same reader that torch.load uses, so that what is checked is what is loaded.
+        content = torch._C.PyTorchFileReader(stream).get_record("data.pkl")  # noqa: SLF001
+        check_pickle(io.BytesIO(content), len(content))
+    else:
+        nbytes = stream.seek(0, io.SEEK_END) - start
+        stream.seek(start)
+        for _ in range(_LEGACY_PICKLES):
+            check_pickle(stream, nbytes)
+    stream.seek(start)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
+        if describe:
+            with FakeTensorMode():
+                return torch.load(stream, weights_only=True)
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _load(path: Path, *, is_zip: bool, mode: str) -> Any:
+    """Return the content of a file: read, mapped, or described (tensors without values)."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
-            # Not by its path, where torch would go by the name's ending; only mapping takes nothing else.
-            if mode == "map" and is_zip and path.suffix != SAFETENSORS and not isinstance(path, RemotePath):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            with path.open("rb") as stream:
-                if mode == "describe":
-                    with FakeTensorMode():
-                        return torch.load(stream, weights_only=True)
-                return torch.load(stream, map_location="cpu", weights_only=True)
+        # Not by its path, where torch would go by the name's ending; only mapping takes nothing else, and what is
+        # mapped has been described before.
+        if mode == "map" and is_zip and path.suffix != SAFETENSORS and not isinstance(path, RemotePath):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with path.open("rb") as stream:
+            return load_plainly(stream, describe=mode == "describe")
+    except PickleGrowsError as error:
+        msg = f"'{path}' was not loaded: {error}. It is damaged or hostile."
+        raise CheckpointDamagedError(msg) from error
     except pickle.UnpicklingError as error:
         msg = (
             f"'{path}' holds more than tensors and plain values, and was not loaded: reading such a file can run any "
-            f"program. Convert it where you trust it. ({str(error).splitlines()[0][:300]})"
+            f"program. Convert it where you trust it. ({first_line(error)})"
         )
-        raise CheckpointError(msg) from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        msg = f"'{path}' cannot be read: {reason}. It is damaged, truncated or another kind of file."
-        raise CheckpointError(msg) from error
+        raise CheckpointDamagedError(msg) from error
+    except OSError as error:
+        msg = f"'{path}' cannot be read: {error.strerror or error}."
+        raise CheckpointUnreadableError(msg) from error
+    except _DAMAGED as error:
+        msg = f"'{path}' cannot be read: {first_line(error)}. It is damaged, truncated or another kind of file."
+        raise CheckpointDamagedError(msg) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the beginning of what an error says; torch's own texts are of many lines."""
+    return (str(error) or type(error).__name__).splitlines()[0][:300]

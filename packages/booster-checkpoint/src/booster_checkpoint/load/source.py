@@ -275,7 +275,7 @@ class Source:
                 raise CheckpointAbsentError(msg)
             paths = folder.as_path(listed)
             if listed.get(_DCP_TABLE) is not None:
-                from booster_checkpoint.files.dcp_file import DCPFile
+                from booster_checkpoint.files.dcp import DCPFile
 
                 self._add(DCPFile(paths, kind), None)
                 return

@@ -10,10 +10,11 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.dcp_table import METADATA
+from booster_checkpoint.files.dcp import METADATA, kinds_in, left_out_of, read_table
 from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
 from booster_checkpoint.load.source import Source, is_dcp_folder
 from booster_checkpoint.run.manifest import MANIFEST
+from booster_checkpoint.save.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at
@@ -21,9 +22,9 @@ from booster_checkpoint.session import Session
 from booster_checkpoint.storage import RemotePath
 from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import temporary_name
-from booster_checkpoint.tools.dcp import clear_temporaries, save_dcp
 from booster_checkpoint.tools.source_adapter import SourceAdapter
-from booster_core.errors import CheckpointError, ConfigError
+from booster_core.errors import CheckpointError, ConfigError, shorten
+from booster_core.log import log
 from booster_core.ranks import DistCoordinator
 from booster_core.state import read_json
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     import torch
 
+_COPY_BYTES = 8 << 20
 DCP = "dcp"
 FORMS = {"safetensors": SAFETENSORS, "bin": TORCH, DCP: DCP}
 
@@ -46,7 +48,9 @@ def kinds_at(path: Path) -> list[str]:
     if path.is_dir() and (path / MANIFEST).is_file():
         msg = f"'{path}' holds a whole training state. Pass '{path / MODEL}' or '{path / OPTIMIZER}'."
         raise CheckpointError(msg)
-    if path.is_file() or is_dcp_folder(path) or not path.exists():
+    if is_dcp_folder(path):
+        return kinds_in(read_table(path))
+    if path.is_file() or not path.exists():
         source = Source(path, OPTIMIZER if path.name.startswith(OPTIMIZER) else MODEL)
         try:
             return [OPTIMIZER if "optimizer" in source.values or path.name.startswith(OPTIMIZER) else MODEL]
@@ -78,26 +82,17 @@ def convert(
         ConfigError: If form and target do not fit, or there is no model for ``dtype``.
         CheckpointError: If the source is damaged, or the target cannot be written.
 
-    Memory: 64 MiB. Collective: none.
+    Memory: 64 MiB; a file that torch wrote before version 1.6 is read as a whole.
     """
     suffix = FORMS[form]
     kinds = kinds_at(source)
     file_name = target.name if target.suffix in (SAFETENSORS, TORCH, ".pt", ".pth") else None
-    if file_name is not None and (form == DCP or (target.suffix == SAFETENSORS) != (suffix == SAFETENSORS)):
-        msg = f"'{target}' does not name what `--to {form}` writes. Pass a folder, or a name that ends accordingly."
-        raise ConfigError(msg)
-    if (file_name is not None or form == DCP) and len(kinds) > 1:
-        msg = f"'{source}' holds a model and an optimizer, which need a folder. Pass the path of one of their files."
-        raise ConfigError(msg)
-    if OPTIMIZER in kinds and suffix == TORCH:
-        msg = f"'{source}' holds an optimizer, which is written as safetensors or DCP. Use `--to safetensors`."
-        raise ConfigError(msg)
-    if dtype is not None and MODEL not in kinds:
-        msg = f"'{source}' holds an optimizer, whose state keeps its dtypes. Leave out `--dtype`."
-        raise ConfigError(msg)
+    _check(source, target, form, kinds, file_name, dtype)
     if target.exists():
         msg = f"'{target}' exists already. Remove it, or pass another path."
         raise CheckpointError(msg)
+    if is_dcp_folder(source) and (left_out := left_out_of(read_table(source))):
+        log.warning("'%s' also holds %s, which no other form has room for.", source, shorten(left_out))
     if isinstance(target, RemotePath):
         folder = target if file_name is None else target.parent
         _write_from(source, kinds, folder, suffix, file_name, size_per_shard, dtype)
@@ -120,6 +115,28 @@ def convert(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
+
+
+def _check(
+    source: Path, target: Path, form: str, kinds: Sequence[str], file_name: str | None, dtype: torch.dtype | None
+) -> None:
+    """Raise `ConfigError` where what is asked for contradicts itself, or what is there."""
+    suffix = FORMS[form]
+    if file_name is not None and (form == DCP or (target.suffix == SAFETENSORS) != (suffix == SAFETENSORS)):
+        msg = f"'{target}' does not name what `--to {form}` writes. Pass a folder, or a name that ends accordingly."
+        raise ConfigError(msg)
+    if (file_name is not None or form == DCP) and len(kinds) > 1:
+        remedy = (
+            "Pass a folder and `--to safetensors`" if is_dcp_folder(source) else "Pass the path of one of their files"
+        )
+        msg = f"'{source}' holds a model and an optimizer, which need a folder as safetensors. {remedy}."
+        raise ConfigError(msg)
+    if OPTIMIZER in kinds and suffix == TORCH:
+        msg = f"'{source}' holds an optimizer, which is written as safetensors or DCP. Use `--to safetensors`."
+        raise ConfigError(msg)
+    if dtype is not None and MODEL not in kinds:
+        msg = f"'{source}' holds an optimizer, whose state keeps its dtypes. Leave out `--dtype`."
+        raise ConfigError(msg)
 
 
 def _write_from(
@@ -165,15 +182,36 @@ def _write(
 
 
 def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy a folder's small files that are neither tensors nor about tensors; ``config.json`` names the new dtype."""
+    """Copy a folder's files that are neither tensors nor about tensors; ``config.json`` names the new dtype."""
+    converted = {METADATA}
+    if is_dcp_folder(source):
+        converted |= {place.file for place in read_table(source).slices.values()}
     for path in sorted(source.iterdir()):
-        is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name == METADATA
-        is_described = path.name.startswith("param_groups") or path.name.startswith(".")
-        if path.is_file() and not is_tensors and not is_described:
-            content = path.read_bytes()
-            if path.name == "config.json" and dtype is not None:
-                content = _with_dtype(read_json(path), dtype) or content
-            (folder / path.name).write_bytes(content)
+        is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name in converted
+        is_described = path.name.startswith(("param_groups", "."))
+        if not path.is_file() or is_tensors or is_described:
+            continue
+        config = _with_dtype(read_json(path), dtype) if path.name == "config.json" and dtype is not None else None
+        if config is not None:
+            (folder / path.name).write_bytes(config)
+        else:
+            _copy(path, folder / path.name)
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a file of any size, which may be a data set or an optimizer's state of another library."""
+    with path.open("rb") as content:
+        if not isinstance(target, RemotePath):
+            with target.open("wb") as stream:
+                shutil.copyfileobj(content, stream, _COPY_BYTES)
+            return
+        upload = target.open_write(path.stat().st_size)
+        try:
+            while chunk := content.read(_COPY_BYTES):
+                upload.write(memoryview(chunk))
+            upload.close()
+        finally:
+            upload.discard()
 
 
 def _with_dtype(config: Any, dtype: torch.dtype) -> bytes | None:

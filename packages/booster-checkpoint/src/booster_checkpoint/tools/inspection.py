@@ -1,4 +1,4 @@
-"""What a path holds, from headers and small files alone: for ``booster inspect`` and ``booster verify``."""
+"""What a path holds, from headers and small files alone, and whether it is whole: for ``booster inspect``."""
 
 from __future__ import annotations
 
@@ -85,7 +85,11 @@ def _inspect_root(path: Path) -> Inspection:
     run = open_run(path)
     facts: dict[str, Any] = {"latest": run.latest_name()}
     for name in run.steps():
-        manifest = run.manifest(name)
+        try:
+            manifest = run.manifest(name)
+        except CheckpointError as error:  # the others are shown all the same
+            facts[name] = f"not whole: {error}"
+            continue
         nbytes = sum(entry.nbytes for entry in manifest.files.values())
         facts[name] = f"{nbytes:,} bytes in {len(manifest.files)} files, saved {manifest.facts.get('saved_at')}"
     return Inspection(kind="root", facts=facts)
@@ -147,7 +151,7 @@ def _relative(path: Path, base: Path) -> str:
     return path.relative_to(base).as_posix() if path != base else path.name
 
 
-def verify(path: Path) -> tuple[list[str], str]:
+def check(path: Path) -> tuple[list[str], str]:
     """Check what is at a path as far as possible.
 
     Returns:
@@ -157,9 +161,9 @@ def verify(path: Path) -> tuple[list[str], str]:
     """
     try:
         if is_root(path):
-            return _verify_root(path)
+            return _check_root(path)
         if (path / MANIFEST).is_file():
-            return _verify_step(path), "sizes and checksums of all files, headers, and indices"
+            return _check_step(path), "sizes and checksums of all files, headers, and indices"
         problems = [problem for kind in kinds_at(path) for problem in _part_problems(path, kind)]
         above = path.parent / MANIFEST
         if (above.alone() if isinstance(above, RemotePath) else above).is_file():
@@ -173,7 +177,7 @@ def verify(path: Path) -> tuple[list[str], str]:
     return problems, "sizes, headers and indices; there is no manifest with checksums"
 
 
-def _verify_root(path: Path) -> tuple[list[str], str]:
+def _check_root(path: Path) -> tuple[list[str], str]:
     run, problems = open_run(path), list[str]()
     try:
         run.find(LATEST)
@@ -181,11 +185,11 @@ def _verify_root(path: Path) -> tuple[list[str], str]:
         problems.append(str(error))
     for entry in sorted(path.iterdir()):
         if parse_step_name(entry.name) and entry.is_dir():
-            problems += [f"{entry.name}: {problem}" for problem in verify(entry)[0]]
+            problems += [f"{entry.name}: {problem}" for problem in check(entry)[0]]
     return problems, f"sizes and checksums of all files of {len(run.steps())} steps, headers, and indices"
 
 
-def _verify_step(path: Path) -> list[str]:
+def _check_step(path: Path) -> list[str]:
     folder = locate(path)
     manifest = Manifest.read(folder)
     problems = manifest.size_problems(folder, list(manifest.files))

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _DTYPE_PREFIX = "torch."
+_LONGEST_NAME = 1 << 13
+"""Of a tensor inside of a value. Names of parameters have a hundred characters."""
+_Path = tuple["_Path | None", Any]
+"""The keys that lead to a value: those that lead to what it is in, and its own."""
 
 
 def encode_json(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -42,14 +46,23 @@ def encode_json(value: Any, name: str, tensors: dict[str, torch.Tensor] | None =
         CheckpointError: If something in the value has no JSON form; the message says where.
     """
     try:
-        return _encode(value, name, tensors)
+        return _encode(value, (None, name), tensors)
     except RecursionError as error:
         msg = f"'{name}' cannot be saved: it contains itself, or is nested too deeply."
         raise CheckpointError(msg) from error
 
 
+def _name_of(path: _Path | None) -> str:
+    """Return a path as text. Only where it is needed: a file can hold many values below a key of a megabyte."""
+    steps = []
+    while path is not None:
+        path, step = path
+        steps.append(str(step))
+    return "/".join(reversed(steps))
+
+
 def _encode(  # noqa: C901, PLR0911 - one line for each kind of value
-    value: Any, name: str, tensors: dict[str, torch.Tensor] | None
+    value: Any, path: _Path, tensors: dict[str, torch.Tensor] | None
 ) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -58,42 +71,57 @@ def _encode(  # noqa: C901, PLR0911 - one line for each kind of value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, name, tensors)
+        return _encode_tensor(value, path, tensors)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix(_DTYPE_PREFIX)}
     if type(value) in (dict, OrderedDict, Counter):
-        return _encode_dict(value, name, tensors)
+        return _encode_dict(value, path, tensors)
     if type(value) in (list, tuple, set, torch.Size):
-        items = sorted(value) if isinstance(value, set) else value
-        encoded = [_encode(item, f"{name}/{index}", tensors) for index, item in enumerate(items)]
+        items = _in_order(value) if isinstance(value, set) else value
+        encoded = [_encode(item, (path, index), tensors) for index, item in enumerate(items)]
         if isinstance(value, list):
             return encoded
         return {"$set" if isinstance(value, set) else "$tuple": encoded}
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return _encode(value.item(), name, tensors)
+        return _encode(value.item(), path, tensors)
     msg = (
-        f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: checkpoints hold "
-        "tensors and JSON values, never pickled objects. Keep plain numbers, strings, lists, dicts or tensors there."
+        f"'{_name_of(path)}' is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
+        "checkpoints hold tensors and JSON values, never pickled objects. Keep plain numbers, strings, lists, dicts or "
+        "tensors there."
     )
     raise CheckpointError(msg)
 
 
-def _encode_dict(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
-    pairs = [(key, _encode(item, f"{name}/{key}", tensors)) for key, item in value.items()]
+def _in_order(values: set[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError:  # of several kinds
+        return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+
+
+def _encode_dict(value: Mapping[Any, Any], path: _Path, tensors: dict[str, torch.Tensor] | None) -> Any:
+    pairs = [(key, _encode(item, (path, key), tensors)) for key, item in value.items()]
     if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
         return dict(pairs)
     tag = "$counter" if type(value) is Counter else "$dict"
-    return {tag: [[_encode(key, f"{name}/{key}", None), item] for key, item in pairs]}
+    return {tag: [[_encode(key, (path, key), None), item] for key, item in pairs]}
 
 
-def _encode_tensor(value: torch.Tensor, name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+def _encode_tensor(value: torch.Tensor, path: _Path, tensors: dict[str, torch.Tensor] | None) -> Any:
     if tensors is not None:
+        name = _name_of(path)
+        if len(name) > _LONGEST_NAME:
+            msg = (
+                f"The tensor '{name[:100]}...' has a name of {len(name)} characters, made of the keys that lead to it; "
+                f"{_LONGEST_NAME} is the most. Keep it under shorter keys."
+            )
+            raise CheckpointError(msg)
         tensors[name] = value
         return {"$tensor": name}
     dtype = str(value.dtype).removeprefix(_DTYPE_PREFIX)
-    return {"$values": _encode(value.detach().cpu().tolist(), name, None), "$dtype": dtype}
+    return {"$values": _encode(value.detach().cpu().tolist(), path, None), "$dtype": dtype}
 
 
 def check_plain_tensors(tensors: Mapping[str, torch.Tensor]) -> None:

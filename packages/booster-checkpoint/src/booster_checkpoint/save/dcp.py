@@ -18,9 +18,10 @@ import re
 import shutil
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,19 +37,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from booster_checkpoint.files.dcp_file import GROUPS, SHAPES, STATE
-from booster_checkpoint.files.dcp_table import METADATA, read_table
-from booster_checkpoint.remote import staged_for
+from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
 from booster_checkpoint.storage import RemotePath
 from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, ConfigError, name_ranks
 from booster_core.state import OptimizerInfo, box_shape, distinct, pack, regions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from booster_checkpoint.session import Session
@@ -164,7 +163,7 @@ class _StreamWriter(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
                 else:
-                    torch.save(data, stream)
+                    _save(data, stream)
                 del data
                 nbytes = stream.tell() - start
                 place = _StorageInfo(self._file.name, start, nbytes)
@@ -193,6 +192,16 @@ class _StreamWriter(FileSystemWriter):
         super().finish(metadata, [*results, further])
 
 
+def _save(tensor: torch.Tensor, stream: IO[bytes]) -> None:
+    """Write a tensor, and raise what the file system said, which torch leaves behind its own error."""
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
 def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
     """Write a model or an optimizer as a DCP folder.
 
@@ -200,21 +209,20 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
         name: What the user called.
         session: The ranks.
         part: The model or optimizer.
-        path: The folder; one that holds another kind of files is refused. One at a URL is uploaded from a local one.
+        path: The folder; one that holds another kind of files is refused.
 
     Raises:
+        ConfigError: If the folder is at a URL.
         CheckpointError: If the folder cannot be written, or holds something else.
 
     Collective: every rank.
     """
     if isinstance(path, RemotePath):
-        with staged_for(session.coordinator, path, name) as folder:
-            _save_locally(name, session, part, folder)
-    else:
-        _save_locally(name, session, part, path)
-
-
-def _save_locally(name: str, session: Session, part: Part, path: Path) -> None:
+        msg = (
+            f"torch writes folders of `torch.distributed.checkpoint` to file systems, and '{path}' is a URL. Save to a "
+            "local folder and upload it, its '.metadata' last; or save in another form, which goes there directly."
+        )
+        raise ConfigError(msg)
     made: list[Path] = []
     temporary: Path | None = None
 
@@ -249,7 +257,7 @@ def _save_locally(name: str, session: Session, part: Part, path: Path) -> None:
             file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
         group = session.cpu_group() if session.world_size > 1 else None
         # Inside of `together` although it communicates: torch carries a failure on one rank to all of them.
-        with session.together(name, path), warnings.catch_warnings():
+        with session.together(name, path), _failures_as_our_own(session.rank), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is meant
             save(
                 {},
@@ -268,6 +276,24 @@ def _save_locally(name: str, session: Session, part: Part, path: Path) -> None:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def _failures_as_our_own(rank: int) -> Iterator[None]:
+    """Raise what torch's exception carries, which is no `Exception`: what failed on this rank.
+
+    Where nothing has, the body ends, and the rank hears of the others' errors as of any other.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {other: failure for other, (failure, _) in error.failures.items()}
+        if rank in failures:
+            raise failures[rank] from error
+        interrupted = [other for other, failure in failures.items() if not isinstance(failure, Exception)]
+        if interrupted:  # it ends, and tells nobody
+            msg = f"The save was interrupted on {name_ranks(interrupted)}; nothing was changed."
+            raise CheckpointError(msg) from error
 
 
 def _check_target(path: Path, *, is_optimizer: bool) -> None:

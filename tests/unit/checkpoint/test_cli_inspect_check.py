@@ -14,7 +14,7 @@ OPTIMIZER = "optimizer/optimizer-00001-of-00001.safetensors"
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+    return CliRunner().invoke(main, ["inspect", "--check", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,467 @@
+"""Reads folders of ``torch.distributed.checkpoint`` (DCP) like any other file of tensors, in the parts that are needed.
+
+DCP keeps each chunk of a tensor as a small ``torch.save`` file inside of a larger file, and a pickled table of chunks.
+Every entry of the table is checked when it is read, so that what reads chunks can take it at its word. Of a chunk,
+only the description is read, which tells where its values are.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from typing_extensions import override
+
+from booster_checkpoint.files.byte_file import ByteFile
+from booster_checkpoint.files.dcp_pickle import Record, load_plain, place_key
+from booster_checkpoint.files.names import MODEL, OPTIMIZER
+from booster_checkpoint.files.parts import MOST_DIMS, cost_of_tiling, is_tiling, read_common
+from booster_checkpoint.files.tensor_file import TensorFile
+from booster_checkpoint.files.torch_file import first_line, load_plainly, offset_of
+from booster_checkpoint.storage.range_stream import RangeStream
+from booster_core.errors import CheckpointDamagedError, CheckpointError, CheckpointUnreadableError
+from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, slices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+METADATA = ".metadata"
+_LARGEST = 1 << 62
+_FREE_WORK, _WORK_OF_A_BYTE = 1 << 19, 2
+"""How many numbers, characters and comparisons a table may take: what any may, and how many for each of its bytes."""
+STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
+"""The first parts of an optimizer's paths."""
+_NESTED = {MODEL: ("model",), OPTIMIZER: ("optimizer", "optim")}
+"""What the parts of a nested state are called."""
+_UNREADABLE = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError),
+    *(TypeError, AttributeError, LookupError, struct.error),
+)
+"""What ``torch.load`` raises about content that it does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor and the chunks that it consists of.
+
+    Args:
+        shape: Its shape.
+        dtype: Its element type.
+        chunks: Where in it its parts are. They fill it, and none of them overlap.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of a file.
+
+    Args:
+        file: The file's name.
+        offset: Where the range begins, in bytes.
+        length: Its size in bytes.
+        extensions: What the writer put the bytes through.
+    """
+
+    file: str
+    offset: int
+    length: int
+    extensions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a DCP folder holds.
+
+    Args:
+        tensors: Tensors by DCP's name.
+        values: DCP's names of everything else.
+        paths: For names of nested state the keys that lead to it.
+        slices: Where each chunk is, by name and `place_key`; other values have no place.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+    slices: Mapping[tuple[str, bytes | None], Slice]
+
+
+def read_table(folder: Path) -> Table:
+    """Return the table of a DCP folder.
+
+    Raises:
+        CheckpointDamagedError: If it is damaged, or holds anything but a table.
+        CheckpointUnreadableError: If its file cannot be read.
+    """
+    path = folder / METADATA
+    try:
+        pickled = path.read_bytes()
+    except OSError as error:
+        msg = f"'{path}' cannot be read: {error.strerror or error}."
+        raise CheckpointUnreadableError(msg) from error
+    try:
+        content = load_plain(pickled)
+    except pickle.UnpicklingError as error:
+        msg = f"'{path}' was not loaded: {error}, which a checkpoint's table never does. It is damaged or hostile."
+        raise CheckpointDamagedError(msg) from error
+    except (EOFError, ValueError, TypeError, LookupError, struct.error, MemoryError) as error:
+        msg = f"'{path}' cannot be read: {error or type(error).__name__}. It is damaged or truncated."
+        raise CheckpointDamagedError(msg) from error
+    if not _is(content, "Metadata") or type(content.get("storage_data")) is not dict:
+        msg = f"'{path}' is not the table of a `torch.distributed.checkpoint` folder."
+        raise CheckpointDamagedError(msg)
+    return _TableChecks(len(pickled)).table(content, path)
+
+
+class _MalformedError(Exception):
+    """An entry is not what DCP writes."""
+
+
+class _TableChecks:
+    """Makes a table of a record, all of whose entries are of the right kind.
+
+    A pickle can name one list in many places, so that work on all of them is not bounded by its size; here it is.
+
+    Args:
+        nbytes: The size of the pickle.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _FREE_WORK + _WORK_OF_A_BYTE * nbytes
+
+    def table(self, content: Record, path: Path) -> Table:
+        """Return the table."""
+        tensors: dict[str, TensorEntry] = {}
+        values: list[str] = []
+        paths: dict[str, tuple[str | int, ...]] = {}
+        slices: dict[tuple[str, bytes | None], Slice] = {}
+        name: object = "state_dict_metadata"
+        try:
+            for name, entry in _items(content.get("state_dict_metadata")):
+                if _is(entry, "BytesStorageMetadata"):
+                    values.append(_text(name))
+                else:
+                    tensors[_text(name)] = self._tensor(entry)
+            planned = content.get("planner_data")
+            if type(planned) is dict:  # another planner's data is its own
+                for name, keys in planned.items():
+                    paths[_text(name)] = self._keys(keys)
+            for name, place in _items(content.get("storage_data")):
+                if type(name) is not tuple:
+                    raise _MalformedError
+                slices[name] = self._slice(place)
+        except _MalformedError as error:
+            shown = name[0] if type(name) is tuple else name
+            msg = f"The entry '{str(shown)[:200]}' of the table '{path}' is malformed: it is damaged or hostile."
+            raise CheckpointDamagedError(msg) from error
+        return Table(tensors=tensors, values=tuple(values), paths=paths, slices=slices)
+
+    def _spend(self, work: int) -> None:
+        self._left -= work
+        if self._left < 0:
+            raise _MalformedError
+
+    def _numbers(self, values: Any) -> tuple[int, ...]:
+        if type(values) not in (tuple, list) or len(values) > MOST_DIMS:
+            raise _MalformedError
+        self._spend(1 + len(values))
+        return tuple(map(_number, values))
+
+    def _keys(self, keys: Any) -> tuple[str | int, ...]:
+        if type(keys) is not tuple or not keys:
+            raise _MalformedError
+        self._spend(len(keys))
+        for key in keys:
+            if type(key) not in (str, int):
+                raise _MalformedError
+            self._spend(len(key) if type(key) is str else key.bit_length())
+        return keys
+
+    def _tensor(self, entry: Any) -> TensorEntry:
+        if not _is(entry, "TensorStorageMetadata") or not _is(entry.get("properties"), "TensorProperties"):
+            raise _MalformedError
+        properties = entry.get("properties")
+        dtype = properties.state[0] if type(properties.state) is tuple and properties.state else properties.get("dtype")
+        shape, found = self._numbers(entry.get("size")), entry.get("chunks")
+        if type(dtype) is not torch.dtype or math.prod(shape) >= _LARGEST or type(found) is not list:
+            raise _MalformedError
+        boxes = {place_key(first for first, _ in box): box for box in (self._box(chunk, shape) for chunk in found)}
+        chunks = tuple(boxes.values())
+        self._spend(cost_of_tiling(shape, chunks))
+        if not is_tiling(shape, chunks):
+            raise _MalformedError
+        return TensorEntry(shape, dtype, chunks)
+
+    def _box(self, chunk: Any, shape: tuple[int, ...]) -> Box:
+        if not _is(chunk, "ChunkStorageMetadata"):
+            raise _MalformedError
+        offsets, sizes = self._numbers(chunk.get("offsets")), self._numbers(chunk.get("sizes"))
+        if not len(offsets) == len(sizes) == len(shape):
+            raise _MalformedError
+        if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
+            raise _MalformedError
+        return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+    def _slice(self, place: Any) -> Slice:
+        if not _is(place, "_StorageInfo"):
+            raise _MalformedError
+        extensions = place.get("transform_descriptors") or []
+        if type(extensions) not in (list, tuple):
+            raise _MalformedError
+        self._spend(len(extensions))
+        return Slice(
+            _text(place.get("relative_path")),
+            _number(place.get("offset")),
+            _number(place.get("length")),
+            tuple(map(_text, extensions)),
+        )
+
+
+def _is(value: Any, kind: str) -> bool:
+    return type(value) is Record and value.kind == kind
+
+
+def _items(value: Any) -> Any:
+    if type(value) is not dict:
+        raise _MalformedError
+    return value.items()
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _MalformedError
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise _MalformedError
+    return value
+
+
+class DCPFile(TensorFile):
+    """A DCP folder as one file of tensors. Nested dicts appear under their paths, joined as DCP joins them.
+
+    An optimizer's state (``state``, ``param_groups`` at the top) appears as in our own optimizer files. Of a nested
+    state (``{"model": ..., "optimizer": ...}``) only one part is shown, without its prefix.
+
+    Args:
+        path: The folder.
+        kind: Which part: ``"model"`` or ``"optimizer"``.
+
+    Raises:
+        CheckpointError: If the folder is damaged, incomplete, or uses extensions of its writer.
+    """
+
+    def __init__(self, path: Path, kind: str = MODEL) -> None:
+        self.path = path
+        self._table = read_table(path)
+        self._paths = _paths_of(self._table, kind)
+        self.tensors = {}
+        self._fqns: dict[str, str] = {}
+        self._files: dict[str, ByteFile] = {}
+        self._chunks: dict[tuple[str, bytes], tuple[ByteFile, int]] = {}
+        self._lock = threading.Lock()
+        try:
+            self._check_files()
+            for fqn, entry in self._table.tensors.items():
+                if fqn not in self._paths:
+                    continue
+                parts = self._paths[fqn]
+                key = f"{parts[1]}/{parts[2]}" if parts[0] == STATE and len(parts) == 3 else ".".join(map(str, parts))
+                self._fqns[key] = fqn
+                self.tensors[key] = TensorMeta(shape=entry.shape, dtype=entry.dtype)
+            others = {self._paths[fqn]: self._read_value(fqn) for fqn in self._table.values if fqn in self._paths}
+        except BaseException:
+            self.close()
+            raise
+        is_optimizer = any(parts[0] == GROUPS for parts in others)
+        self._inside: dict[str, torch.Tensor] = {}
+        try:
+            self.values = {"optimizer": _optimizer_info(others)} if is_optimizer else _encoded(others, self._inside)
+        except (CheckpointError, ValueError) as error:
+            self.close()
+            msg = f"'{path}' cannot be read: {error}"
+            raise CheckpointDamagedError(msg) from error
+        for key, tensor in self._inside.items():
+            self.tensors[key] = TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    @override
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        if key in self._inside:
+            out.view(box_shape(box)).copy_(self._inside[key][slices_of(box)])
+            return
+        fqn = self._fqns[key]
+        meta = self.tensors[key]
+        for place in self._table.tensors[fqn].chunks:
+            if intersect(box, place) is not None:
+                file, start = self._values_of(fqn, meta.dtype, place)
+                read_common(
+                    partial(file.read_box, start, box_shape(place), meta.dtype.itemsize), place, box, meta.dtype, out
+                )
+
+    @override
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def _check_files(self) -> None:
+        for (fqn, _), place in self._table.slices.items():
+            name = place.file
+            if "/" in name or name in ("", ".", "..") or "\0" in name:
+                msg = (
+                    f"The table in '{self.path}' names the file '{name}', which is not in its folder: damaged or "
+                    "hostile."
+                )
+                raise CheckpointDamagedError(msg)
+            if place.extensions:
+                msg = f"'{fqn}' in '{self.path}' was written through an extension ({', '.join(place.extensions)})."
+                raise CheckpointDamagedError(msg)
+            if name not in self._files:
+                self._files[name] = ByteFile(self.path / name)
+            size = self._files[name].size
+            if place.offset + place.length > size:
+                msg = (
+                    f"'{fqn}' is at bytes {place.offset} to {place.offset + place.length} of "
+                    f"'{self.path / name}', "
+                    f"which has {size} bytes. It is truncated."
+                )
+                raise CheckpointDamagedError(msg)
+
+    def _slice_of(self, fqn: str, place_in: bytes | None) -> tuple[ByteFile, Slice]:
+        place = self._table.slices.get((fqn, place_in))
+        if place is None:
+            msg = f"The table in '{self.path}' does not say where '{fqn}' is: it is damaged."
+            raise CheckpointDamagedError(msg)
+        return self._files[place.file], place
+
+    def _read_value(self, fqn: str) -> Any:
+        file, info = self._slice_of(fqn, None)
+        content = io.BytesIO(RangeStream(file, info.offset, info.length).read())
+        try:
+            return load_plainly(content)
+        except _UNREADABLE as error:
+            msg = (
+                f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {first_line(error)}"
+            )
+            raise CheckpointDamagedError(msg) from error
+
+    def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[ByteFile, int]:
+        """Return file and position of a chunk's values."""
+        key = place_key(first for first, _ in place)
+        with self._lock:
+            known = self._chunks.get((fqn, key))
+            if known is None:
+                known = self._chunks[fqn, key] = self._find_values(fqn, dtype, place, *self._slice_of(fqn, key))
+            return known
+
+    def _find_values(
+        self, fqn: str, dtype: torch.dtype, place: Box, file: ByteFile, info: Slice
+    ) -> tuple[ByteFile, int]:
+        """Read the description of a chunk."""
+        damaged = f"'{fqn}' in '{self.path}' is damaged: its chunk at {tuple(first for first, _ in place)}"
+        try:
+            stream = cast("IO[bytes]", RangeStream(file, info.offset, info.length))
+            chunk = load_plainly(stream, describe=True)
+            if not isinstance(chunk, torch.Tensor) or (chunk.numel(), chunk.dtype) != (box_numel(place), dtype):
+                msg = f"{damaged} is not what the table says."
+                raise CheckpointDamagedError(msg)
+            start = info.offset + offset_of(chunk)
+        except _UNREADABLE as error:
+            msg = f"{damaged} cannot be read: {first_line(error)}."
+            raise CheckpointDamagedError(msg) from error
+        if not chunk.is_contiguous() or start + chunk.numel() * chunk.element_size() > info.offset + info.length:
+            msg = f"{damaged} has no values of its own."
+            raise CheckpointDamagedError(msg)
+        return file, start
+
+
+def kinds_in(table: Table) -> list[str]:
+    """Return what a DCP folder holds: ``"model"``, ``"optimizer"``, or both of them."""
+    paths = _paths_of(table, OPTIMIZER)
+    is_optimizer = any(path[0] == GROUPS for path in paths.values())
+    if not is_optimizer:
+        return [MODEL]
+    return [MODEL] * any(fqn not in paths for fqn in _paths_of(table, MODEL)) + [OPTIMIZER]
+
+
+def left_out_of(table: Table) -> list[str]:
+    """Return what a nested state has besides a model and an optimizer, such as a scheduler, by its first keys."""
+    shown = {fqn for kind in kinds_in(table) for fqn in _paths_of(table, kind)}
+    return sorted({str(table.paths.get(fqn, (fqn,))[0]) for fqn in (*table.tensors, *table.values) if fqn not in shown})
+
+
+def _paths_of(table: Table, kind: str) -> dict[str, tuple[str | int, ...]]:
+    """Return the path of each entry that belongs to a kind, without what is in front of all of them."""
+    paths = {fqn: table.paths.get(fqn, (fqn,)) for fqn in (*table.tensors, *table.values)}
+    front, other = (_front_of(paths, each) for each in (kind, OPTIMIZER if kind == MODEL else MODEL))
+    if front:
+        paths = {fqn: path[len(front) :] for fqn, path in paths.items() if path[: len(front)] == front != path}
+    elif other:
+        paths = {fqn: path for fqn, path in paths.items() if path[: len(other)] != other}
+    return paths if kind == MODEL else {fqn: _unflattened(path) for fqn, path in paths.items()}
+
+
+def _front_of(paths: Mapping[str, tuple[str | int, ...]], kind: str) -> tuple[str | int, ...]:
+    """Return the keys under which a nested state has a model or an optimizer; none where it has none."""
+    for depth in (1, 2):
+        fronts = {path[:depth] for path in paths.values() if len(path) > depth and path[depth - 1] in _NESTED[kind]}
+        if len(fronts) == 1:
+            return fronts.pop()
+    return ()
+
+
+def _unflattened(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return the path of an optimizer's entry that ``flatten_optimizer_state_dict=True`` gave one name."""
+    if len(path) == 1 and isinstance(path[0], str):
+        front, _, rest = path[0].partition(".")
+        name, dot, last = rest.rpartition(".")
+        if front in (STATE, GROUPS) and dot:
+            return front, name, last
+    return path
+
+
+def _encoded(others: dict[tuple[Any, ...], Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a model's values that are not tensors, and put the tensors inside of them into ``tensors``."""
+    named = {".".join(map(str, parts)): value for parts, value in others.items()}
+    return {name: encode_json(value, name, tensors) for name, value in named.items()}
+
+
+def _optimizer_info(others: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Return the values of an optimizer's paths in the form of ``param_groups.json``."""
+    groups: dict[int, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, Any] = {}
+    flat: dict[str, dict[str, Any]] = {}
+    for parts, value in others.items():
+        if parts[0] == GROUPS and len(parts) == 3 and isinstance(parts[1], str) and not parts[1].isdecimal():
+            flat.setdefault(parts[1], {})[str(parts[2])] = encode_json(value, str(parts[2]))
+        elif parts[0] == GROUPS and len(parts) == 3:
+            groups.setdefault(int(parts[1]), {})[str(parts[2])] = (
+                value if parts[2] == "params" else encode_json(value, str(parts[2]))
+            )
+        elif parts[0] == STATE and len(parts) == 3:
+            scalars.setdefault(str(parts[1]), {})[str(parts[2])] = encode_json(value, str(parts[2]))
+        elif parts[0] == SHAPES:
+            shapes = value
+    ordered = [groups[index] for index in sorted(groups)]
+    for name, options in flat.items():  # parameters with equal options were one group
+        alike = (group for group in ordered if {**options, "params": group["params"]} == group)
+        group = next(alike, None)
+        if group is None:
+            ordered.append({**options, "params": [name]})
+        else:
+            group["params"].append(name)
+    return {"format_version": 1, "param_groups": ordered, "scalars": scalars, "param_shapes": shapes}

@@ -1,0 +1,209 @@
+"""Files of a kilobyte that would keep a reader busy for ever, or end it: an error at once."""
+
+import io
+import pickle
+import struct
+import zipfile
+
+import pytest
+import torch
+
+from booster_checkpoint.files.torch_file import load_plainly
+from booster_checkpoint.load import open_source
+from booster_core.errors import CheckpointDamagedError
+
+MANY = 60
+"""Doublings; their result has more values than a computer can count."""
+
+
+def in_zip(path, content):
+    """Write a file as torch.save does, with a pickle of our own."""
+    torch.save({"w": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        for name, old in entries.items():
+            file.writestr(name, content if name.endswith("/data.pkl") else old)
+    return path
+
+
+def as_legacy(path, content):
+    """Write a file as torch.save did before version 1.6."""
+    magic, version = torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION
+    head = b"".join(pickle.dumps(value, 2) for value in (magic, version, {"little_endian": True}))
+    path.write_bytes(head + content + pickle.dumps([], 2))
+    return path
+
+
+def doubled(value, kind):
+    for _ in range(MANY):
+        value = kind((value, value))
+    return value
+
+
+def as_pickle(value):
+    return pickle.dumps({"x": value}, 2)
+
+
+def held_before_it_is_filled():
+    """Lists, each of which is put twice into the one before while it is still empty."""
+    content = b"\x80\x02}X\x01\x00\x00\x00x]q\x00"
+    for index in range(MANY):
+        content += b"]" + b"q" + bytes([index + 1]) + b"0"  # made, remembered, taken off
+    for index in range(MANY):
+        get, inner = b"h" + bytes([index]), b"h" + bytes([index + 1])
+        content += get + inner + b"a" + inner + b"a" + b"0"
+    return content + b"s."
+
+
+def deep(opening, closing, levels=200_000):
+    return b"\x80\x02}X\x01\x00\x00\x00x" + opening * levels + b"N" + closing * levels + b"s."
+
+
+def as_key(content):
+    """The same value as the key of a dict, so that it is hashed."""
+    return b"\x80\x02}" + content.removeprefix(b"\x80\x02}X\x01\x00\x00\x00x").removesuffix(b"s.") + b"Ns."
+
+
+def doubled_tuple():
+    content = b")q\x00"
+    for index in range(MANY):
+        get = b"h" + bytes([index])
+        content += get + get + b"\x86q" + bytes([index + 1])
+    return b"(" + content + b"t"
+
+
+PREFIX = b"\x80\x02}X\x01\x00\x00\x00x"
+HOSTILE = {
+    "lists": as_pickle(doubled(["a"], list)),
+    "tuples": as_pickle(doubled(("a",), tuple)),
+    "a tuple as a key": PREFIX + b"}" + doubled_tuple() + b"Nss.",
+    "dicts": as_pickle(doubled({"a": 1}, lambda pair: dict(enumerate(pair)))),
+    "filled later": held_before_it_is_filled(),
+    "a call of a list": PREFIX + as_pickle(doubled(["a"], list))[2:-1] + b")Rs.",
+    "a deep list": deep(b"]", b"a"),
+    "a deep tuple": deep(b"(", b"t"),
+    "a deep tuple as a key": as_key(deep(b"(", b"t")),
+    "zeros": PREFIX + b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x01tRs.",
+    "a list in itself": PREFIX + b"]q\x00h\x00as.",
+    "an opcode of pickle's own": PREFIX + b"Nq\x00h\x00\x85Qs.",
+    "cut off": as_pickle([1, 2, 3])[:-3],
+}
+
+
+@pytest.mark.parametrize("write", [in_zip, as_legacy])
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.timeout(30)
+def test_a_hostile_pickle_is_refused_at_once(name, write, tmp_path):
+    path = write(tmp_path / "model.bin", HOSTILE[name])
+    with pytest.raises(CheckpointDamagedError) as caught, open_source(path, "model"):
+        pass
+    assert len(str(caught.value)) < 1000
+
+
+def test_long_keys_are_not_copied_for_each_value(tmp_path):
+    """A key of a megabyte is part of the name of each value below it; names are made for tensors only."""
+    key = "k" * 1_000_000
+    torch.save({"w": torch.ones(3), "x": {key: list(range(200_000))}}, tmp_path / "long.bin")
+    with open_source(tmp_path / "long.bin", "model") as source:
+        assert source.values["x"][key][-1] == 199_999
+    torch.save({"x": {key: [torch.ones(1)]}}, tmp_path / "tensors.bin")
+    with (
+        pytest.raises(CheckpointDamagedError, match="has a name of 1000004 characters"),
+        open_source(tmp_path / "tensors.bin", "model"),
+    ):
+        pass
+
+
+def test_what_people_share_is_read(tmp_path):
+    """Lists, strings and tensors that a state holds in several places."""
+    shared, weight = ["a", (1, 2), {"b": 3.0}], torch.arange(3.0)
+    state = {"w": weight, "again": weight, "extra": [shared] * 2_000, "tuple": (shared, shared), "set": {1, 2}}
+    for legacy in (False, True):
+        torch.save(state, tmp_path / "model.bin", _use_new_zipfile_serialization=not legacy)
+        with open_source(tmp_path / "model.bin", "model") as source:
+            assert torch.equal(source.read_whole("again"), weight)
+            assert len(source.values["extra"]) == 2_000
+            assert source.values["extra"][-1] == ["a", {"$tuple": [1, 2]}, {"b": 3.0}]
+
+
+@pytest.mark.parametrize("extra", [{1, "a"}, {torch.ones(1): 1}, 1 + 2j], ids=lambda value: type(value).__name__)
+def test_values_that_have_no_form_are_named_or_read(extra, tmp_path):
+    torch.save({"w": torch.ones(2), "extra": extra}, tmp_path / "model.bin")
+    if isinstance(extra, set):
+        with open_source(tmp_path / "model.bin", "model") as source:
+            assert source.values == {"extra": {"$set": [1, "a"]}}
+    else:
+        with pytest.raises(CheckpointDamagedError, match=r"model\.bin"), open_source(tmp_path / "model.bin", "model"):
+            pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Linear(2, 3).state_dict(),
+        torch.optim.AdamW(torch.nn.Linear(2, 3).parameters()).state_dict(),
+        {"bytes": b"abc", "array": bytearray(b"abc"), "empty": bytearray(), "large": 1 << 200, "complex": 1 + 2j},
+        {(1, "a"): torch.float32, 2: torch.Size([1]), None: True},
+        torch.ones(2).requires_grad_(),
+        torch.ones(2, 3).t(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_whatever_torch_reads_is_let_through(value, legacy):
+    stream = io.BytesIO()
+    torch.save(value, stream, _use_new_zipfile_serialization=not legacy)
+    stream.seek(0)
+    expected = torch.load(stream, weights_only=True)
+    stream.seek(0)
+    assert str(load_plainly(stream)) == str(expected)
+
+
+def table_of(**entries):
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    return pickle.dumps(Metadata(**{"state_dict_metadata": {}, "storage_data": {}, **entries}))
+
+
+def many_tensors_of_one_list():
+    """Each of many tensors names the same list of many chunks."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+    chunks = [ChunkStorageMetadata(torch.Size([index]), torch.Size([1])) for index in range(8_000)]
+    size, properties = torch.Size([len(chunks)]), TensorProperties(dtype=torch.float32)
+    tensors = {f"{index}": TensorStorageMetadata(properties, size, chunks) for index in range(8_000)}
+    return table_of(state_dict_metadata=tensors)
+
+
+def keys_of_one_hash():
+    """Numbers of which all have the same hash, so that a dict compares each with each."""
+    modulus = (1 << 61) - 1
+    pairs = b"".join(b"\x8a\x09" + struct.pack("<q", index * modulus % (1 << 63)) + b"\x00N" for index in range(1, 4))
+    many = b"".join(b"\x8a\x0b" + (index * modulus).to_bytes(11, "little") + b"N" for index in range(60_000))
+    return b"\x80\x02}(" + pairs + many + b"u."
+
+
+def paths_of_one_long_text():
+    name, keys = "n" * 500_000, tuple(["k" * 1_000] * 10)
+    return table_of(planner_data={name: keys, **{str(index): (name, *keys) for index in range(8_000)}})
+
+
+def a_path_of_doublings():
+    content = b"\x80\x02" + b"cpathlib\nPath\nq\x00X\x01\x00\x00\x00a\x85R"
+    for _ in range(MANY):
+        content += b"q\x01h\x00h\x01h\x01\x86R"
+    return content + b"."
+
+
+@pytest.mark.parametrize(
+    "content", [many_tensors_of_one_list, keys_of_one_hash, paths_of_one_long_text, a_path_of_doublings]
+)
+@pytest.mark.timeout(30)
+def test_a_hostile_table_is_refused_at_once(content, tmp_path):
+    (tmp_path / ".metadata").write_bytes(content())
+    with pytest.raises(CheckpointDamagedError) as caught, open_source(tmp_path, "model"):
+        pass
+    assert len(str(caught.value)) < 1000
