@@ -162,21 +162,23 @@ def test_a_load_reads_each_byte_once(tmp_path, monkeypatch):
 def blocks_verified_in_a_load(root, plugin_class):
     """Return the position in its file and the checksum of each block that this rank verifies."""
     booster, model, optimizer = make(seed=1, plugin_class=plugin_class)
-    seen, real = [], CheckedReads._check
+    seen, real = [], CheckedReads._read_whole
 
-    def recorded(self, index, content):
-        real(self, index, content)
-        seen.append((self._name, index))
+    def recorded(self, index, read, target, *, is_checked):
+        real(self, index, read, target, is_checked=is_checked)
+        if is_checked:
+            seen.append((self._name, index))
 
-    CheckedReads._check = recorded
+    CheckedReads._read_whole = recorded
     try:
         booster.load_checkpoint(root, model=model, optimizer=optimizer)
     finally:
-        CheckedReads._check = real
+        CheckedReads._read_whole = real
     return seen
 
 
-def test_ranks_of_a_host_that_read_the_same_verify_each_block_once_between_them(tmp_path):
+def test_ranks_of_a_host_that_read_the_same_verify_each_block_once_between_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1 << 20)
     save_steps(tmp_path)
     of_one = set(blocks_verified_in_a_load(tmp_path, None))
     of_ranks = run_on_ranks(blocks_verified_in_a_load, 2, str(tmp_path), ReferencePlugin)
@@ -199,7 +201,8 @@ def load(root, step, plugin_class=None):
     return found, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_damage_met_halfway_is_an_error_that_says_so(tmp_path):
+def test_damage_met_halfway_is_an_error_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1 << 20)
     save_steps(tmp_path)
     damage_values(tmp_path / "step-00000002")
     message = (
@@ -221,7 +224,7 @@ def test_newest_whole_goes_on_from_damage_met_halfway(tmp_path):
 # ---- the format before
 
 
-@pytest.mark.parametrize("blocks", [[-1, 5], [1], ["4"], None, 7])
+@pytest.mark.parametrize("blocks", ["-1 5", "1", "x", None, 7, [4], "1x999999999999", "4x-1"])
 def test_blocks_that_do_not_make_up_the_file_are_a_damaged_manifest(blocks, tmp_path):
     save_steps(tmp_path)
     folder = tmp_path / "step-00000002"
@@ -232,6 +235,19 @@ def test_blocks_that_do_not_make_up_the_file_are_a_damaged_manifest(blocks, tmp_
     (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
     with pytest.raises(CheckpointError, match="is damaged"):
         Manifest.read(locate(folder))
+
+
+@pytest.mark.parametrize(("version", "remedy"), [(2, "with the Booster that wrote it"), (4, "Update it")])
+def test_another_format_version_is_named(version, remedy, tmp_path):
+    save_steps(tmp_path)
+    folder = tmp_path / "step-00000002"
+    content = json.loads((folder / "manifest.json").read_text())
+    content["format_version"] = version
+    content.pop("xxh3")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
+    with pytest.raises(CheckpointError, match=f"has format version {version}; this Booster reads version 3.*{remedy}"):
+        load(tmp_path, "latest")
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(tmp_path):

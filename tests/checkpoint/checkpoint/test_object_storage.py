@@ -287,41 +287,6 @@ def test_deletes_that_fail_for_long_are_an_error(kind, s3, storage, monkeypatch)
         path_at(f"{BUCKET}/stays").remove()
 
 
-@pytest.mark.parametrize("kind", ["cut request", "lost answer", "500", None])
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_conditional_write_whose_answer_is_lost(is_new, kind, s3, storage):
-    url = f"{BUCKET}/lease-{is_new}-{kind}".replace(" ", "-")
-    version = None if is_new else storage.put_if(url, b"older", None)
-    s3.faults = [Fault("PUT", "lease", kind)] if kind else []
-    new = storage.put_if(url, b"mine", version)
-    assert new is not None
-    assert [fault.times for fault in s3.faults] == [0] * len(s3.faults)
-    assert storage.read_versioned(url) == (b"mine", new)
-    assert storage.put_if(url, b"later", version) is None  # it has been replaced
-    assert storage.read_whole(url) == b"mine"
-    assert storage.put_if(url, b"next", new) is not None
-
-
-def test_a_conditional_write_that_fails_for_long_is_an_error(s3, storage, monkeypatch):
-    monkeypatch.setattr(obstore_storage, "_PAUSES", (0.0,))
-    url = f"{BUCKET}/lease-lasting"
-    s3.faults = [Fault("PUT", "lease", "cut request", 10**6)]
-    with pytest.raises(StorageUnreachableError), storage_errors(url, "written"):
-        storage.put_if(url, b"mine", None)
-    assert storage.read_whole(url) is None
-
-
-def test_a_conditional_write_finds_what_others_wrote(storage):
-    url = f"{BUCKET}/taken/lease"
-    assert storage.read_versioned(url) is None
-    version = storage.put_if(url, b"first", None)
-    assert storage.put_if(url, b"second", None) is None
-    assert storage.put_if(f"{BUCKET}/taken/none", b"x", version) is None  # there is none to replace
-    storage.remove(url)
-    assert storage.put_if(url, b"third", version) is None
-    assert storage.read_whole(url) is None
-
-
 # ---- ranges
 
 

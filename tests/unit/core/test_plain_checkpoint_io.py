@@ -425,7 +425,14 @@ def test_damage_is_found_before_anything_changes(file, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "entry", [{"nbytes": 1}, {"blocks": 3, "xxh3": ""}, {"blocks": [-5], "xxh3": "0"}, {"blocks": ["a"], "xxh3": "0"}]
+    "entry",
+    [
+        {"nbytes": 1},
+        {"blocks": 3, "xxh3": ""},
+        {"blocks": "-5", "xxh3": "0"},
+        {"blocks": "a", "xxh3": "0"},
+        {"blocks": "1x999999999999", "xxh3": "0"},
+    ],
 )
 def test_a_manifest_of_nonsense_is_an_error(entry, tmp_path):
     saved_steps(tmp_path, [None])

@@ -29,11 +29,14 @@ from booster_core.state import (
     capture_random_state,
     check_plain_tensors,
     decode_json,
+    decode_runs,
     encode_json,
+    encode_runs,
     read_json,
     restore_random_state,
     scheduler_from_json,
     scheduler_to_json,
+    split_checksums,
 )
 
 if TYPE_CHECKING:
@@ -45,9 +48,9 @@ if TYPE_CHECKING:
     from booster_core.checkpoint_io import StepOptions, TrainingObjects
 
 MANIFEST = "manifest.json"
-_MANIFEST_VERSION, _TRAINING_VERSION = 2, 1
+_MANIFEST_VERSION, _TRAINING_VERSION = 3, 1
 TRAINING, TRAINING_TENSORS = "training_state.json", "training_state.safetensors"
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
 _LEASE = "lease.json"
 _HIDDEN = re.compile(rf"\.(step-\d{{8,}}(\.\d+)?|{LATEST}|{re.escape(_LEASE)})\.{TOKEN}\.tmp")
 
@@ -322,8 +325,8 @@ def _manifest_of(folder: Path, step: int, facts: Mapping[str, Any]) -> dict[str,
         blocks = [min(_BLOCK_BYTES, nbytes - begin) for begin in range(0, nbytes, _BLOCK_BYTES)]
         files[path.relative_to(folder).as_posix()] = {
             "nbytes": nbytes,
-            "blocks": blocks,
-            "xxh3": " ".join(_checksums(path, blocks)),
+            "blocks": encode_runs(blocks),
+            "xxh3": "".join(_checksums(path, blocks)),
             "tensors": sorted(read_tensors(path)[0]) if path.suffix == SUFFIX else [],
         }
     content = {"format_version": _MANIFEST_VERSION, "step": step, **facts, "saved_at": _now(), "files": files}
@@ -351,22 +354,24 @@ def _checked_files(folder: Path, *, verify: bool) -> list[str]:
     Raises:
         CheckpointError: If they are not.
     """
-    damaged = []
+    damaged = list[str]()
     try:
+        files = _read_manifest(folder)["files"]
+        checksums = {name: split_checksums(entry["xxh3"]) for name, entry in files.items()}
         entries = {
-            name: (entry["blocks"], entry["xxh3"].split()) for name, entry in _read_manifest(folder)["files"].items()
+            name: (decode_runs(entry["blocks"], len(checksums[name])), checksums[name]) for name, entry in files.items()
         }
         sizes = {name: sum(blocks) for name, (blocks, _) in entries.items() if min(blocks, default=0) >= 0}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         msg = f"The manifest '{folder / MANIFEST}' is damaged: {error!r} where its entries should be."
         raise CheckpointError(msg) from error
-    for name, (blocks, checksums) in entries.items():
+    for name, (blocks, saved) in entries.items():
         path, parts = folder / name, PurePosixPath(name)
         if name not in sizes or ".." in parts.parts or parts.is_absolute():
             damaged.append(f"'{name}' is not in its folder, or has blocks of no size")
         elif not path.is_file() or path.stat().st_size != sizes[name]:
             damaged.append(f"'{name}' is missing, or has not the {sizes[name]} bytes that were saved")
-        elif verify and _checksums(path, blocks) != checksums:
+        elif verify and _checksums(path, blocks) != saved:
             damaged.append(f"'{name}' has other content than what was saved")
     if damaged:
         msg = f"The checkpoint '{folder}' is damaged: {'; '.join(damaged[:10])}."

@@ -22,7 +22,7 @@ from booster_checkpoint.files.checksums import (
 )
 from booster_checkpoint.storage import leaves_folder, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
-from booster_core.state import parse_json
+from booster_core.state import decode_runs, encode_runs, parse_json, split_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from booster_checkpoint.storage.location import Location
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the manifest and of the folder around it."""
 
 
@@ -58,8 +58,8 @@ class FileEntry:
         """Return the entry as the manifest holds it."""
         return {
             "nbytes": self.nbytes,
-            "blocks": [block.nbytes for block in self.blocks],
-            "xxh3": " ".join(block.checksum for block in self.blocks),
+            "blocks": encode_runs(block.nbytes for block in self.blocks),
+            "xxh3": "".join(block.checksum for block in self.blocks),
             "tensors": list(self.tensors),
         }
 
@@ -70,8 +70,8 @@ class FileEntry:
         Raises:
             KeyError, TypeError, ValueError: If it is damaged.
         """
-        nbytes, checksums = content["nbytes"], content["xxh3"].split()
-        sizes = content["blocks"]
+        nbytes, checksums = content["nbytes"], split_checksums(content["xxh3"])
+        sizes = decode_runs(content["blocks"], len(checksums))
         if any(type(size) is not int or size < 0 for size in (nbytes, *sizes)) or sum(sizes) != nbytes:
             msg = f"blocks of {sizes} bytes in a file of {nbytes}"
             raise ValueError(msg)
@@ -132,8 +132,9 @@ class Manifest:
             if version <= FORMAT_VERSION and content.pop("xxh3") != _digest(content):
                 msg = f"The manifest '{path}' is damaged: its content is not what its own checksum says."
                 raise CheckpointDamagedError(msg)
-            if version > FORMAT_VERSION:
-                msg = f"'{path}' has format version {version}; this Booster reads up to {FORMAT_VERSION}. Update it."
+            if version != FORMAT_VERSION:
+                remedy = "Update it." if version > FORMAT_VERSION else "Load it with the Booster that wrote it."
+                msg = f"'{path}' has format version {version}; this Booster reads version {FORMAT_VERSION}. {remedy}"
                 raise CheckpointError(msg)
             files = {name: FileEntry.from_json(entry) for name, entry in content.pop("files").items()}
             step = content.pop("step")

@@ -4,7 +4,7 @@ What obstore does not do is done here:
 
 - It keeps the memory that it is given until the part has been sent, so each part is a copy that nobody changes.
 - A process that was forked from one that has used it hangs or dies. It is refused.
-- After a cut connection it repeats neither deletes nor conditional writes.
+- After a cut connection it repeats no deletes.
 - A range beyond the end of a file comes back shorter.
 - A key with ``//`` ends a listing of everything around it, and ``folder/``, as consoles create it, looks like a file.
 - It lists no uploads that a killed process has left. boto's client does, where it is installed.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import threading
 import time
@@ -124,47 +123,11 @@ class ObjectStorage:
 
     def read_whole(self, url: str) -> bytes | None:
         """Return the content of a small file; ``None`` where there is none."""
-        found = self.read_versioned(url)
-        return None if found is None else found[0]
-
-    def read_versioned(self, url: str) -> tuple[bytes, str] | None:
-        """Return the content of a small file and its version, as `put_if` takes it; ``None`` where there is none."""
         store, key = self._at(url)
         try:
-            found = self._obstore.get(store, key)
-            return bytes(found.bytes()), _version_of(found.meta)
+            return bytes(self._obstore.get(store, key).bytes())
         except FileNotFoundError:
             return None
-
-    def put_if(self, url: str, data: bytes, version: str | None) -> str | None:
-        """Write a small file, unless another process has replaced it since it was read.
-
-        Args:
-            url: The file.
-            data: Its content. It holds something that no other process writes, so that it can be told, after an answer
-                was lost, whose content is there.
-            version: What `read_versioned` returned; ``None`` to write it only where there is none.
-
-        Returns:
-            The new version; ``None`` where it has been replaced, or is there already, and nothing was written.
-        """
-        store, key = self._at(url)
-        exceptions = self._obstore.exceptions
-        mode = "create" if version is None else json.loads(version)
-
-        def put() -> str | None:
-            try:
-                return _version_of(self._obstore.put(store, key, data, mode=mode, use_multipart=False))
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.GenericError) as error:
-                # A try whose answer was lost may have written it, and a second one finds what the first has written.
-                found = self.read_versioned(url)
-                if found is not None and found[0] == data:
-                    return found[1]
-                if isinstance(error, exceptions.GenericError):
-                    raise
-                return None
-
-        return self._repeated(put)
 
     def open_write(self, url: str, nbytes: int) -> WriteStream:
         store, key = self._at(url)
@@ -363,10 +326,6 @@ def _parts_of(url: str) -> tuple[str, str]:
     """Return the bucket, or container, and the key of a URL."""
     bucket, _, key = url.partition("://")[2].partition("/")
     return bucket, key
-
-
-def _version_of(told: Mapping[str, Any]) -> str:
-    return json.dumps({name: told[name] for name in ("e_tag", "version") if told.get(name) is not None})
 
 
 class _Settings(NamedTuple):

@@ -8,6 +8,7 @@ stored as tensors, and leave a reference behind. Anything else is refused by nam
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 from collections import Counter, OrderedDict
@@ -31,6 +32,9 @@ _LONGEST_NAME = 1 << 13
 """Of a tensor inside of a value. Names of parameters have a hundred characters."""
 _Path = tuple["_Path | None", Any]
 """The keys that lead to a value: those that lead to what it is in, and its own."""
+
+_CHECKSUM_LETTERS = 16
+"""64 bits in hexadecimal."""
 
 
 def encode_json(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -263,3 +267,32 @@ def parse_json(written: bytes, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         msg = f"'{where}' is not valid JSON ({error}); it is damaged or truncated."
         raise CheckpointDamagedError(msg) from error
+
+
+def encode_runs(numbers: Iterable[int]) -> str:
+    """Return numbers as text in which equal ones that follow each other are counted: ``"4194304x250 1234"``."""
+    runs = ((number, sum(1 for _ in same)) for number, same in itertools.groupby(numbers))
+    return " ".join(f"{number}x{count}" if count > 1 else f"{number}" for number, count in runs)
+
+
+def decode_runs(text: str, length: int) -> list[int]:
+    """Return the numbers that `encode_runs` was given.
+
+    Args:
+        text: What it returned.
+        length: How many they are.
+
+    Raises:
+        ValueError: If they are not that many, or the text is something else.
+    """
+    runs = [[int(part) for part in run.split("x", 1)] for run in text.split()]
+    counts = [run[1] if len(run) > 1 else 1 for run in runs]
+    if min(counts, default=1) < 1 or sum(counts) != length:
+        msg = f"{sum(counts)} numbers in place of {length}"
+        raise ValueError(msg)
+    return [run[0] for run, count in zip(runs, counts, strict=True) for _ in range(count)]
+
+
+def split_checksums(text: str) -> list[str]:
+    """Return the checksums that a manifest holds of a file's blocks, which it writes one after the other."""
+    return [text[start : start + _CHECKSUM_LETTERS] for start in range(0, len(text), _CHECKSUM_LETTERS)]
