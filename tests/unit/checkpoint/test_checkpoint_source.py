@@ -140,3 +140,31 @@ def test_wider_elements_come_first_so_that_values_are_aligned(tmp_path):
     offsets = frame.offsets
     assert all(offsets[spec.key] % spec.dtype.itemsize == 0 for spec in specs)
     assert load_file(tmp_path / "m.safetensors").keys() == offsets.keys()
+
+
+VALUES = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
+VIEWS = {
+    "transposed": VALUES.view(12, 10).t(),
+    "channels_last": VALUES.contiguous(memory_format=torch.channels_last),
+    "permuted": VALUES.permute(3, 0, 2, 1),
+    "sliced": VALUES[..., 1:3],
+    "expanded": torch.ones(3, 1).expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_in_a_file_of_torch_save_is_read_in_parts(name, tmp_path, monkeypatch):
+    """By plain reads: a mapping would end the process where the disk fails."""
+    view = VIEWS[name]
+    torch.save({"before": torch.ones(7), "view": view, "after": torch.zeros(3)}, tmp_path / "m.bin")
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **options: load(*args, **options, mmap=False))
+    with open_source(tmp_path / "m.bin", MODEL) as source:
+        assert source.tensors["view"].shape == tuple(view.shape)
+        for dim, size in enumerate(view.shape):
+            for first, last in ((0, 1), (size // 2, size), (0, size)):
+                box = tuple((first, last) if each == dim else (0, other) for each, other in enumerate(view.shape))
+                out = torch.empty(view.narrow(dim, first, last - first).numel())
+                source.read("view", box, out)
+                assert torch.equal(out, view.narrow(dim, first, last - first).reshape(-1))
+        assert torch.equal(source.read_whole("after"), torch.zeros(3))

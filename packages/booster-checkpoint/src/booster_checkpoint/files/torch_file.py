@@ -21,10 +21,8 @@ from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.frame import FileFrame
-from booster_checkpoint.files.names import SAFETENSORS
 from booster_checkpoint.files.pickle_check import PickleGrowsError, check_pickle
 from booster_checkpoint.files.tensor_file import TensorFile
-from booster_checkpoint.storage import RemotePath
 from booster_core.errors import CheckpointDamagedError, CheckpointError, CheckpointUnreadableError
 from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references
 
@@ -86,7 +84,7 @@ class TorchFile(TensorFile):
     """Reads a file made by ``torch.save`` of a dict of tensors.
 
     Like any other file, it is read in parts: torch tells the offset of a tensor's values. A file from before torch
-    1.6, or one with strided views, is read (or mapped) as a whole instead.
+    1.6, or one with views that leave out or repeat values, is read as a whole instead.
 
     Args:
         path: The file.
@@ -100,9 +98,10 @@ class TorchFile(TensorFile):
     def __init__(self, path: Path, *, in_memory: bool = False) -> None:
         self.path = path
         self._bytes: ByteFile | None = None
+        self._orders: dict[str, tuple[int, ...] | None] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         is_zip = _is_zip(path)
-        content = _load(path, is_zip=is_zip, mode="describe" if is_zip and not in_memory else "read")
+        content = _load(path, describe=is_zip and not in_memory)
         self._collect(content)
         if is_zip and not in_memory:
             try:
@@ -110,11 +109,12 @@ class TorchFile(TensorFile):
             except ValueError as error:
                 msg = f"'{path}' is damaged or hostile: {error}."
                 raise CheckpointDamagedError(msg) from error
-            if all(tensor.is_contiguous() for tensor in self._tensors.values()):
+            self._orders = {name: _order_of(tensor) for name, tensor in self._tensors.items()}
+            if None not in self._orders.values():
                 self._bytes = ByteFile(path)
                 self._check_sizes()
             else:
-                self._collect(_load(path, is_zip=is_zip, mode="map"))
+                self._collect(_load(path, describe=False))
 
     @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
@@ -122,11 +122,20 @@ class TorchFile(TensorFile):
         if self._bytes is None:
             out.view(box_shape(box)).copy_(self._tensors[key].detach()[slices_of(box)])
         else:
-            self._bytes.read_box(self._offsets[key], meta.shape, meta.dtype.itemsize, box, out)
+            order = self._orders[key]
+            assert order is not None, "else the file was read as a whole"
+            shape, stored = tuple(meta.shape[dim] for dim in order), tuple(box[dim] for dim in order)
+            is_plain = order == tuple(range(len(order)))
+            values = out if is_plain else torch.empty_like(out)
+            self._bytes.read_box(self._offsets[key], shape, meta.dtype.itemsize, stored, values)
+            if not is_plain:
+                there = [order.index(dim) for dim in range(len(order))]
+                out.view(box_shape(box)).copy_(values.view(box_shape(stored)).permute(there))
 
     @override
     def place_of(self, key: str) -> tuple[ByteFile, int] | None:
-        return None if self._bytes is None else (self._bytes, self._offsets[key])
+        is_plain = self._bytes is not None and self._orders[key] == tuple(range(len(self.tensors[key].shape)))
+        return (self._bytes, self._offsets[key]) if is_plain and self._bytes is not None else None
 
     @override
     def close(self) -> None:
@@ -223,15 +232,23 @@ def load_plainly(stream: IO[bytes], *, describe: bool = False) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _load(path: Path, *, is_zip: bool, mode: str) -> Any:
-    """Return the content of a file: read, mapped, or described (tensors without values)."""
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return a tensor's dimensions in the order of its values in memory, ``(1, 0)`` for a transposed matrix.
+
+    ``None`` if the tensor leaves out or repeats values.
+    """
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    return tuple(order) if tensor.permute(order).is_contiguous() else None
+
+
+def _load(path: Path, *, describe: bool) -> Any:
+    """Return the content of a file, read or described (tensors without values)."""
     try:
-        # Not by its path, where torch would go by the name's ending; only mapping takes nothing else, and what is
-        # mapped has been described before.
-        if mode == "map" and is_zip and path.suffix != SAFETENSORS and not isinstance(path, RemotePath):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        with path.open("rb") as stream:
-            return load_plainly(stream, describe=mode == "describe")
+        with path.open("rb") as stream:  # not by its path, where torch would go by the name's ending
+            return load_plainly(stream, describe=describe)
     except PickleGrowsError as error:
         msg = f"'{path}' was not loaded: {error}. It is damaged or hostile."
         raise CheckpointDamagedError(msg) from error
