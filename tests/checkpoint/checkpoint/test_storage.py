@@ -1,5 +1,6 @@
 """Checkpoints at URLs: in a store of one process' own memory, on the local disk, and in a third party's store."""
 
+import errno
 import json
 import re
 import sys
@@ -19,7 +20,7 @@ from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import leaves_folder, path_at, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import CheckpointError, ConfigError
+from booster_core.errors import CheckpointError, ConfigError, StorageUnreachableError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -191,6 +192,77 @@ def test_a_step_that_is_listed_late_is_resumed_from_and_stays(late):
     newest = late.base / "run" / "step-00000003"
     late.late = tuple(f"{newest.name}/{path.relative_to(newest).as_posix()}" for path in newest.rglob("*"))
     assert Run().load(root, resume=True).step == 3
+
+
+class SilentStorage(FolderStorage):
+    """Gives no answer to one request, or to all from one on."""
+
+    calls, first, lasts = 0, None, False
+
+    def _answer(self):
+        self.calls += 1
+        if self.first is not None and (self.calls >= self.first if self.lasts else self.calls == self.first):
+            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    def list(self, url):
+        self._answer()
+        return super().list(url)
+
+    def read(self, url, start, target):
+        self._answer()
+        super().read(url, start, target)
+
+    def open_write(self, url, nbytes):
+        self._answer()
+        return super().open_write(url, nbytes)
+
+    def remove(self, url):
+        self._answer()
+        super().remove(url)
+
+
+@pytest.fixture
+def silent(tmp_path):
+    storage = SilentStorage(tmp_path / "silent")
+    hooks = StorageHooks(storage, "silent")
+    register_hooks(hooks)
+    yield storage
+    unregister_hooks(hooks)
+
+
+def values_of(run):
+    return [parameter.detach().clone() for parameter in run.model.unwrap().parameters()]
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_storage_that_gives_no_answer_makes_no_older_step_the_newest(lasts, silent):
+    """At each request of a resume: the newest step, or an error of this kind; and no change that is not told."""
+    root, saved = "silent://run", Run()
+    for saved.step in (1, 2):
+        saved.save(root)
+    silent.calls = 0
+    assert Run(seed=1).load(root, resume=True).step == 2
+    count = silent.calls
+    assert count > 10
+    silent.lasts = lasts
+    failures = []
+    for number in range(1, count + 1):
+        run = Run(seed=1)
+        with torch.no_grad():
+            for parameter in run.model.unwrap().parameters():
+                parameter.fill_(-1.0)
+        silent.calls, silent.first = 0, number
+        try:
+            assert run.load(root, resume=True).step == 2
+        except StorageUnreachableError as error:
+            has_changed = any(bool((values != -1).any()) for values in values_of(run))
+            failures.append((str(error), has_changed))
+        finally:
+            silent.first = None
+        assert open_run(root).steps() == ["step-00000001", "step-00000002"]
+    assert len(failures) > count / 2
+    assert all("Connection reset" in text for text, _ in failures)
+    assert all("partly those of this" in text for text, has_changed in failures if has_changed)
 
 
 def test_a_flipped_bit_at_a_url_is_found(ours):

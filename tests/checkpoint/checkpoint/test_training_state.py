@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from booster_checkpoint import CheckpointEngine
 from booster_checkpoint.run.manifest import verify_folder
+from booster_checkpoint.storage import LocalLocation
 from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -366,6 +368,23 @@ def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(use_async, tmp_path)
     verify_folder(tmp_path / "step-00000003")
     for _, _, tensors, _ in run_on_ranks(resume_plainly, 2, str(tmp_path)):
         assert all(torch.equal(tensors[name], saved[0][name]) for name in tensors)
+
+
+def reads_of_manifests(root):
+    read, real = [], LocalLocation.read_bytes
+
+    def counted(self):
+        read.append(self.name)
+        return real(self)
+
+    with mock.patch.object(LocalLocation, "read_bytes", counted):
+        Run().load(root)
+    return read.count("manifest.json")
+
+
+def test_one_rank_of_a_host_reads_the_manifest(tmp_path):
+    run_on_ranks(save_several, 1, str(tmp_path), [1], None)
+    assert run_on_ranks(reads_of_manifests, 3, str(tmp_path)) == [1, 0, 0]
 
 
 def resume_plainly(root):
