@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from booster_checkpoint.save.writer import as_checkpoint_error
+from booster_checkpoint.storage.failures import as_checkpoint_error
 from booster_core.ranks import this_host
 
 if TYPE_CHECKING:

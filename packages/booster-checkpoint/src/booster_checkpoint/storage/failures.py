@@ -1,7 +1,7 @@
-"""What an exception of a storage says of a checkpoint: it is absent, it is refused, or there was no answer.
+"""What an exception of a storage, or of the operating system while it writes, says of a checkpoint.
 
 Every driver has classes of its own, and some tell a refusal or a lost connection by their text alone. This file is the
-only one that knows them.
+only one that knows them. What it means that the system refuses a read is in `booster_checkpoint.storage.local_file`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,27 @@ def storage_errors(url: str, verb: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise failure_of(error, url, verb) from error
+
+
+def as_checkpoint_error(error: Exception, path: object) -> Exception:
+    """Return an error of the operating system as one that says what it means for a checkpoint."""
+    if isinstance(error, BoosterError) or not isinstance(error, OSError):
+        return error
+    remedies = {
+        errno.ENOSPC: "The disk is full: free some space, or save elsewhere.",
+        errno.EDQUOT: "The disk quota is used up: free some space, or save elsewhere.",
+        errno.EACCES: "Permission is denied: check the folder's owner and mode.",
+        errno.EPERM: "Permission is denied: check the folder's owner and mode.",
+        errno.EROFS: "The file system is read-only: save elsewhere.",
+        errno.EEXIST: "A part of the path is a file, not a folder: pass another path.",
+        errno.ENOTDIR: "A part of the path is a file, not a folder: pass another path.",
+    }
+    where = error.filename or path
+    reason = error.strerror or str(error)
+    remedy = remedies.get(error.errno or 0, "")
+    failure = CheckpointError(f"'{path}' cannot be written: {reason} ('{where}'). {remedy}".rstrip())
+    failure.__cause__ = error
+    return failure
 
 
 def _kind_of(error: BaseException, text: str, verb: str) -> tuple[type[CheckpointError], str]:
