@@ -1,7 +1,7 @@
 """The bytes of every file of every form, against a table: the same state gives the same files, whoever writes it how.
 
 The table is `golden_state.TABLE`. ``python tests/checkpoint/checkpoint/test_golden_digests.py`` from the root of the
-repository writes it anew, where a format is meant to change: a checkpoint of before must still load then.
+repository writes it again, where a format is meant to change: a checkpoint of before must still load then.
 """
 
 import hashlib
@@ -147,7 +147,7 @@ def test_what_the_table_describes_loads(tmp_path):
 
 
 def write_table():
-    """Write the table anew."""
+    """Write the table."""
     written = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -89,7 +89,7 @@ def test_memory_may_change_as_soon_as_write_returns(pieces, piece, s3, storage, 
 
 
 def test_values_of_any_shape_are_written(storage):
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason="needs NumPy")
     values = numpy.arange(12, dtype=numpy.float32).reshape(3, 4)
     stream = storage.open_write(f"{BUCKET}/values", values.nbytes)
     stream.write(memoryview(values))
@@ -134,12 +134,12 @@ def test_little_is_left_for_close(nbytes, s3, storage, monkeypatch):
 def run_script(s3, folder, body):
     script = f"""
 import multiprocessing, os, sys
-from booster_checkpoint.storage import path_at
+from booster_checkpoint.storage import locate
 from booster_core.errors import CheckpointError
 
 def use(queue):
     try:
-        queue.put(path_at("{BUCKET}/forked").read_now())
+        queue.put(locate("{BUCKET}/forked").read_bytes())
     except CheckpointError as error:
         queue.put(str(error))
 
@@ -162,7 +162,7 @@ def test_a_fork_of_a_process_that_has_used_it_is_refused(s3, storage, tmp_path):
         s3,
         tmp_path,
         f"""
-        assert path_at("{BUCKET}/forked").read_now() == b"content"
+        assert locate("{BUCKET}/forked").read_bytes() == b"content"
         for context in (fork, spawn):
             queue = context.SimpleQueue()
             process = context.Process(target=use, args=(queue,))
@@ -170,7 +170,7 @@ def test_a_fork_of_a_process_that_has_used_it_is_refused(s3, storage, tmp_path):
             print(queue.get())
             process.join()
             assert process.exitcode == 0
-        assert path_at("{BUCKET}/forked").read_now() == b"content"
+        assert locate("{BUCKET}/forked").read_bytes() == b"content"
         """,
     )
     refused, read = said.splitlines()

@@ -25,7 +25,7 @@ ABSENT, REFUSED, SILENT, OTHER = (
 
 
 def obstore_error(name, text):
-    exceptions = pytest.importorskip("obstore.exceptions")
+    exceptions = pytest.importorskip("obstore.exceptions", reason="needs the errors of obstore")
     return getattr(exceptions, name)(f"{text}\n\nDebug source:\nGeneric {{\n    secret of developers\n}}")
 
 
@@ -82,8 +82,8 @@ def test_storages(error, kind, verb):
 
 
 def test_drivers_of_fsspec():
-    aiohttp = pytest.importorskip("aiohttp")
-    botocore = pytest.importorskip("botocore.exceptions")
+    aiohttp = pytest.importorskip("aiohttp", reason="needs the errors of aiohttp")
+    botocore = pytest.importorskip("botocore.exceptions", reason="needs the errors of botocore")
     url = "s3://b/run"
     assert type(failure_of(aiohttp.ServerDisconnectedError(), url, "read")) is SILENT
     assert type(failure_of(aiohttp.ClientPayloadError("cut"), url, "read")) is SILENT

@@ -64,7 +64,7 @@ class PlannedFile:
     values: dict[str, Any] = field(default_factory=dict)
 
     def frame(self) -> FileFrame:
-        """Return the file without its tensors' values; computed anew by each call.
+        """Return the file without its tensors' values; recomputed by each call.
 
         Raises:
             CheckpointError: If its format cannot hold it.

@@ -199,10 +199,6 @@ class RemotePath(_PathMethods):
         return RemotePath(self.storage, f"{self.url}/{key}", _tree=self._tree, _key=inner)
 
     @override
-    def with_name(self, name: str) -> RemotePath:
-        return self.parent / name
-
-    @override
     def relative_to(self, *other: Any) -> Path:  # type: ignore[override]
         assert self.url.startswith(f"{other[0]}/"), "asked of what is below"
         return Path(self.url[len(str(other[0])) + 1 :])
@@ -280,16 +276,6 @@ class RemotePath(_PathMethods):
     @override
     def read_text(self, encoding: str | None = None, errors: str | None = None, *_: Any) -> str:
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
-
-    def read_now(self) -> bytes | None:
-        """Return the content that a small file has now, whatever has been listed; ``None`` where there is no file."""
-        read = getattr(self.storage, "read_whole", None)  # by one request; storages of third parties need not have it
-        if read is None:
-            alone = self.alone()
-            return alone.read_bytes() if alone.is_file() else None
-        with storage_errors(self.url, "read"):
-            content: bytes | None = read(self.url)
-        return content
 
     def open_write(self, nbytes: int) -> WriteStream:
         """Return a stream that writes this file; see `Storage.open_write`."""
