@@ -18,7 +18,8 @@ from booster_checkpoint.run import manifest
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.run.run_folder import LocalRun
 from booster_checkpoint.save import in_place
-from booster_core.errors import CheckpointError, MissingRanksError
+from booster_checkpoint.storage import LocalLocation
+from booster_core.errors import CheckpointError, CheckpointUnreadableError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.resumable import ResumableRun as Run
@@ -149,6 +150,18 @@ def remove_latest_step(root):
 def test_newest_whole_goes_back_to_a_step_that_is_whole(damage, step, root):
     damage(root)
     assert run_on_ranks(load, 2, str(root), {"step": "newest-whole"}) == [step, step]
+
+
+def test_an_older_step_that_cannot_be_read_stops_no_run(root, monkeypatch):
+    real = LocalLocation.size
+
+    def size(self):
+        if "step-00000003" in str(self):
+            raise CheckpointUnreadableError(str(self))
+        return real(self)
+
+    monkeypatch.setattr(LocalLocation, "size", size)
+    assert Run(seed=1).load(root, resume=True).step == 6
 
 
 def test_newest_whole_says_what_it_leaves_out(root, caplog):

@@ -216,10 +216,13 @@ class RunFolder(ABC):
         Raises:
             CheckpointError: If there is none, or it can't be found out.
         """
-        latest, names = self.latest_name(), self.steps()
+        latest = self.latest_name()
         limit = parse_step_name(latest) if latest is not None else None
-        if latest is not None and limit is not None and latest not in names and self.is_complete(latest):
-            names = sorted([*names, latest], key=lambda name: parse_step_name(name) or (0, 0))  # a listing lags
+        if latest is not None and limit is not None and self.is_complete(latest):
+            # Others are asked for their manifests when they are tried: one that can't be read stops no run.
+            names = sorted({*self._names(), latest}, key=lambda name: parse_step_name(name) or (0, 0))
+        else:
+            names = self.steps()
         if latest not in names:
             found = names[::-1]
         else:
