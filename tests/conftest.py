@@ -1,4 +1,4 @@
-"""Shared fixtures: skip GPU tests without GPUs, and fail tests that leak state of the process."""
+"""Shared fixtures: fail tests that leak state of the process."""
 
 from __future__ import annotations
 
@@ -36,16 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    marker = item.get_closest_marker("gpu")
-    if marker is not None:
-        import torch
-
-        wanted = marker.args[0] if marker.args else 1
-        if torch.cuda.device_count() < wanted:
-            pytest.skip(f"needs {wanted} CUDA devices, found {torch.cuda.device_count()}")
 
 
 def pytest_sessionfinish() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_testing.compare import ADAPTIVE, assert_same_tensors
+from booster_testing.compare import ADAPTIVE, DTYPES, assert_same_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -186,9 +186,8 @@ def train(case: Case, device: str, precision: str, folder: str) -> None:
     run.booster.save_model(run.model, model_folder, shard=True)
     run.booster.save_optimizer(run.optimizer, optimizer_folder, shard=True)
     expected, parameters = train_plainly(device)
-    narrow = torch.bfloat16 if precision == "bf16" else torch.float32
-    # A mean over tokens in bf16: a few roundings of the logits remain.
-    relative = 8 * torch.finfo(narrow).eps
+    # A mean over tokens: a few roundings of the logits remain, in the dtype in which the model computes.
+    relative = 8 * torch.finfo(DTYPES[precision]).eps
     assert all(abs(a - b) <= relative * abs(b) for a, b in zip(losses, expected, strict=True)), (losses, expected)
     if precision == "fp32":
         assert_same_parameters(model_folder, parameters)

@@ -1,0 +1,285 @@
+"""Run cases, each in processes of its own, so that one that fails, hangs or ends its process stops no other."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from device_runs.cases import CannotRun, Case, Figure, Setting, all_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+_LAST_LINES = 40
+_START_SECONDS = 60.0
+_LIMIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What cases run on.
+
+    Attributes:
+        device: Device type.
+        num_devices: How many of them.
+        library: The simulated accelerator's library; empty for CUDA.
+        side_by_side: How many ranks run at a time, of cases that are not timed.
+    """
+
+    device: str
+    num_devices: int
+    library: str = ""
+    side_by_side: int = 8
+
+    def backend_of(self, case: Case) -> str:
+        """Return the backend of a case's process group.
+
+        NCCL refuses two ranks on one device, so ranks that share one talk over the staged backend.
+        """
+        if self.library:
+            return "cpu:gloo,simulated:simccl"
+        return "cpu:gloo,cuda:nccl" if case.ranks <= self.num_devices else "cpu:gloo,cuda:staged"
+
+
+@dataclass
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        name: The case.
+        status: ``"passed"``, ``"failed"``, or ``"left out"`` where it can't run.
+        detail: Why it failed or was left out, with the last lines of the rank that failed first.
+        seconds: How long it took.
+        figures: What it measured.
+        backend: Of its process group.
+    """
+
+    name: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    backend: str = ""
+
+
+@dataclass
+class _Running:
+    case: Case
+    backend: str
+    folder: Path
+    ranks: list[Any]
+    pipes: list[Connection]
+    started: float = field(default_factory=time.monotonic)
+    answers: dict[int, tuple[str, Any]] = field(default_factory=dict)
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.case.seconds
+
+
+def run(
+    cases: Sequence[Case], machine: Machine, folder: Path, seconds: float, tell: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Run cases and return how each ended, in the order in which they did.
+
+    Args:
+        cases: Those that are not timed run side by side, first; the others alone, after them.
+        machine: What they run on.
+        folder: For the output of ranks, ``<case>.<rank>.txt``.
+        seconds: Cases that have not begun by then are left out, and those that run are ended.
+        tell: Called after each case.
+    """
+    end = time.monotonic() + seconds
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["device_runs.preload"])
+    outcomes: list[Outcome] = []
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        tell(outcome)
+
+    for group, limit in (
+        ([case for case in cases if not case.is_timed], machine.side_by_side),
+        ([case for case in cases if case.is_timed], 1),
+    ):
+        waiting, running = list(group), []
+        while waiting or running:
+            while waiting and _fits(waiting[0], running, limit):
+                case = waiting.pop(0)
+                if case.only_on not in ("", machine.device):
+                    done(Outcome(case.name, "left out", f"needs a {case.only_on} device"))
+                elif time.monotonic() > end:
+                    done(Outcome(case.name, "left out", "the time was over"))
+                else:
+                    running.append(_start(context, case, machine, folder))
+            for each in running:
+                _listen(each)
+            ended = [each for each in running if _has_ended(each) or time.monotonic() > min(each.deadline, end)]
+            for each in ended:
+                running.remove(each)
+                done(_end(each, folder))
+            if running and not ended:
+                time.sleep(0.02)
+    return outcomes
+
+
+def _fits(case: Case, running: Sequence[_Running], limit: int) -> bool:
+    return not running or sum(each.case.ranks for each in running) + case.ranks <= limit
+
+
+def _start(context: Any, case: Case, machine: Machine, folder: Path) -> _Running:
+    shared = folder / "shared" / _as_file(case.name)
+    shutil.rmtree(shared, ignore_errors=True)
+    shared.mkdir(parents=True)
+    backend = machine.backend_of(case)
+    port = _free_port()
+    ranks, pipes = [], []
+    for rank in range(case.ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        device = Setting(machine.device, backend, rank, case.ranks, shared)
+        output = folder / f"{_as_file(case.name)}.{rank}.txt"
+        process = context.Process(target=_be_rank, args=(case.name, device, machine, port, output, theirs))
+        process.start()
+        theirs.close()
+        ranks.append(process)
+        pipes.append(ours)
+    return _Running(case, backend, shared, ranks, pipes)
+
+
+def _listen(running: _Running) -> None:
+    for rank, pipe in enumerate(running.pipes):
+        with contextlib.suppress(EOFError, OSError):
+            if rank not in running.answers and pipe.poll():
+                running.answers[rank] = pipe.recv()
+
+
+def _has_ended(running: _Running) -> bool:
+    failed = any(kind == "failed" for kind, _ in running.answers.values())
+    return failed or all(not process.is_alive() for process in running.ranks)
+
+
+def _end(running: _Running, folder: Path) -> Outcome:
+    _listen(running)
+    is_late = any(process.is_alive() and rank not in running.answers for rank, process in enumerate(running.ranks))
+    for process in running.ranks:
+        process.join(timeout=5 if len(running.answers) == len(running.ranks) else 0)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if process.pid is not None:
+                os.killpg(process.pid, signal.SIGKILL)  # each rank leads a group, with the processes that it started
+        process.join()
+    for pipe in running.pipes:
+        pipe.close()
+    shutil.rmtree(running.folder, ignore_errors=True)
+    case = running.case
+    outcome = Outcome(case.name, "passed", seconds=time.monotonic() - running.started, backend=running.backend)
+    kinds = {kind for kind, _ in running.answers.values()}
+    if "failed" in kinds:
+        rank, (_, text) = next((rank, answer) for rank, answer in running.answers.items() if answer[0] == "failed")
+        outcome.status, outcome.detail = "failed", f"rank {rank}:\n{text}"
+    elif len(running.answers) < len(running.ranks):
+        silent = [rank for rank in range(len(running.ranks)) if rank not in running.answers]
+        codes = [process.exitcode for process in running.ranks]
+        why = f"did not end within {case.seconds:g} s" if is_late else f"ended without an answer, exit codes {codes}"
+        last = "\n".join(
+            f"rank {rank}:\n{_last_lines(folder / f'{_as_file(case.name)}.{rank}.txt')}" for rank in silent
+        )
+        outcome.status, outcome.detail = "failed", f"ranks {silent} {why}\n{last}"
+    elif "left out" in kinds:
+        outcome.status, outcome.detail = (
+            "left out",
+            next(text for kind, text in running.answers.values() if kind == "left out"),
+        )
+    else:
+        outcome.figures = running.answers[0][1]
+    return outcome
+
+
+def _be_rank(name: str, setting: Setting, machine: Machine, port: int, output: Path, pipe: Connection) -> None:
+    """Run a case's function on one rank, and send how it ended."""
+    os.setsid()
+    _redirect(output)
+    warnings.simplefilter("default")
+    case = all_cases()[name]
+    try:
+        figures = _call(case, setting, machine, port)
+    except CannotRun as reason:
+        pipe.send(("left out", str(reason)))
+    except BaseException:  # noqa: BLE001 - told by the report
+        traceback.print_exc()
+        pipe.send(("failed", "\n".join(traceback.format_exc().splitlines()[-_LAST_LINES:])))
+    else:
+        pipe.send(("passed", [figure.as_json() for figure in figures]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank that failed may hold threads of communicators that wait for others.
+    os._exit(0)
+
+
+def _call(case: Case, setting: Setting, machine: Machine, port: int) -> Sequence[Figure]:
+    import faulthandler
+
+    import torch
+
+    import booster_core
+
+    faulthandler.dump_traceback_later(max(case.seconds - 5.0, 1.0))
+    if machine.library:
+        from simulated_device import load
+
+        load(machine.library)
+    else:
+        if "staged" in setting.backend:
+            from device_runs import staged
+
+            staged.register()
+        torch.cuda.set_device(setting.rank % machine.num_devices)
+    booster_core.launch(
+        setting.rank,
+        setting.world_size,
+        "localhost",
+        port,
+        backend=setting.backend,
+        local_rank=setting.rank,
+        verbose=False,
+        timeout_seconds=_LIMIT_SECONDS,
+    )
+    figures = case.function(setting, **case.options) or ()
+    booster_core.shutdown()
+    faulthandler.cancel_dump_traceback_later()
+    return figures
+
+
+def _redirect(output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _last_lines(path: Path) -> str:
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+
+
+def _as_file(name: str) -> str:
+    return "".join(each if each.isalnum() else "_" for each in name)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port: int = found.getsockname()[1]
+        return port
