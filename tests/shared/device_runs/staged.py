@@ -24,6 +24,7 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,7 @@ def register(device: str = "cuda") -> None:
     """Make the backend known to torch, for a device type; later calls do nothing."""
     if NAME.upper() in dist.Backend._plugins:
         return
-    # A stream that waits for a word holds up the streams that share its hardware queue, of which there are 8 by default.
+    # A stream that waits for a word holds up the streams that share its hardware queue; there are 8 by default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
@@ -127,7 +128,7 @@ class _Operation:
     begun: Any
     arrived: Any
     finished: Any
-    future: Future[list[Tensor]]
+    future: Future[list[Tensor]] | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -137,7 +138,8 @@ class _Operation:
 
     def release(self) -> None:
         """Drop the device's tensors: a stream that may free them waits for this operation."""
-        self.outputs = []
+        if self.future is None:
+            self.outputs = []
         for part in self.parts:
             part.reads = part.writes = ()
 
@@ -198,8 +200,8 @@ class StagedWork(dist.Work):
         return self._operation.outputs
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensors that are written."""
-        return self._operation.future
+        """Return a future of the tensors that are written: who waits for it lets streams wait, as `wait`."""
+        return self._group.future_of(self._operation)
 
 
 class _DeviceBackend:
@@ -245,6 +247,7 @@ class StagedGroup(dist.ProcessGroup):
         self._of_device = _DeviceBackend(self, timeout)
         self.gate = _make_gate(device)
         self._stream: Any = self.module.Stream(self.device)
+        self._side: Any = self.module.Stream(self.device)  # where futures are set, whatever the group has started since
         self._lock = threading.RLock()
         self._num_started = 0
         self._num_messages: dict[tuple[int, int], int] = {}
@@ -308,7 +311,7 @@ class StagedGroup(dist.ProcessGroup):
         tensor, root = self._one(tensors), opts.rootRank
         tag = self._tag("broadcast", tensor, root)
         if self._rank == root:
-            part = _Part("broadcast", [tensor], [], lambda read, _: self._put(dict.fromkeys(self._others, read[0]), tag))
+            part = _Part("broadcast", [tensor], [], lambda read, _: self._put_to_all(read[0], tag))
         else:
             part = _Part("broadcast", [], [tensor], lambda _, written: self._take({root: written[0]}, tag))
         return self._start([part])
@@ -504,7 +507,7 @@ class StagedGroup(dist.ProcessGroup):
         """Each rank reduces a slice, in the order of a ring, and sends it to all."""
         tags = [self._tag(f"all_reduce {phase} {_kind(op)}", tensor) for phase in range(2)]
         bounds = [tensor.numel() * rank // self._size for rank in range(self._size + 1)]
-        sizes = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        sizes = [end - begin for begin, end in pairwise(bounds)]
         terms: dict[int, Tensor] = {}
 
         def start(read: list[Tensor], _: list[Tensor]) -> Sequence[Any]:
@@ -583,6 +586,9 @@ class StagedGroup(dist.ProcessGroup):
             if peer != self._rank and tensor.numel()
         ]
 
+    def _put_to_all(self, tensor: Tensor, tag: int) -> list[Any]:
+        return self._put(dict.fromkeys(self._others, tensor), tag)
+
     def _take(self, received: Mapping[int, Tensor], tag: int) -> list[Any]:
         return [
             self._gloo.recv([tensor.view(torch.uint8)], peer, tag)
@@ -657,9 +663,10 @@ class StagedGroup(dist.ProcessGroup):
             self._pending = [each for each in self._pending if not (each.is_done.is_set() and each.finished.query())]
             self._num_started += 1
             events = [self.module.Event() for _ in range(3)]
-            future: Future[list[Tensor]] = Future(devices=[self.device])
             outputs = [tensor for part in parts for tensor in part.writes]
-            operation = _Operation(parts, outputs, self._num_started, *events, future)
+            operation = _Operation(parts, outputs, self._num_started, *events)
+            if self.gate is None:
+                operation.future = Future(devices=[self.device])
             operation.begun.record(self.module.current_stream(self.device))
             for part in parts:
                 part.read, part.written = ([_pinned(each) for each in flats] for flats in (part.reads, part.writes))
@@ -685,7 +692,18 @@ class StagedGroup(dist.ProcessGroup):
                 for host, flat in zip(part.written, part.writes, strict=True):
                     _copy(host, flat)
             operation.finished.record(self._stream)
-            operation.future.set_result(operation.outputs)
+            if operation.future is not None:
+                operation.future.set_result(operation.outputs)
+
+    def future_of(self, operation: _Operation) -> Future[list[Tensor]]:
+        """Return an operation's future; where streams wait at a gate it is done at once, as NCCL's."""
+        with self._lock:
+            if operation.future is None:
+                operation.future = Future(devices=[self.device])
+                with self.module.stream(self._side):
+                    self._side.wait_event(operation.finished)
+                    operation.future.set_result(operation.outputs)
+            return operation.future
 
     # ---- the thread
 
@@ -709,10 +727,11 @@ class StagedGroup(dist.ProcessGroup):
                 self._copy_out(operation)
         except Exception as error:  # noqa: BLE001 - raised by the next wait or call
             operation.error = error
-            if self.gate is None:
+            if self.gate is None and operation.future is not None:
                 operation.future.set_exception(error)
             if self._error is None:
-                self._error = RuntimeError(f"staged: {operation.name} failed on rank {self._rank} of the group: {error}")
+                msg = f"staged: {operation.name} failed on rank {self._rank} of the group: {error}"
+                self._error = RuntimeError(msg)
                 self._error.__cause__ = error
 
     def _send(self, operation: _Operation) -> None:
