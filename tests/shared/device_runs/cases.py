@@ -77,6 +77,7 @@ class Setting:
         rank: This process's rank.
         world_size: Number of ranks.
         folder: An empty folder that the ranks share; removed after the case.
+        library: The simulated accelerator's library, for processes that a case starts; empty for CUDA.
     """
 
     device: str
@@ -84,6 +85,7 @@ class Setting:
     rank: int
     world_size: int
     folder: Path
+    library: str = ""
 
     @property
     def is_real(self) -> bool:
@@ -122,10 +124,10 @@ class Case:
 
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import training
+    from device_runs import training, two_ranks
 
     found: dict[str, Case] = {}
-    for module in (training,):
+    for module in (training, two_ranks):
         for case in module.CASES:
             assert case.name not in found, case.name
             found[case.name] = case

@@ -150,7 +150,7 @@ def _start(context: Any, case: Case, machine: Machine, folder: Path) -> _Running
     ranks, pipes = [], []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe(duplex=False)
-        device = Setting(machine.device, backend, rank, case.ranks, shared)
+        device = Setting(machine.device, backend, rank, case.ranks, shared, machine.library)
         output = folder / f"{_as_file(case.name)}.{rank}.txt"
         process = context.Process(target=_be_rank, args=(case.name, device, machine, port, output, theirs))
         process.start()

@@ -24,6 +24,7 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.in
 _DTYPES |= {torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _POLL_SECONDS = 1e-4
-_words: list[Tensor] = []  # streams may wait for them until the process ends
+_kept: list[Tensor] = []  # what streams may use until the process ends
 
 
 def register(device: str = "cuda") -> None:
@@ -83,7 +84,7 @@ class Gate:
         self._wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
         self._wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        _words.append(word)
+        _kept.append(word)
         self._address = word.data_ptr()
         self._word = ctypes.c_int32.from_address(self._address)
 
@@ -97,6 +98,45 @@ class Gate:
     def open(self, number: int) -> None:
         """Let the stream go on that waits for ``number``, or for less."""
         self._word.value = number
+
+
+class Rooms:
+    """Pinned memory that is lent and taken back; on CUDA outside of torch's allocator, whose figures cases measure."""
+
+    def __init__(self, device: str) -> None:
+        self._is_registered = device == "cuda"
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return memory for a tensor's values, and the block that it is a part of.
+
+        Raises:
+            RuntimeError: If memory can't be pinned.
+        """
+        num_bytes = flat.numel() * flat.element_size()
+        size = max(1 << (num_bytes - 1).bit_length() if num_bytes else 0, 4096)
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            block = free.pop() if free else self._made(size)
+        return block[:num_bytes].view(flat.dtype), block
+
+    def give_back(self, blocks: Sequence[Tensor]) -> None:
+        """Lend blocks to others from now on."""
+        with self._lock:
+            for block in blocks:
+                self._free[block.numel()].append(block)
+
+    def _made(self, size: int) -> Tensor:
+        if not self._is_registered:
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
+        status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0)
+        if int(status):
+            msg = f"staged: {size} bytes could not be pinned, CUDA error {int(status)}"
+            raise RuntimeError(msg)
+        _kept.append(block)
+        return block
 
 
 @dataclass(eq=False)
@@ -129,6 +169,7 @@ class _Operation:
     arrived: Any
     finished: Any
     future: Future[list[Tensor]] | None = None
+    blocks: list[Tensor] = field(default_factory=list)
     is_done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -247,6 +288,7 @@ class StagedGroup(dist.ProcessGroup):
         self._of_device = _DeviceBackend(self, timeout)
         self.gate = _make_gate(device)
         self._stream: Any = self.module.Stream(self.device)
+        self._rooms = _rooms(device)
         self._side: Any = self.module.Stream(self.device)  # where futures are set, whatever the group has started since
         self._lock = threading.RLock()
         self._num_started = 0
@@ -660,7 +702,7 @@ class StagedGroup(dist.ProcessGroup):
     def _enqueue(self, parts: list[_Part], *, blocks_host: bool = False) -> StagedWork:
         self.check()
         with self._lock, _plainly():
-            self._pending = [each for each in self._pending if not (each.is_done.is_set() and each.finished.query())]
+            self._take_back()
             self._num_started += 1
             events = [self.module.Event() for _ in range(3)]
             outputs = [tensor for part in parts for tensor in part.writes]
@@ -669,7 +711,8 @@ class StagedGroup(dist.ProcessGroup):
                 operation.future = Future(devices=[self.device])
             operation.begun.record(self.module.current_stream(self.device))
             for part in parts:
-                part.read, part.written = ([_pinned(each) for each in flats] for flats in (part.reads, part.writes))
+                part.read = [self._room(flat, operation) for flat in part.reads]
+                part.written = [self._room(flat, operation) for flat in part.writes]
             if self.gate is not None:
                 self._copy_in(operation)
                 self.gate.hold(self._stream, operation.number)
@@ -677,6 +720,21 @@ class StagedGroup(dist.ProcessGroup):
             self._pending.append(operation)
             self._waiting.put(operation)
         return StagedWork(self, operation, blocks_host=blocks_host)
+
+    def _room(self, flat: Tensor, operation: _Operation) -> Tensor:
+        room, block = self._rooms.take(flat)
+        operation.blocks.append(block)
+        return room
+
+    def _take_back(self) -> None:
+        """Let go of operations that have ended, and lend their memory on the host again."""
+        pending = []
+        for each in self._pending:
+            if each.error is None and each.is_done.is_set() and each.finished.query():
+                self._rooms.give_back(each.blocks)
+            else:
+                pending.append(each)
+        self._pending = pending
 
     def _copy_in(self, operation: _Operation) -> None:
         self._stream.wait_event(operation.begun)
@@ -786,8 +844,9 @@ def _copy(source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _pinned(flat: Tensor) -> Tensor:
-    return torch.empty(flat.numel(), dtype=flat.dtype, device="cpu", pin_memory=True)
+@cache
+def _rooms(device: str) -> Rooms:
+    return Rooms(device)
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> bool:
