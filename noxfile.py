@@ -120,7 +120,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def device(session: nox.Session) -> None:
-    """Run the conformance kit and the tests of tests/gpu on the simulated accelerator, with NCCL's rules."""
+    """Run the conformance kit, and what `gpu` runs, on the simulated accelerator, with NCCL's rules."""
     simulated = sorted(map(str, ROOT.glob("tests/distributed/*/test_*simulated*.py")))
     offload = "tests/distributed/zero/test_zero_offload_device.py"
     _pytest(session, _checkout(session), "tests/device", *simulated, offload, *session.posargs)
