@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=7.5, help="what has not begun by then is left out")
     parser.add_argument("--side-by-side", type=int, default=max((os.cpu_count() or 1) // 2, 4), help="ranks at a time")
     parser.add_argument("--simulated", metavar="LIBRARY", default="", help="run on the simulated accelerator instead")
+    parser.add_argument("--staged", action="store_true", help="several ranks talk over the staged backend in any case")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     asked = parser.parse_args()
     chosen = [
@@ -36,9 +37,9 @@ def main() -> int:
         print("\n".join(case.name for case in chosen))
         return 0
     if asked.simulated:
-        machine = runner.Machine("simulated", 1, asked.simulated, asked.side_by_side)
+        machine = runner.Machine("simulated", 1, asked.simulated, asked.side_by_side, asked.staged)
     elif torch.cuda.is_available():
-        machine = runner.Machine("cuda", torch.cuda.device_count(), side_by_side=asked.side_by_side)
+        machine = runner.Machine("cuda", torch.cuda.device_count(), "", asked.side_by_side, asked.staged)
     else:
         print("no GPU: nothing measured")
         return 0

@@ -37,21 +37,23 @@ class Machine:
         num_devices: How many of them.
         library: The simulated accelerator's library; empty for CUDA.
         side_by_side: How many ranks run at a time, of cases that are not timed.
+        is_staged: Several ranks talk over the staged backend even where they need not.
     """
 
     device: str
     num_devices: int
     library: str = ""
     side_by_side: int = 8
+    is_staged: bool = False
 
     def backend_of(self, case: Case) -> str:
         """Return the backend of a case's process group.
 
         NCCL refuses two ranks on one device, so ranks that share one talk over the staged backend.
         """
-        if self.library:
-            return "cpu:gloo,simulated:simccl"
-        return "cpu:gloo,cuda:nccl" if case.ranks <= self.num_devices else "cpu:gloo,cuda:staged"
+        if case.ranks > 1 and (self.is_staged or (case.ranks > self.num_devices and not self.library)):
+            return f"cpu:gloo,{self.device}:staged"
+        return "cpu:gloo,simulated:simccl" if self.library else "cpu:gloo,cuda:nccl"
 
 
 @dataclass
@@ -240,11 +242,11 @@ def _call(case: Case, setting: Setting, machine: Machine, port: int) -> Sequence
         from simulated_device import load
 
         load(machine.library)
-    else:
-        if "staged" in setting.backend:
-            from device_runs import staged
+    if "staged" in setting.backend:
+        from device_runs import staged
 
-            staged.register()
+        staged.register(machine.device)
+    if machine.device == "cuda":
         torch.cuda.set_device(setting.rank % machine.num_devices)
     booster_core.launch(
         setting.rank,

@@ -1,0 +1,819 @@
+"""A backend by which several ranks share one device, as asynchronous and as ordered as NCCL that connects eagerly.
+
+NCCL refuses two ranks on one device, and gloo takes device memory for few calls and none from rank to rank. This
+one copies to pinned memory on a stream of its own, lets gloo send it on a thread, and copies back:
+
+- All work of a group, messages from rank to rank included, runs on one stream, in the order in which it was started.
+  What waits for a rank that has not sent yet holds up all that the group starts after it.
+- ``Work.wait`` lets the current stream wait, not the host: on CUDA the group's stream waits for a word of pinned
+  memory, which the thread writes. Where streams can't do that, the host waits.
+- Sums are computed in the dtype that is sent, rounded after each addition, in the order of a ring.
+- An error of the thread lets the stream go on, with unknown values, and is raised by the next wait or call.
+
+A group written in Python stands for all devices of a process group, so this one passes tensors of the CPU on to gloo:
+``cpu:gloo,cuda:staged``. `register` must be called before the group is opened, and before CUDA is initialized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+import time
+import zlib
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+
+NAME = "staged"
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8}
+_DTYPES |= {torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_POLL_SECONDS = 1e-4
+_words: list[Tensor] = []  # streams may wait for them until the process ends
+
+
+def register(device: str = "cuda") -> None:
+    """Make the backend known to torch, for a device type; later calls do nothing."""
+    if NAME.upper() in dist.Backend._plugins:
+        return
+    # A stream that waits for a word holds up the streams that share its hardware queue; there are 8 by default.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
+        return StagedGroup(store, rank, size, timeout, device)
+
+    dist.Backend.register_backend(NAME, make, devices=[device])
+    plain = c10d.batch_isend_irecv
+
+    # torch starts the messages of a batch together if the group is no subclass, and one after the other if it is.
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        first = p2p_op_list[0]
+        group = first.group or c10d._get_default_group()
+        if not isinstance(group, StagedGroup) or first.tensor.device.type == "cpu":
+            return plain(p2p_op_list)
+        group._start_coalescing(first.tensor.device)
+        try:
+            plain(p2p_op_list)
+        finally:
+            work = group._end_coalescing(first.tensor.device)
+        return [work]
+
+    dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv
+
+
+class Gate:
+    """What a CUDA stream waits for until the host opens it, by ``cuStreamWaitValue32``."""
+
+    def __init__(self) -> None:
+        self._wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+        self._wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        _words.append(word)
+        self._address = word.data_ptr()
+        self._word = ctypes.c_int32.from_address(self._address)
+
+    def hold(self, stream: Any, number: int) -> None:
+        """Let a stream wait until the gate has been opened for ``number``."""
+        status = self._wait(stream.cuda_stream, self._address, number, _AT_LEAST)
+        if status:
+            msg = f"staged: cuStreamWaitValue32 failed with CUDA error {status}"
+            raise RuntimeError(msg)
+
+    def open(self, number: int) -> None:
+        """Let the stream go on that waits for ``number``, or for less."""
+        self._word.value = number
+
+
+@dataclass(eq=False)
+class _Part:
+    """What is read from the device, what is sent, and what is written to it.
+
+    Attributes:
+        name: For errors.
+        reads: Flat tensors that are copied to the host.
+        writes: Flat tensors that are copied back.
+        start: Starts messages, given what was read and what will be written, both on the host.
+        finish: Computes what is written, after all messages that were started have arrived; may send on its own.
+    """
+
+    name: str
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    start: Callable[[list[Tensor], list[Tensor]], Sequence[Any]]
+    finish: Callable[[list[Tensor], list[Tensor]], None] | None = None
+    read: list[Tensor] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Operation:
+    parts: list[_Part]
+    outputs: list[Tensor]
+    number: int
+    begun: Any
+    arrived: Any
+    finished: Any
+    future: Future[list[Tensor]] | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part.name for part in self.parts) or "an empty batch"
+
+    def release(self) -> None:
+        """Drop the device's tensors: a stream that may free them waits for this operation."""
+        if self.future is None:
+            self.outputs = []
+        for part in self.parts:
+            part.reads = part.writes = ()
+
+
+class StagedWork(dist.Work):
+    """What a call returns."""
+
+    def __init__(self, group: StagedGroup, operation: _Operation, *, blocks_host: bool) -> None:
+        super().__init__()
+        self._group, self._operation, self._blocks_host = group, operation, blocks_host
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait; with a time limit, or after a barrier, the host too.
+
+        Raises:
+            RuntimeError: If the operation, or one before it, has failed.
+        """
+        operation = self._operation
+        if timeout:
+            if not operation.is_done.wait(timeout.total_seconds()):
+                msg = f"staged: {operation.name} was not done within {timeout.total_seconds():g} s"
+                raise RuntimeError(msg)
+        elif self._group.gate is None:
+            operation.is_done.wait()
+        if self._group.gate is None or operation.is_done.is_set():
+            self._group.check(operation)
+        self._group.module.current_stream(self._group.device).wait_event(operation.finished)
+        if timeout or self._blocks_host:
+            operation.finished.synchronize()
+            self._group.check(operation)
+        operation.release()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the results are on the device, or never will be."""
+        return self._operation.is_done.is_set() and (
+            self._operation.error is not None or self._operation.finished.query()
+        )
+
+    def is_success(self) -> bool:
+        """Whether the results are on the device."""
+        return self.is_completed() and self._operation.error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of the thread."""
+        return self._operation.error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that are written; the current stream must have waited."""
+        return self._operation.outputs
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the tensors that are written: who waits for it lets streams wait, as `wait`."""
+        return self._group.future_of(self._operation)
+
+
+class _DeviceBackend:
+    """What ``ProcessGroup._get_backend`` returns for the device."""
+
+    supports_splitting = False
+    supports_coalescing = True
+
+    def __init__(self, group: StagedGroup, timeout: timedelta) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._timeout = timeout
+
+    @property
+    def options(self) -> _DeviceBackend:
+        return self
+
+    def name(self) -> str:
+        return NAME
+
+
+class StagedGroup(dist.ProcessGroup):
+    """A process group of ranks that may share a device.
+
+    Args:
+        store: Where the ranks meet.
+        rank: Of this process, in the group.
+        size: Number of ranks.
+        timeout: How long a message may take.
+        device: Device type.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: str) -> None:
+        super().__init__(rank, size)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.cpu = dist.ProcessGroupGloo(dist.PrefixStore("host/", store), rank, size, timeout=timeout)
+        self.cpu._set_sequence_number_for_group()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.cpu)
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("staged/", store), rank, size, timeout=timeout)
+        self._rank, self._size, self._seconds = rank, size, timeout.total_seconds()
+        self._others = [peer for peer in range(size) if peer != rank]
+        self.module: Any = torch.get_device_module(device)
+        self.device = torch.device(device, self.module.current_device())
+        self._of_device = _DeviceBackend(self, timeout)
+        self.gate = _make_gate(device)
+        self._stream: Any = self.module.Stream(self.device)
+        self._side: Any = self.module.Stream(self.device)  # where futures are set, whatever the group has started since
+        self._lock = threading.RLock()
+        self._num_started = 0
+        self._num_messages: dict[tuple[int, int], int] = {}
+        self._batch: list[_Part] | None = None
+        self._pending: list[_Operation] = []
+        self._error: Exception | None = None
+        self._is_told = False
+        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"staged {rank}", daemon=True)
+        self._thread.start()
+
+    # ---- what torch asks a group
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the backend's name."""
+        return NAME
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return super()._get_backend(device) if torch.device(device).type == "cpu" else self._of_device
+
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Refuse: NCCL splits a communicator.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        msg = "staged: a group can't be split; use `torch.distributed.new_group`"
+        raise RuntimeError(msg)
+
+    def shutdown(self) -> None:
+        """End the thread, after what was started.
+
+        Raises:
+            RuntimeError: If an operation failed that nobody has waited for.
+        """
+        self._waiting.put(None)
+        self._thread.join(timeout=5.0)
+        if self._error is not None and not self._is_told:
+            self.check()
+
+    def abort(self) -> None:
+        """End the thread; messages that wait for others fail by their time limit."""
+        self._waiting.put(None)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return None
+        parts, self._batch = self._batch or [], None
+        return self._enqueue(parts)
+
+    # ---- collectives
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Send the root's tensor to all."""
+        if _on_cpu(tensors):
+            return self.cpu.broadcast(tensors, opts)
+        tensor, root = self._one(tensors), opts.rootRank
+        tag = self._tag("broadcast", tensor, root)
+        if self._rank == root:
+            part = _Part("broadcast", [tensor], [], lambda read, _: self._put_to_all(read[0], tag))
+        else:
+            part = _Part("broadcast", [], [tensor], lambda _, written: self._take({root: written[0]}, tag))
+        return self._start([part])
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduce in place, on all ranks."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        if _on_cpu(tensors):
+            return self.cpu.allreduce(tensors, opts)
+        return self._start([self._all_reduce_part(self._one(tensors), opts.reduceOp)])
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce several tensors in place."""
+        if _on_cpu(tensors):
+            return self.cpu.allreduce_coalesced(tensors, opts)
+        return self._start([self._all_reduce_part(self._flat(tensor), opts.reduceOp) for tensor in tensors])
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce into the root's tensor."""
+        if _on_cpu(tensors):
+            return self.cpu.reduce(tensors, opts)
+        tensor, root = self._one(tensors), opts.rootRank
+        tag = self._tag("reduce", tensor, root)
+        if self._rank != root:
+            return self._start([_Part("reduce", [tensor], [], lambda read, _: self._put({root: read[0]}, tag))])
+        terms: dict[int, Tensor] = {}
+
+        def start(read: list[Tensor], _: list[Tensor]) -> Sequence[Any]:
+            terms.update({peer: torch.empty_like(read[0]) for peer in self._others})
+            return self._take(terms, tag)
+
+        def finish(read: list[Tensor], written: list[Tensor]) -> None:
+            written[0].copy_(self._around_ring({**terms, root: read[0]}, opts.reduceOp, root))
+
+        return self._start([_Part("reduce", [tensor], [tensor], start, finish)])
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather a tensor of each rank, which may differ in size."""
+        if _on_cpu(inputs):
+            return self.cpu.allgather(outputs, inputs, dist.AllgatherOptions() if opts is None else opts)
+        own, parts = self._one(inputs), [self._flat(output) for output in outputs[0]]
+        tag = self._tag("all_gather", None)
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            return self._exchange(dict.fromkeys(range(self._size), read[0]), dict(enumerate(written)), tag)
+
+        return self._start([_Part("all_gather", [own], parts, start)])
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Any:
+        """Gather equal parts into one tensor."""
+        if _on_cpu([own]):
+            return self.cpu._allgather_base(output, own, dist.AllgatherOptions() if opts is None else opts)
+        return self._start([self._all_gather_part(output, own)])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather equal parts into one tensor each."""
+        if _on_cpu(inputs):
+            return _last(self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
+        return self._start([self._all_gather_part(*pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Reduce a list of tensors, which may differ in size, and keep this rank's."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if _on_cpu(outputs):
+            return self.cpu.reduce_scatter(outputs, inputs, opts)
+        output, parts = self._one(outputs), [self._flat(part) for part in inputs[0]]
+        return self._start([self._reduce_scatter_part(output, parts, opts.reduceOp)])
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        """Reduce a tensor and keep this rank's equal part."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if _on_cpu([output]):
+            return self.cpu._reduce_scatter_base(output, whole, opts)
+        return self._start([self._reduce_scatter_part(self._flat(output), [self._flat(whole)], opts.reduceOp)])
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors and keep this rank's equal part of each."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if _on_cpu(outputs):
+            return _last(self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
+        return self._start(
+            [
+                self._reduce_scatter_part(self._flat(output), [self._flat(whole)], opts.reduceOp)
+                for output, whole in zip(outputs, inputs, strict=True)
+            ]
+        )
+
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        """Send rows of a tensor to each rank."""
+        if _on_cpu([own]):
+            opts = dist.AllToAllOptions() if opts is None else opts
+            return self.cpu.alltoall_base(output, own, output_splits, input_splits, opts)
+        sizes = [self._split_sizes(each, splits) for each, splits in ((own, input_splits), (output, output_splits))]
+        tag = self._tag("all_to_all", None)
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            sent, received = read[0].split(sizes[0]), written[0].split(sizes[1])
+            return self._exchange(dict(enumerate(sent)), dict(enumerate(received)), tag)
+
+        return self._start([_Part("all_to_all", [self._flat(own)], [self._flat(output)], start)])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Send a tensor to each rank."""
+        if _on_cpu(inputs):
+            return self.cpu.alltoall(outputs, inputs, dist.AllToAllOptions() if opts is None else opts)
+        tag = self._tag("all_to_all", None)
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            return self._exchange(dict(enumerate(read)), dict(enumerate(written)), tag)
+
+        reads, writes = ([self._flat(each) for each in tensors] for tensors in (inputs, outputs))
+        return self._start([_Part("all_to_all", reads, writes, start)])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        """Gather a tensor of each rank on the root."""
+        if _on_cpu(inputs):
+            return self.cpu.gather(outputs, inputs, opts)
+        root, own = opts.rootRank, self._one(inputs)
+        tag = self._tag("gather", None, root)
+        parts = [self._flat(each) for each in outputs[0]] if self._rank == root else []
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            return self._exchange({root: read[0]}, dict(enumerate(written)), tag)
+
+        return self._start([_Part("gather", [own], parts, start)])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        """Send one of the root's tensors to each rank."""
+        if _on_cpu(outputs):
+            return self.cpu.scatter(outputs, inputs, opts)
+        root, own = opts.rootRank, self._one(outputs)
+        tag = self._tag("scatter", None, root)
+        parts = [self._flat(each) for each in inputs[0]] if self._rank == root else []
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            return self._exchange(dict(enumerate(read)), {root: written[0]}, tag)
+
+        return self._start([_Part("scatter", parts, [own], start)])
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Send a tensor; the order of messages decides which one is received, as with NCCL, and not the tag."""
+        if _on_cpu(tensors):
+            return self.cpu.send(tensors, peer, tag)
+        tensor, number = self._one(tensors), self._message_tag(tensors[0], self._rank, peer)
+        part = _Part(f"send to {peer}", [tensor], [], lambda read, _: self._put({peer: read[0]}, number))
+        return self._start([part])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Receive a tensor."""
+        if _on_cpu(tensors):
+            return self.cpu.recv(tensors, peer, tag)
+        tensor, number = self._one(tensors), self._message_tag(tensors[0], peer, self._rank)
+        part = _Part(f"receive from {peer}", [], [tensor], lambda _, written: self._take({peer: written[0]}, number))
+        return self._start([part])
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Refuse: NCCL can't.
+
+        Raises:
+            RuntimeError: For a tensor of the device.
+        """
+        if _on_cpu(tensors):
+            return self.cpu.recv_anysource(tensors, tag)
+        msg = "staged, as NCCL, does not support receiving from any rank"
+        raise RuntimeError(msg)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks; the host too."""
+        opts = dist.BarrierOptions() if opts is None else opts
+        if opts.device is None or opts.device.type == "cpu":
+            return self.cpu.barrier(opts)
+        tag = self._tag("barrier", None)
+        none = torch.zeros(1, dtype=torch.uint8)
+
+        def start(_: list[Tensor], __: list[Tensor]) -> Sequence[Any]:
+            received = {peer: torch.empty_like(none) for peer in self._others}
+            return self._exchange(dict.fromkeys(self._others, none), received, tag)
+
+        return self._start([_Part("barrier", [], [], start)], blocks_host=True)
+
+    # The names before torch 2.12, by which torch calls overrides as well.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- parts
+
+    def _all_reduce_part(self, tensor: Tensor, op: Any) -> _Part:
+        """Each rank reduces a slice, in the order of a ring, and sends it to all."""
+        tags = [self._tag(f"all_reduce {phase} {_kind(op)}", tensor) for phase in range(2)]
+        bounds = [tensor.numel() * rank // self._size for rank in range(self._size + 1)]
+        sizes = [end - begin for begin, end in pairwise(bounds)]
+        terms: dict[int, Tensor] = {}
+
+        def start(read: list[Tensor], _: list[Tensor]) -> Sequence[Any]:
+            slices = read[0].split(sizes)
+            terms.update({peer: torch.empty_like(slices[self._rank]) for peer in range(self._size)})
+            return self._exchange(dict(enumerate(slices)), terms, tags[0])
+
+        def finish(_: list[Tensor], written: list[Tensor]) -> None:
+            own = self._around_ring(terms, op, self._rank)
+            received = dict(enumerate(written[0].split(sizes)))
+            self._arrive(self._exchange(dict.fromkeys(range(self._size), own), received, tags[1]))
+
+        return _Part("all_reduce", [tensor], [tensor], start, finish)
+
+    def _all_gather_part(self, output: Tensor, own: Tensor) -> _Part:
+        if output.numel() != own.numel() * self._size or output.dtype != own.dtype:
+            msg = (
+                "staged: output tensor size must be equal to world_size times input tensor size; got "
+                f"{output.numel()} {output.dtype} and {own.numel()} {own.dtype}"
+            )
+            raise ValueError(msg)
+        tag = self._tag("all_gather", own)
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            received = written[0].split([read[0].numel()] * self._size)
+            return self._exchange(dict.fromkeys(range(self._size), read[0]), dict(enumerate(received)), tag)
+
+        return _Part("all_gather", [self._flat(own)], [self._flat(output)], start)
+
+    def _reduce_scatter_part(self, output: Tensor, parts: list[Tensor], op: Any) -> _Part:
+        numel = sum(part.numel() for part in parts)
+        is_even = len(parts) == 1
+        if parts[0].dtype != output.dtype or (is_even and numel != output.numel() * self._size):
+            msg = (
+                "staged: input tensor must be the same size as output size times world size; got "
+                f"{numel} {parts[0].dtype} and {output.numel()} {output.dtype}"
+            )
+            raise ValueError(msg)
+        tag = self._tag(f"reduce_scatter {_kind(op)}", None)
+        terms: dict[int, Tensor] = {}
+
+        def start(read: list[Tensor], written: list[Tensor]) -> Sequence[Any]:
+            sent = read[0].split([output_numel] * self._size) if is_even else read
+            terms.update({peer: torch.empty_like(written[0]) for peer in range(self._size)})
+            return self._exchange(dict(enumerate(sent)), terms, tag)
+
+        def finish(_: list[Tensor], written: list[Tensor]) -> None:
+            written[0].copy_(self._around_ring(terms, op, self._rank))
+
+        output_numel = output.numel()
+        return _Part("reduce_scatter", parts, [output], start, finish)
+
+    def _around_ring(self, terms: Mapping[int, Tensor], op: Any, last: int) -> Tensor:
+        """Reduce in the order in which a ring does whose last rank is ``last``."""
+        order = [(last + 1 + step) % self._size for step in range(self._size)]
+        total = self._scaled(terms[order[0]], op)
+        for rank in order[1:]:
+            total = _combined(total, self._scaled(terms[rank], op), op)
+        if _kind(op) == dist.ReduceOp.AVG and not total.is_floating_point():
+            total = torch.div(total, self._size, rounding_mode="trunc")
+        return total
+
+    def _scaled(self, term: Tensor, op: Any) -> Tensor:
+        if _kind(op) == dist.ReduceOp.AVG and term.is_floating_point():
+            return term * (1.0 / self._size)
+        if _kind(op) == dist.ReduceOp.PREMUL_SUM:
+            return term * op.__getstate__()[1]
+        return term
+
+    # ---- messages, by the thread
+
+    def _put(self, sent: Mapping[int, Tensor], tag: int) -> list[Any]:
+        return [
+            self._gloo.send([tensor.view(torch.uint8)], peer, tag)
+            for peer, tensor in sent.items()
+            if peer != self._rank and tensor.numel()
+        ]
+
+    def _put_to_all(self, tensor: Tensor, tag: int) -> list[Any]:
+        return self._put(dict.fromkeys(self._others, tensor), tag)
+
+    def _take(self, received: Mapping[int, Tensor], tag: int) -> list[Any]:
+        return [
+            self._gloo.recv([tensor.view(torch.uint8)], peer, tag)
+            for peer, tensor in received.items()
+            if peer != self._rank and tensor.numel()
+        ]
+
+    def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> list[Any]:
+        if self._rank in sent and self._rank in received:
+            received[self._rank].copy_(sent[self._rank])
+        return self._put(sent, tag) + self._take(received, tag)
+
+    def _arrive(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            message.wait()
+
+    # ---- starting, by the caller
+
+    def _one(self, tensors: list[Tensor]) -> Tensor:
+        if len(tensors) != 1:
+            msg = f"staged takes one tensor per call; got {len(tensors)}"
+            raise ValueError(msg)
+        return self._flat(tensors[0])
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's memory as a flat tensor with a version counter of its own, as NCCL leaves them alone."""
+        if tensor.device.type != self.device.type:
+            msg = f"staged takes tensors of {self.device.type}, or all of the CPU; got one of {tensor.device}"
+            raise ValueError(msg)
+        if tensor.dtype not in _DTYPES:
+            msg = f"staged, as NCCL, has no data type for {tensor.dtype}"
+            raise ValueError(msg)
+        formats = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])
+        if not any(tensor.is_contiguous(memory_format=each) for each in [torch.contiguous_format, *formats]):
+            msg = f"staged takes contiguous tensors; got strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+            raise ValueError(msg)
+        with _plainly():
+            return tensor.data.as_strided((tensor.numel(),), (1,))
+
+    def _split_sizes(self, tensor: Tensor, splits: list[int]) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 1
+        splits = list(splits) or [rows // self._size] * self._size
+        if sum(splits) != rows or len(splits) != self._size:
+            msg = f"staged: a tensor of {rows} rows can't be split into {splits} for {self._size} ranks"
+            raise ValueError(msg)
+        row = tensor.numel() // rows if rows else 0
+        return [split * row for split in splits]
+
+    def _tag(self, name: str, tensor: Tensor | None, root: int = -1) -> int:
+        """Return what a message carries, so that ranks that call different things wait for each other."""
+        number = self._num_messages[-1, -1] = self._num_messages.get((-1, -1), 0) + 1
+        size = "" if tensor is None else f"{tensor.dtype} {tensor.numel()}"
+        return zlib.crc32(f"{name} {root} {size} {number}".encode()) & 0x3FFFFFFF
+
+    def _message_tag(self, tensor: Tensor, sender: int, receiver: int) -> int:
+        if sender == receiver:
+            msg = "staged can't send from a rank to itself"
+            raise ValueError(msg)
+        number = self._num_messages[sender, receiver] = self._num_messages.get((sender, receiver), 0) + 1
+        text = f"message {sender} {receiver} {tensor.numel() * tensor.element_size()} {number}"
+        return zlib.crc32(text.encode()) & 0x3FFFFFFF
+
+    def _start(self, parts: list[_Part], *, blocks_host: bool = False) -> Any:
+        if self._batch is not None:
+            self._batch += parts
+            return None
+        return self._enqueue(parts, blocks_host=blocks_host)
+
+    def _enqueue(self, parts: list[_Part], *, blocks_host: bool = False) -> StagedWork:
+        self.check()
+        with self._lock, _plainly():
+            self._pending = [each for each in self._pending if not (each.is_done.is_set() and each.finished.query())]
+            self._num_started += 1
+            events = [self.module.Event() for _ in range(3)]
+            outputs = [tensor for part in parts for tensor in part.writes]
+            operation = _Operation(parts, outputs, self._num_started, *events)
+            if self.gate is None:
+                operation.future = Future(devices=[self.device])
+            operation.begun.record(self.module.current_stream(self.device))
+            for part in parts:
+                part.read, part.written = ([_pinned(each) for each in flats] for flats in (part.reads, part.writes))
+            if self.gate is not None:
+                self._copy_in(operation)
+                self.gate.hold(self._stream, operation.number)
+                self._copy_out(operation)
+            self._pending.append(operation)
+            self._waiting.put(operation)
+        return StagedWork(self, operation, blocks_host=blocks_host)
+
+    def _copy_in(self, operation: _Operation) -> None:
+        self._stream.wait_event(operation.begun)
+        with self.module.stream(self._stream):
+            for part in operation.parts:
+                for host, flat in zip(part.read, part.reads, strict=True):
+                    _copy(flat, host)
+        operation.arrived.record(self._stream)
+
+    def _copy_out(self, operation: _Operation) -> None:
+        with self.module.stream(self._stream):
+            for part in operation.parts:
+                for host, flat in zip(part.written, part.writes, strict=True):
+                    _copy(host, flat)
+            operation.finished.record(self._stream)
+            if operation.future is not None:
+                operation.future.set_result(operation.outputs)
+
+    def future_of(self, operation: _Operation) -> Future[list[Tensor]]:
+        """Return an operation's future; where streams wait at a gate it is done at once, as NCCL's."""
+        with self._lock:
+            if operation.future is None:
+                operation.future = Future(devices=[self.device])
+                with self.module.stream(self._side):
+                    self._side.wait_event(operation.finished)
+                    operation.future.set_result(operation.outputs)
+            return operation.future
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        while (operation := self._waiting.get()) is not None:
+            with torch.no_grad():
+                self._run(operation)
+            operation.is_done.set()
+            if self.gate is not None:
+                self.gate.open(operation.number)
+            del operation
+
+    def _run(self, operation: _Operation) -> None:
+        try:
+            if self._error is not None:
+                raise self._error
+            if self.gate is None:
+                self._copy_in(operation)
+            self._send(operation)
+            if self.gate is None:
+                self._copy_out(operation)
+        except Exception as error:  # noqa: BLE001 - raised by the next wait or call
+            operation.error = error
+            if self.gate is None and operation.future is not None:
+                operation.future.set_exception(error)
+            if self._error is None:
+                msg = f"staged: {operation.name} failed on rank {self._rank} of the group: {error}"
+                self._error = RuntimeError(msg)
+                self._error.__cause__ = error
+
+    def _send(self, operation: _Operation) -> None:
+        self._wait_for_inputs(operation)
+        messages = [message for part in operation.parts for message in part.start(part.read, part.written)]
+        self._arrive(messages)
+        for part in operation.parts:
+            if part.finish is not None:
+                part.finish(part.read, part.written)
+
+    def _wait_for_inputs(self, operation: _Operation) -> None:
+        if self.gate is None:
+            operation.arrived.synchronize()
+            return
+        end = time.monotonic() + self._seconds
+        while not operation.arrived.query():
+            if time.monotonic() > end:
+                msg = f"the device had not come to its inputs after {self._seconds:g} s"
+                raise RuntimeError(msg)
+            time.sleep(_POLL_SECONDS)
+
+    def check(self, operation: _Operation | None = None) -> None:
+        """Raise the error of an operation, or of any.
+
+        Raises:
+            RuntimeError: If one failed.
+        """
+        if self._error is not None and (operation is None or operation.error is not None):
+            self._is_told = True
+            raise RuntimeError(str(self._error)) from self._error.__cause__
+
+
+def _make_gate(device: str) -> Gate | None:
+    if device != "cuda":
+        return None
+    try:
+        return Gate()
+    except (AttributeError, OSError) as error:
+        print(f"staged: the host waits in place of streams, for want of cuStreamWaitValue32: {error}", flush=True)
+        return None
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Keep what is computed here from autograd, and from the caller's modes."""
+    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(source, non_blocking=True)
+
+
+def _pinned(flat: Tensor) -> Tensor:
+    return torch.empty(flat.numel(), dtype=flat.dtype, device="cpu", pin_memory=True)
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _last(works: Iterator[Any]) -> Any:
+    started = list(works)
+    for work in started[:-1]:
+        work.wait()
+    return started[-1]
+
+
+def _kind(op: Any) -> Any:
+    return getattr(op, "op", op)
+
+
+def _combined(one: Tensor, other: Tensor, op: Any) -> Tensor:
+    kind = _kind(op)
+    if kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM):
+        return one | other if one.dtype == torch.bool else one + other
+    if kind == dist.ReduceOp.PRODUCT:
+        return one * other
+    if kind == dist.ReduceOp.MIN:
+        return torch.fmin(one, other)  # as NCCL's, a number wins over NaN
+    if kind == dist.ReduceOp.MAX:
+        return torch.fmax(one, other)
+    msg = f"staged, as NCCL, has no reduction {kind}"
+    raise ValueError(msg)
