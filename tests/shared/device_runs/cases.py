@@ -135,11 +135,18 @@ class Case:
 
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import training
+    from device_runs import checkpoint_speed, offload_speed, speed, training
 
     found: dict[str, Case] = {}
-    for module in (training,):
-        for case in module.CASES:
+    for cases in (
+        training.CASES,
+        # Timed ones come last, the most important first: what the time does not reach is left out.
+        speed.FIRST,
+        offload_speed.CASES,
+        checkpoint_speed.CASES,
+        speed.LATER,
+    ):
+        for case in cases:
             assert case.name not in found, case.name
             found[case.name] = case
     return found
