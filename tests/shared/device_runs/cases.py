@@ -17,6 +17,19 @@ class CannotRun(Exception):  # noqa: N818 - not an error: a library or a device 
     """Raised by a case that can't run on this machine; the message says what it needs."""
 
 
+class Incomplete(Exception):  # noqa: N818 - says what is missing
+    """Raised by a case that measured only a part: it has failed, and its figures are kept.
+
+    Args:
+        reason: What failed.
+        figures: What was measured.
+    """
+
+    def __init__(self, reason: str, figures: Sequence[Figure]) -> None:
+        super().__init__(reason)
+        self.figures = figures
+
+
 @dataclass(frozen=True)
 class Figure:
     """A measurement, and what it is compared with.
@@ -103,7 +116,7 @@ class Case:
     Attributes:
         name: Unique.
         function: At a module's top level. Returns the figures that it measured, those of rank 0 are kept, or nothing.
-            An exception on any rank is a failure, `CannotRun` aside.
+            An exception on any rank is a failure, `CannotRun` aside; `Incomplete` keeps its figures.
         options: Its keyword arguments.
         ranks: Number of ranks.
         seconds: Time limit, start included.
@@ -122,11 +135,18 @@ class Case:
 
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import training
+    from device_runs import checkpoint_speed, offload_speed, speed, training
 
     found: dict[str, Case] = {}
-    for module in (training,):
-        for case in module.CASES:
+    for cases in (
+        training.CASES,
+        # Timed ones come last, the most important first: what the time does not reach is left out.
+        speed.FIRST,
+        offload_speed.CASES,
+        checkpoint_speed.CASES,
+        speed.LATER,
+    ):
+        for case in cases:
             assert case.name not in found, case.name
             found[case.name] = case
     return found

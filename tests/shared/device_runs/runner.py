@@ -16,7 +16,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from device_runs.cases import CannotRun, Case, Figure, Setting, all_cases
+from device_runs.cases import CannotRun, Case, Figure, Incomplete, Setting, all_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -189,7 +189,8 @@ def _end(running: _Running, folder: Path) -> Outcome:
     outcome = Outcome(case.name, "passed", seconds=time.monotonic() - running.started, backend=running.backend)
     kinds = {kind for kind, _ in running.answers.values()}
     if "failed" in kinds:
-        rank, (_, text) = next((rank, answer) for rank, answer in running.answers.items() if answer[0] == "failed")
+        rank, answer = next((rank, answer) for rank, (kind, answer) in running.answers.items() if kind == "failed")
+        text, outcome.figures = answer
         outcome.status, outcome.detail = "failed", f"rank {rank}:\n{text}"
     elif len(running.answers) < len(running.ranks):
         silent = [rank for rank in range(len(running.ranks)) if rank not in running.answers]
@@ -219,9 +220,12 @@ def _be_rank(name: str, setting: Setting, machine: Machine, port: int, output: P
         figures = _call(case, setting, machine, port)
     except CannotRun as reason:
         pipe.send(("left out", str(reason)))
+    except Incomplete as found:
+        print(found, file=sys.stderr)
+        pipe.send(("failed", (str(found), [figure.as_json() for figure in found.figures])))
     except BaseException:  # noqa: BLE001 - told by the report
         traceback.print_exc()
-        pipe.send(("failed", "\n".join(traceback.format_exc().splitlines()[-_LAST_LINES:])))
+        pipe.send(("failed", ("\n".join(traceback.format_exc().splitlines()[-_LAST_LINES:]), [])))
     else:
         pipe.send(("passed", [figure.as_json() for figure in figures]))
     sys.stdout.flush()
