@@ -118,9 +118,37 @@ def gpu(session: nox.Session) -> None:
     _run(session, python, "-m", "device_runs", "--into", str(into), *session.posargs, env=environment)
 
 
+@nox.session
+def pack_gpu(session: nox.Session) -> None:
+    """Pack what `gpu` needs into ``build/gpu-pack``: for a machine with CUDA, torch and transformers, but no network.
+
+    Copy the folder there and call ``bash run.sh`` in it.
+    """
+    pack = ROOT / "build" / "gpu-pack"
+    shutil.rmtree(pack, ignore_errors=True)
+    shared = ROOT / "tests" / "shared"
+    shutil.copytree(
+        shared / "device_runs", pack / "cases" / "device_runs", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(shared / "device_smoke.py", pack / "cases")
+    shutil.copy(ROOT / "tools" / "run_gpu_pack.sh", pack / "run.sh")
+    wheels = pack / "wheels"
+    wheels.mkdir()
+    for wheel in _wheels(session, (ROOT / "packages" / name for name in PACKAGES)):
+        shutil.copy(wheel, wheels)
+    download = ("python", "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(wheels))
+    session.run(*download, "-c", CONSTRAINTS, *_group("gpu_pack"))
+    for python in ("3.10", "3.11", "3.12", "3.13", "3.14"):
+        for machine in ("x86_64", "aarch64"):
+            target = ("--platform", f"manylinux2014_{machine}", "--python-version", python)
+            session.run(*download, *target, "-c", CONSTRAINTS, "xxhash")
+    size = sum(path.stat().st_size for path in pack.rglob("*") if path.is_file()) / 2**20
+    session.log(f"{pack}: {size:.1f} MiB")
+
+
 @nox.session(venv_backend="none")
 def device(session: nox.Session) -> None:
-    """Run the conformance kit and the tests of tests/gpu on the simulated accelerator, with NCCL's rules."""
+    """Run the conformance kit, and what `gpu` runs, on the simulated accelerator, with NCCL's rules."""
     simulated = sorted(map(str, ROOT.glob("tests/distributed/*/test_*simulated*.py")))
     offload = "tests/distributed/zero/test_zero_offload_device.py"
     _pytest(session, _checkout(session), "tests/device", *simulated, offload, *session.posargs)

@@ -17,6 +17,19 @@ class CannotRun(Exception):  # noqa: N818 - not an error: a library or a device 
     """Raised by a case that can't run on this machine; the message says what it needs."""
 
 
+class Incomplete(Exception):  # noqa: N818 - says what is missing
+    """Raised by a case that measured only a part: it has failed, and its figures are kept.
+
+    Args:
+        reason: What failed.
+        figures: What was measured.
+    """
+
+    def __init__(self, reason: str, figures: Sequence[Figure]) -> None:
+        super().__init__(reason)
+        self.figures = figures
+
+
 @dataclass(frozen=True)
 class Figure:
     """A measurement, and what it is compared with.
@@ -105,7 +118,7 @@ class Case:
     Attributes:
         name: Unique.
         function: At a module's top level. Returns the figures that it measured, those of rank 0 are kept, or nothing.
-            An exception on any rank is a failure, `CannotRun` aside.
+            An exception on any rank is a failure, `CannotRun` aside; `Incomplete` keeps its figures.
         options: Its keyword arguments.
         ranks: Number of ranks.
         seconds: Time limit, start included.
@@ -124,11 +137,20 @@ class Case:
 
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import training, two_ranks
+    from device_runs import checkpoint_speed, offload_speed, speed, training, two_ranks
 
     found: dict[str, Case] = {}
-    for module in (training, two_ranks):
-        for case in module.CASES:
+    for cases in (
+        training.CASES,
+        two_ranks.CASES,
+        # Timed ones come last, the most important first: what the time does not reach is left out.
+        speed.FIRST,
+        offload_speed.CASES,
+        checkpoint_speed.CASES,
+        two_ranks.MEMORY,
+        speed.LATER,
+    ):
+        for case in cases:
             assert case.name not in found, case.name
             found[case.name] = case
     return found

@@ -76,14 +76,13 @@ def page(report: dict[str, Any], *, has_picture: bool, folder: str = "") -> str:
     facts, cases = report["machine"], report["cases"]
     counts = Counter(case["status"] for case in cases)
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    where = facts.get("card", "simulated accelerator, whose times mean nothing")
+    where = f"{facts['num_devices']} x {facts.get('card', 'simulated accelerator, whose times mean nothing')}"
     if "driver" in facts:
         where += f", {facts['memory_bytes'] / 2**30:.0f} GiB; driver {facts['driver']}, NCCL {facts['nccl']}"
     lines = [
         "# Booster on a device",
         "",
-        f"{facts['date']}: {facts['num_devices']} x {where}; {facts['cores']} CPU cores; Python {facts['python']}, "
-        f"{versions}.",
+        f"{facts['date']}: {where}; {facts['cores']} CPU cores; Python {facts['python']}, {versions}.",
         "",
         f"{counts['passed']} cases passed, {counts['failed']} failed, {counts['left out']} were left out"
         + ("." if report["is_complete"] else "; the others have not run yet."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from device_runs.cases import CannotRun, Case, Figure, Setting, all_cases
+from device_runs.cases import CannotRun, Case, Figure, Incomplete, Setting, all_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +147,7 @@ def _start(context: Any, case: Case, machine: Machine, folder: Path) -> _Running
     shutil.rmtree(shared, ignore_errors=True)
     shared.mkdir(parents=True)
     backend = machine.backend_of(case)
-    port = _free_port()
+    port = free_port()
     ranks, pipes = [], []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe(duplex=False)
@@ -188,7 +189,8 @@ def _end(running: _Running, folder: Path) -> Outcome:
     outcome = Outcome(case.name, "passed", seconds=time.monotonic() - running.started, backend=running.backend)
     kinds = {kind for kind, _ in running.answers.values()}
     if "failed" in kinds:
-        rank, (_, text) = next((rank, answer) for rank, answer in running.answers.items() if answer[0] == "failed")
+        rank, answer = next((rank, answer) for rank, (kind, answer) in running.answers.items() if kind == "failed")
+        text, outcome.figures = answer
         outcome.status, outcome.detail = "failed", f"rank {rank}:\n{text}"
     elif len(running.answers) < len(running.ranks):
         silent = [rank for rank in range(len(running.ranks)) if rank not in running.answers]
@@ -218,9 +220,12 @@ def _be_rank(name: str, setting: Setting, machine: Machine, port: int, output: P
         figures = _call(case, setting, machine, port)
     except CannotRun as reason:
         pipe.send(("left out", str(reason)))
+    except Incomplete as found:
+        print(found, file=sys.stderr)
+        pipe.send(("failed", (str(found), [figure.as_json() for figure in found.figures])))
     except BaseException:  # noqa: BLE001 - told by the report
         traceback.print_exc()
-        pipe.send(("failed", "\n".join(traceback.format_exc().splitlines()[-_LAST_LINES:])))
+        pipe.send(("failed", ("\n".join(traceback.format_exc().splitlines()[-_LAST_LINES:]), [])))
     else:
         pipe.send(("passed", [figure.as_json() for figure in figures]))
     sys.stdout.flush()
@@ -280,8 +285,10 @@ def _as_file(name: str) -> str:
     return "".join(each if each.isalnum() else "_" for each in name)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port: int = found.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a port below those that the system gives to connections, one of which could take it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
