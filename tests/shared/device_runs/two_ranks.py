@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from device_runs.cases import Setting
 
-_NUMEL = 1 << 14
+_NUMEL = 12 << 10
 _SLEEP_CYCLES = 1_000_000
 """About half a millisecond."""
 _LONG_CYCLES = 800_000_000
