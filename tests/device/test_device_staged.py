@@ -12,6 +12,7 @@ import torch.distributed as dist
 from device_runs import staged, two_ranks
 from device_runs.cases import Setting
 from simulated_device import NAME, load
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from booster_testing import run_on_ranks
@@ -48,6 +49,10 @@ def coalesce():
     with _coalescing_manager(device=torch.device(NAME)):
         for whole, part in zip(wholes, parts, strict=True):
             dist.all_gather([*whole.chunk(size)], part)
+    total = functional.all_reduce(parts[0] + 1, "sum", dist.group.WORLD)
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # before torch 2.13
+    whole = gather(parts[0], 0, dist.group.WORLD)
+    ones += [total.mul(1), whole.mul(1)]
     return [each.tolist() for each in ones], [each.tolist() for each in wholes]
 
 
@@ -132,8 +137,8 @@ def test_collectives_equal_what_gloo_gathers(world_size, simulated_device):
     run(move_and_reduce, world_size, simulated_device)
 
 
-def test_calls_can_be_coalesced(simulated_device):
-    expected = ([[3.0] * 3] * 2, [[0.0] * 2 + [1.0] * 2, [0.0] * 3 + [1.0] * 3])
+def test_calls_can_be_coalesced_and_functional(simulated_device):
+    expected = ([*[[3.0] * 3] * 2, [3.0] * 2, [0.0] * 2 + [1.0] * 2], [[0.0] * 2 + [1.0] * 2, [0.0] * 3 + [1.0] * 3])
     assert run(coalesce, 2, simulated_device) == [expected, expected]
 
 

@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.in
 _DTYPES |= {torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _POLL_SECONDS = 1e-4
+_SLAB_BYTES = 1 << 26
 _kept: list[Tensor] = []  # what streams may use until the process ends
 
 
@@ -101,12 +102,17 @@ class Gate:
 
 
 class Rooms:
-    """Pinned memory that is lent and taken back; on CUDA outside of torch's allocator, whose figures cases measure."""
+    """Pinned memory that is lent and taken back; on CUDA outside of torch's allocator, whose figures cases measure.
+
+    Small blocks are cut from one that is pinned at the start: a driver that waits for the device before it pins memory
+    would wait for other ranks.
+    """
 
     def __init__(self, device: str) -> None:
         self._is_registered = device == "cuda"
         self._free: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
+        self._slab = self._pinned(_SLAB_BYTES if self._is_registered else 0)
 
     def take(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for a tensor's values, and the block that it is a part of.
@@ -118,7 +124,7 @@ class Rooms:
         size = max(1 << (num_bytes - 1).bit_length() if num_bytes else 0, 4096)
         with self._lock:
             free = self._free.setdefault(size, [])
-            block = free.pop() if free else self._made(size)
+            block = free.pop() if free else self._cut(size)
         return block[:num_bytes].view(flat.dtype), block
 
     def give_back(self, blocks: Sequence[Tensor]) -> None:
@@ -127,7 +133,13 @@ class Rooms:
             for block in blocks:
                 self._free[block.numel()].append(block)
 
-    def _made(self, size: int) -> Tensor:
+    def _cut(self, size: int) -> Tensor:
+        if size > min(self._slab.numel(), _SLAB_BYTES // 64):
+            return self._pinned(size)
+        block, self._slab = self._slab[:size], self._slab[size:]
+        return block
+
+    def _pinned(self, size: int) -> Tensor:
         if not self._is_registered:
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -287,9 +299,7 @@ class StagedGroup(dist.ProcessGroup):
         self.device = torch.device(device, self.module.current_device())
         self._of_device = _DeviceBackend(self, timeout)
         self.gate = _make_gate(device)
-        self._stream: Any = self.module.Stream(self.device)
         self._rooms = _rooms(device)
-        self._side: Any = self.module.Stream(self.device)  # where futures are set, whatever the group has started since
         self._lock = threading.RLock()
         self._num_started = 0
         self._num_messages: dict[tuple[int, int], int] = {}
@@ -300,6 +310,16 @@ class StagedGroup(dist.ProcessGroup):
         self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"staged {rank}", daemon=True)
         self._thread.start()
+
+    @cached_property
+    def _stream(self) -> Any:
+        # Of the pool that engines, which ask for streams of no priority, do not take theirs from.
+        return self.module.Stream(self.device, priority=-1)
+
+    @cached_property
+    def _side(self) -> Any:
+        """Where futures are set, whatever the group has started since."""
+        return self.module.Stream(self.device, priority=-1)
 
     # ---- what torch asks a group
 
