@@ -74,7 +74,7 @@ def _measure(setting: Setting, name: str, seconds: float) -> list[Figure]:
         Figure(f"peak device memory of {what}", [peak], "the same without offload", [their_peak], "B"),
         Figure(f"update on the host alone, {what}", times["host"]),
         Figure(f"update on the device alone, {what}", times["device"]),
-        Figure(f"copies alone, {by_hand.num_bytes} bytes, {what}", times["copies"]),
+        Figure(f"copies alone, {by_hand.num_bytes / 1e9:.2f} GB, {what}", times["copies"]),
     ]
     if work := device_work(setting, step):
         figures.append(Figure(f"copies as the device made them, {what}", [work.link_seconds]))
