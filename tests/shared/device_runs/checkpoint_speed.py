@@ -49,7 +49,7 @@ def save_and_load(setting: Setting, *, seconds: float, rounds: int) -> Sequence[
         ways = {"ours": bench.ours, "torch": bench.by_torch, "DCP": bench.by_dcp}
         saved: dict[str, list[float]] = {name: [] for name in ways}
         loaded: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds if setting.is_real else 1):
+        for _ in range(rounds):
             for name, (save, load) in ways.items():
                 bench.clean()
                 saved[name].append(bench.seconds_of(save))
@@ -93,7 +93,7 @@ def blocked(setting: Setting, *, seconds: float, rounds: int) -> Sequence[Figure
         bench.booster.wait()
         bench.seconds_of(copy)
         ours, theirs = [], []
-        for _ in range(rounds if setting.is_real else 1):
+        for _ in range(rounds):
             bench.clean()
             ours.append(bench.seconds_of(bench.save_in_background))
             bench.booster.wait()

@@ -227,7 +227,8 @@ def device_work(setting: Setting, step: Step) -> DeviceWork | None:
         return None
     links = [each for each in work if "Memcpy" in each.name and ("DtoH" in each.name or "HtoD" in each.name)]
     seconds, link_seconds = (sum(each.time_range.elapsed_us() for each in some) / 1e6 for some in (work, links))
-    return DeviceWork(len(work), seconds, link_seconds, len(waits) - 1)  # that of the end is ours
+    return DeviceWork(len(work), seconds, link_seconds, len(waits))
 
 
-_WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+_WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+"""Not ``cudaDeviceSynchronize``, which the profiler calls itself."""

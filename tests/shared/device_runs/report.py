@@ -114,8 +114,8 @@ def measured(report: dict[str, Any], picture_path: str, level: int) -> list[str]
     if any(figure["theirs"] for figure in figures):
         lines += [f"![Each ratio with its quartiles and its bar]({picture_path})", ""]
     lines += [
-        "Medians over rounds in turns (A B A B), with quartiles; below 1 ours is faster or smaller, except where the bar",
-        f'says "at least". {sum(bars)} of {len(bars)} bars are met.',
+        "Medians over rounds in turns (A B A B), with quartiles; below 1 ours is faster or smaller, but for bars that",
+        f'say "at least". {sum(bars)} of {len(bars)} bars are met.',
         "",
     ]
     for case in cases:

@@ -94,8 +94,8 @@ def one_rank(
     label = f"Llama {size}, bf16, {measured.samples} x {measured.length} tokens"
     plain = _Contender(setting, "plain", measured)
     results.figures += plain.alone(f"{PLAIN}, {label}", in_turns(setting, {"": plain.step}, each / 4)[""])
-    memory = Peak(setting)
     for name, attempt in results.attempts(contenders):
+        memory = Peak(setting)
         with attempt:
             results.figures += _against_plain(setting, name, measured, plain, f"{name}, {label}", bar, each)
         left_bytes = memory.remaining
