@@ -217,9 +217,13 @@ def device_work(setting: Setting, step: Step) -> DeviceWork | None:
     from torch.profiler import ProfilerActivity, profile
 
     synchronize(setting)
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        step()
-        synchronize(setting)
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            step()
+            synchronize(setting)
+    except RuntimeError as error:
+        print(f"torch's profiler can't run here: {error}", flush=True)
+        return None
     events = found.events()
     work = [each for each in events if each.device_type == DeviceType.CUDA]
     waits = [each for each in events if each.device_type == DeviceType.CPU and each.name in _WAITS]
