@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from device_runs.cases import all_cases
 
-DEFAULT = {"fsdp, fp32, 2 ranks", "pipeline, fp32, 2 ranks", "zero 2, offload, fp16, one rank"}
+DEFAULT = {
+    "fsdp, fp32, 2 ranks",
+    "pipeline, fp32, 2 ranks",
+    "zero 2, offload, fp16, one rank",
+    "load in a stream, 4 threads: zero 2",
+    "offload equals none: gemini, both, bf16",
+    "streams: a home of blocks, static",
+}
 SHARED = Path(__file__).parents[1] / "shared"
 
 
