@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from device_smoke import CASES
 from device_runs.small import make_plugin
+from device_smoke import CASES
 from simulated_device import NAME, run_on_devices
 from torch import nn
 

@@ -122,10 +122,34 @@ class Case:
 
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import training
+    from device_runs import (
+        commands,
+        communicators,
+        features,
+        memory,
+        offload,
+        precision,
+        sanitizer,
+        saves,
+        streams,
+        training,
+        waits,
+    )
 
     found: dict[str, Case] = {}
-    for module in (training,):
+    for module in (
+        training,
+        waits,
+        communicators,
+        streams,
+        offload,
+        sanitizer,
+        saves,
+        precision,
+        features,
+        memory,
+        commands,
+    ):
         for case in module.CASES:
             assert case.name not in found, case.name
             found[case.name] = case
