@@ -27,8 +27,8 @@ def call_in_a_capture(case):
     for _ in range(3):
         loss = model(x).square().mean()
         with (
-            mock.patch.object(torch.cuda, "is_initialized", lambda: True),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         ):
             for call in (
                 lambda: model(x),

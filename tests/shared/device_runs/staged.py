@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import threading
@@ -263,6 +264,18 @@ class _DeviceBackend:
         return NAME
 
 
+def _own_stream(device: torch.device) -> Any:
+    """Return a stream that nobody else gets: torch hands out 32 in turn, and one that waits would hold up its twin."""
+    if device.type != "cuda":
+        return torch.get_device_module(device).Stream(device)
+    made = ctypes.c_void_p()
+    status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(made), 1)  # CU_STREAM_NON_BLOCKING
+    if status:
+        msg = f"staged: cuStreamCreate failed with CUDA error {status}"
+        raise RuntimeError(msg)
+    return torch.cuda.ExternalStream(made.value, device)
+
+
 class StagedGroup(dist.ProcessGroup):
     """A process group of ranks that may share a device.
 
@@ -287,9 +300,7 @@ class StagedGroup(dist.ProcessGroup):
         self.device = torch.device(device, self.module.current_device())
         self._of_device = _DeviceBackend(self, timeout)
         self.gate = _make_gate(device)
-        self._stream: Any = self.module.Stream(self.device)
         self._rooms = _rooms(device)
-        self._side: Any = self.module.Stream(self.device)  # where futures are set, whatever the group has started since
         self._lock = threading.RLock()
         self._num_started = 0
         self._num_messages: dict[tuple[int, int], int] = {}
@@ -300,6 +311,16 @@ class StagedGroup(dist.ProcessGroup):
         self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"staged {rank}", daemon=True)
         self._thread.start()
+
+    @functools.cached_property
+    def _stream(self) -> Any:
+        """The stream of the group's work: made at first use, as few groups have any, and queues of a device are few."""
+        return _own_stream(self.device)
+
+    @functools.cached_property
+    def _side(self) -> Any:
+        """The stream where futures are set, whatever the group has started since."""
+        return _own_stream(self.device)
 
     # ---- what torch asks a group
 
