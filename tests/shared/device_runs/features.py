@@ -27,6 +27,8 @@ from device_runs.small import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from device_runs.cases import Setting
 
 PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,7 +92,7 @@ def _compiler(setting: Setting) -> str:
 # ---- CUDA graphs
 
 
-def capture(call: Callable[[], Any], graph: Any, stream: Any) -> None:
+def _capture(call: Callable[[], Any], graph: Any, stream: Any) -> None:
     """Call something while a CUDA graph is captured, which has work of its own."""
     with torch.cuda.graph(graph, stream=stream):
         torch.ones(8, device="cuda").add_(1)
@@ -116,7 +118,7 @@ def capture(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(ConfigError, match="CUDA graph"):
-            capture(call, graph, stream)
+            _capture(call, graph, stream)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
     run.booster.backward(kept, run.optimizer)
