@@ -1,7 +1,8 @@
-"""Write ``docs/performance.md`` and its picture from results: ``python benchmarks/_page.py build/bench docs``.
+"""Write ``docs/performance.md`` and its pictures from results: ``python benchmarks/_page.py build/bench docs``.
 
 The folder has one ``<benchmark>.jsonl`` for each benchmark, and ``machine.json``, which `describe_machine` returns. The
-results are kept in ``docs/assets/performance.json``, from which the same page can be written again.
+results are kept in ``docs/assets/performance.json``, from which ``python benchmarks/_page.py docs`` writes the same
+page again. The section about GPUs is made of ``docs/assets/gpu-report.json``, the ``report.json`` of ``device_runs``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import TYPE_CHECKING, Any
 from _results import Result, in_unit
 
 from booster_runtime.pictures import Drawing, write_png
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
+
+from device_runs import report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +56,16 @@ except for speeds and savings, whose bars say "at least".
 _EMPTY = """
 Nothing has been measured yet. `nox -s bench` measures all of it, in about an hour, and writes this page.
 """
+_GPU = """
+## On a GPU
+
+What one GPU tells: plugins with one rank against a plain loop, offload, and checkpoints, each against the same by hand.
+"""
+_NO_GPU = """
+No report from a GPU has been made yet: all figures above are of CPUs. `python -m device_runs`, with `tests/shared` on
+`PYTHONPATH`, makes one in eight minutes on a machine with a GPU. Its `report.json` becomes
+`docs/assets/gpu-report.json`, of which `python benchmarks/_page.py docs` makes this section.
+"""
 _TEXT, _ROW, _LEFT, _WIDTH, _TOP = 12, 20, 470, 420, 64
 _MET, _MISSED, _PLAIN, _GRID = "#2f7d4f", "#b3401f", "#1f5a94", "#e4e4e4"
 
@@ -80,24 +95,48 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def write(run: dict[str, Any], docs: Path) -> None:
-    """Write the page, its picture, and the results that it shows."""
+    """Write the page, its pictures, and the results that it shows."""
     results = [Result(**each) for each in run["results"]]
     assets = docs / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "performance.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    (docs / "performance.md").write_text(page(run["machine"], results), encoding="utf-8")
+    gpu = read_gpu(docs)
+    (docs / "performance.md").write_text(page(run["machine"], results, gpu), encoding="utf-8")
     barred = [result for result in results if result.bar is not None]
     if barred:
         write_png(picture(barred), assets / "performance.png", zoom=1.5)
+    drawn = None if gpu is None else report.picture(gpu)
+    if drawn is not None:
+        (assets / "gpu-report.svg").write_text(drawn, encoding="utf-8")
 
 
-def page(machine: dict[str, Any], results: Sequence[Result]) -> str:
+def read_gpu(docs: Path) -> dict[str, Any] | None:
+    """Return the report of a run on GPUs, if there is one."""
+    path = docs / "assets" / "gpu-report.json"
+    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return found
+
+
+def page(machine: dict[str, Any], results: Sequence[Result], gpu: dict[str, Any] | None) -> str:
     """Return the text of the page."""
-    if not results:
-        return _HEAD + _EMPTY
+    return _HEAD + (_measured(machine, results) if results else _EMPTY) + _GPU + _on_gpus(gpu)
+
+
+def _on_gpus(gpu: dict[str, Any] | None) -> str:
+    if gpu is None:
+        return _NO_GPU
+    lines = [*report.summary(gpu), "", *report.measured(gpu, "assets/gpu-report.svg", level=3)]
+    for status, title in (("failed", "Failed"), ("left out", "Left out")):
+        names = [case["name"] for case in gpu["cases"] if case["status"] == status]
+        if names:
+            lines += [f"{title}: {'; '.join(names)}.", ""]
+    return "\n" + "\n".join(lines)
+
+
+def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = f"{machine['processor']}; {machine['machine']}; Python {machine['python']}"
-    parts = [_HEAD, f"\nMeasured on {machine['date']}: {where}, {versions}.\n\n"]
+    parts = [f"\nMeasured on {machine['date']}: {where}, {versions}.\n\n"]
     missed = [result for result in results if not result.is_met]
     barred = [result for result in results if result.bar is not None]
     parts.append(f"{len(barred) - len(missed)} of {len(barred)} bars are met.\n")
@@ -169,4 +208,6 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    write(read(Path(sys.argv[1])), Path(sys.argv[2]))
+    *results_in, pages = map(Path, sys.argv[1:])
+    kept = pages / "assets" / "performance.json"
+    write(read(results_in[0]) if results_in else json.loads(kept.read_text(encoding="utf-8")), pages)

@@ -137,10 +137,36 @@ class Case:
 
 def all_cases() -> dict[str, Case]:
     """Return every case by name, in the order in which they run."""
-    from device_runs import checkpoint_speed, offload_speed, speed, training, two_ranks
+    from device_runs import (
+        checkpoint_speed,
+        commands,
+        communicators,
+        features,
+        memory,
+        offload,
+        offload_speed,
+        precision,
+        sanitizer,
+        saves,
+        speed,
+        streams,
+        training,
+        two_ranks,
+        waits,
+    )
 
     found: dict[str, Case] = {}
     for cases in (
+        waits.CASES,
+        communicators.CASES,
+        streams.CASES,
+        offload.CASES,
+        saves.CASES,
+        precision.CASES,
+        features.CASES,
+        sanitizer.CASES,
+        memory.CASES,
+        commands.CASES,
         training.CASES,
         two_ranks.CASES,
         # Timed ones come last, the most important first: what the time does not reach is left out.

@@ -28,28 +28,29 @@ if TYPE_CHECKING:
 
 BLOCKED = 1.2
 """The most that a save in the background may block, of a copy to pinned memory."""
-_NUM_BYTES = 12 << 30
+_GB = 1e9
 _SLOW = 1.5e9
 """Bytes a second below which a disk is not what is measured: memory holds the files then, if it can."""
 _PROBE = 1 << 30
 _MATRIX = (4096, 4096)
 
 
-def save_and_load(setting: Setting, *, seconds: float, rounds: int) -> Sequence[Figure]:
+def save_and_load(setting: Setting, *, gigabytes: float, seconds: float, rounds: int) -> Sequence[Figure]:
     """Measure saving and loading, in turns with ``torch.save`` and DCP.
 
     Args:
         setting: The device.
+        gigabytes: What is saved, at most.
         seconds: Of all of it.
         rounds: At most.
     """
     clock = Clock(setting, seconds)
     results = Results(clock)
-    with _Bench(setting) as bench:
+    with _Bench(setting, gigabytes * _GB) as bench:
         ways = {"ours": bench.ours, "torch": bench.by_torch, "DCP": bench.by_dcp}
         saved: dict[str, list[float]] = {name: [] for name in ways}
         loaded: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds if setting.is_real else 1):
+        for _ in range(rounds):
             for name, (save, load) in ways.items():
                 bench.clean()
                 saved[name].append(bench.seconds_of(save))
@@ -78,10 +79,10 @@ def save_and_load(setting: Setting, *, seconds: float, rounds: int) -> Sequence[
     return results.end()
 
 
-def blocked(setting: Setting, *, seconds: float, rounds: int) -> Sequence[Figure]:
+def blocked(setting: Setting, *, gigabytes: float, seconds: float, rounds: int) -> Sequence[Figure]:
     """Measure how long a save in the background keeps the caller, after a first one, whose memory later ones use."""
     clock = Clock(setting, seconds)
-    with _Bench(setting) as bench:
+    with _Bench(setting, gigabytes * _GB) as bench:
         pinned = [torch.empty_like(each, device="cpu", pin_memory=True) for each in bench.tensors()]
 
         def copy() -> None:
@@ -89,13 +90,13 @@ def blocked(setting: Setting, *, seconds: float, rounds: int) -> Sequence[Figure
                 target.copy_(source, non_blocking=True)
             synchronize(setting)
 
-        first = bench.seconds_of(bench.save_in_background)
+        first = bench.seconds_until_return(bench.save_in_background)
         bench.booster.wait()
         bench.seconds_of(copy)
         ours, theirs = [], []
-        for _ in range(rounds if setting.is_real else 1):
+        for _ in range(rounds):
             bench.clean()
-            ours.append(bench.seconds_of(bench.save_in_background))
+            ours.append(bench.seconds_until_return(bench.save_in_background))
             bench.booster.wait()
             theirs.append(bench.seconds_of(copy))
             if clock.left < 0:
@@ -112,6 +113,7 @@ class _Bench:
 
     Args:
         setting: The device.
+        most: Bytes that are saved, at most.
 
     Attributes:
         num_bytes: Of what is saved.
@@ -120,11 +122,11 @@ class _Bench:
         write_speed: Bytes a second of a plain write with a sync.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, most: float) -> None:
         self._setting = setting
-        self.folder, self.where, self.write_speed = _fast_folder(setting)
+        self.folder, self.where, self.write_speed = _fast_folder(setting, most)
         matrix = _MATRIX if setting.is_real else (8, 8)
-        number = _number_of_matrices(setting, self.folder, self.write_speed)
+        number = _number_of_matrices(setting, self.folder, self.write_speed, most)
         with torch.device(setting.device):
             layers = [nn.Linear(*matrix, bias=False) for _ in range(number)]
         model = nn.Sequential(*layers)
@@ -154,11 +156,14 @@ class _Bench:
         return [each for key, own in state.items() for each in (key.detach(), own["exp_avg"], own["exp_avg_sq"])]
 
     def seconds_of(self, action: Callable[[], object]) -> float:
-        """Return the seconds of the host until an action has returned, and the device is done."""
+        """Return the seconds until an action has returned, and the device is done."""
+        return self.seconds_until_return(lambda: (action(), synchronize(self._setting)))
+
+    def seconds_until_return(self, action: Callable[[], object]) -> float:
+        """Return the seconds until an action has returned, while the device has nothing else to do."""
         synchronize(self._setting)
         start = time.perf_counter()
         action()
-        synchronize(self._setting)
         return time.perf_counter() - start
 
     def clean(self) -> None:
@@ -211,13 +216,13 @@ class _Bench:
         load(self._dcp_state(), checkpoint_id=self.folder / "dcp")
 
 
-def _fast_folder(setting: Setting) -> tuple[Path, str, float]:
+def _fast_folder(setting: Setting, most: float) -> tuple[Path, str, float]:
     """Return an empty folder on the local disk, or in memory where that is slow; what it is on; its speed."""
     disk = setting.folder / "checkpoints"
     disk.mkdir()
     speed = _write_speed(setting, disk)
     memory = Path("/dev/shm")
-    if setting.is_real and speed < _SLOW and memory.is_dir() and shutil.disk_usage(memory).free > 2 * _NUM_BYTES:
+    if setting.is_real and speed < _SLOW and memory.is_dir() and shutil.disk_usage(memory).free > 2 * most:
         folder = memory / f"device-runs-{os.getpid()}"
         folder.mkdir()
         return folder, f"in /dev/shm, as the disk writes {speed / 1e9:.2f} GB/s", _write_speed(setting, folder)
@@ -239,12 +244,12 @@ def _write_speed(setting: Setting, folder: Path) -> float:
     return num_bytes / seconds
 
 
-def _number_of_matrices(setting: Setting, folder: Path, speed: float) -> int:
-    """Return how many matrices make up 12 GB, or as much as fits twice and can be written in 8 seconds."""
+def _number_of_matrices(setting: Setting, folder: Path, speed: float, most: float) -> int:
+    """Return how many matrices make up so many bytes, or as many as fit twice and can be written in 8 seconds."""
     if not setting.is_real:
         return 4
-    most = min(_NUM_BYTES, int(shutil.disk_usage(folder).free * 0.45), int(speed * 8))
-    number = most // (3 * 4 * _MATRIX[0] * _MATRIX[1])
+    most = min(most, shutil.disk_usage(folder).free * 0.45, speed * 8)
+    number = int(most) // (3 * 4 * _MATRIX[0] * _MATRIX[1])
     if number < 1:
         msg = f"'{folder}' has no space for a checkpoint"
         raise CannotRun(msg)
@@ -255,14 +260,14 @@ CASES = [
     Case(
         "speed: a save in the background",
         blocked,
-        {"seconds": 20, "rounds": 3},
+        {"gigabytes": 6, "seconds": 15, "rounds": 3},
         seconds=60,
         is_timed=True,
     ),
     Case(
         "speed: saving and loading 12 GB",
         save_and_load,
-        {"seconds": 60, "rounds": 2},
+        {"gigabytes": 12, "seconds": 40, "rounds": 2},
         seconds=110,
         is_timed=True,
     ),

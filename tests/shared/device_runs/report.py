@@ -7,6 +7,7 @@ import html
 import json
 import os
 import platform
+import statistics
 from collections import Counter
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -58,50 +59,16 @@ def write(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome], *, i
     """Write the report of what has run so far."""
     kept = {"machine": facts, "is_complete": is_complete, "cases": [asdict(outcome) for outcome in outcomes]}
     (folder / "report.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    figures = [figure for outcome in outcomes for figure in outcome.figures]
-    has_picture = any(figure["theirs"] for figure in figures)
-    if has_picture:
-        (folder / "figures.svg").write_text(picture([each for each in figures if each["theirs"]]), encoding="utf-8")
-    (folder / "report.md").write_text(page(kept, has_picture=has_picture), encoding="utf-8")
+    drawn = picture(kept)
+    if drawn is not None:
+        (folder / "figures.svg").write_text(drawn, encoding="utf-8")
+    (folder / "report.md").write_text(page(kept), encoding="utf-8")
 
 
-def page(report: dict[str, Any], *, has_picture: bool, folder: str = "") -> str:
-    """Return the report as Markdown.
-
-    Args:
-        report: What ``report.json`` holds.
-        has_picture: Whether ``figures.svg`` is there.
-        folder: Put before the picture's name.
-    """
-    facts, cases = report["machine"], report["cases"]
-    counts = Counter(case["status"] for case in cases)
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    where = f"{facts['num_devices']} x {facts.get('card', 'simulated accelerator, whose times mean nothing')}"
-    if "driver" in facts:
-        where += f", {facts['memory_bytes'] / 2**30:.0f} GiB; driver {facts['driver']}, NCCL {facts['nccl']}"
-    lines = [
-        "# Booster on a device",
-        "",
-        f"{facts['date']}: {where}; {facts['cores']} CPU cores; Python {facts['python']}, {versions}.",
-        "",
-        f"{counts['passed']} cases passed, {counts['failed']} failed, {counts['left out']} were left out"
-        + ("." if report["is_complete"] else "; the others have not run yet."),
-        "",
-    ]
-    if has_picture:
-        lines += [f"![Each ratio with its quartiles and its bar]({folder}figures.svg)", ""]
-    figures = [(case["name"], figure) for case in cases for figure in case["figures"]]
-    if figures:
-        lines += [
-            "## Measured",
-            "",
-            "Medians over rounds in turns (A B A B), with quartiles; below 1 ours is faster or smaller.",
-            "",
-            "| case | measured | yardstick | ratio | quartiles | bar | ours | theirs | rounds |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *(_row(name, figure) for name, figure in figures),
-            "",
-        ]
+def page(report: dict[str, Any]) -> str:
+    """Return the report, what ``report.json`` holds, as Markdown; its picture is ``figures.svg``."""
+    cases = report["cases"]
+    lines = ["# Booster on a device", "", *summary(report), "", *measured(report, "figures.svg", level=2)]
     lines += ["## Cases", "", "| case | backend | result | seconds |", "|---|---|---|---|"]
     lines += [f"| {case['name']} | {case['backend']} | {case['status']} | {case['seconds']:.1f} |" for case in cases]
     for case in cases:
@@ -113,6 +80,56 @@ def page(report: dict[str, Any], *, has_picture: bool, folder: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(report: dict[str, Any]) -> list[str]:
+    """Return lines that say when and on what a report was made, and how its cases ended."""
+    facts = report["machine"]
+    counts = Counter(case["status"] for case in report["cases"])
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    where = facts.get("card", "simulated accelerator, whose times mean nothing")
+    if "driver" in facts:
+        where += f", {facts['memory_bytes'] / 2**30:.0f} GiB; driver {facts['driver']}, NCCL {facts['nccl']}"
+    where = f"{facts['num_devices']} x {where}; {facts['cores']} CPU cores; Python {facts['python']}, {versions}"
+    ended = f"{counts['passed']} cases passed, {counts['failed']} failed, {counts['left out']} were left out"
+    return [
+        f"{facts['date']}: {where}.",
+        "",
+        f"{ended}." if report["is_complete"] else f"{ended}; the others have not run yet.",
+    ]
+
+
+def measured(report: dict[str, Any], picture_path: str, level: int) -> list[str]:
+    """Return lines with the picture and a table for each case that measured something; none where none did.
+
+    Args:
+        report: What ``report.json`` holds.
+        picture_path: The path of the picture.
+        level: Of the heading; cases have the next one.
+    """
+    cases = [case for case in report["cases"] if case["figures"]]
+    if not cases:
+        return []
+    figures = [figure for case in cases for figure in case["figures"]]
+    bars = [figure["is_met"] for figure in figures if figure["bar"] is not None]
+    lines = [f"{'#' * level} Measured", ""]
+    if any(figure["theirs"] for figure in figures):
+        lines += [f"![Each ratio with its quartiles and its bar]({picture_path})", ""]
+    lines += [
+        "Medians over rounds in turns (A B A B), with quartiles; below 1 ours is faster or smaller, but for bars that",
+        f'say "at least". {sum(bars)} of {len(bars)} bars are met.',
+        "",
+    ]
+    for case in cases:
+        lines += [
+            f"{'#' * (level + 1)} {case['name']}",
+            "",
+            "| measured | yardstick | ratio | quartiles | bar | ours | theirs | rounds |",
+            "|---|---|---|---|---|---|---|---|",
+            *map(_row, case["figures"]),
+            "",
+        ]
+    return lines
+
+
 def in_unit(value: float, unit: str) -> str:
     """Return a value as people write it."""
     if unit == "s" and value < 1e-3:
@@ -121,8 +138,14 @@ def in_unit(value: float, unit: str) -> str:
     return f"{value * factor:.4g} {name}".strip()
 
 
-def picture(figures: Sequence[dict[str, Any]]) -> str:
-    """Return a drawing of ratios as SVG: the quartiles as a line, the median as a mark, the bar as a tick."""
+def picture(report: dict[str, Any]) -> str | None:
+    """Return a drawing of a report's ratios as SVG, if there are any.
+
+    The quartiles are a line, the median is a mark, and the bar a tick.
+    """
+    figures = [figure for case in report["cases"] for figure in case["figures"] if figure["theirs"]]
+    if not figures:
+        return None
     highest = max(1.5, *(min(max(each["high"], each["bar"] or 0.0), 4.0) for each in figures))
     bottom = _TOP + _ROW * len(figures)
 
@@ -159,22 +182,22 @@ def picture(figures: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _row(case: str, figure: dict[str, Any]) -> str:
+def _row(figure: dict[str, Any]) -> str:
     bar = "" if figure["bar"] is None else f"{'at least ' if figure['at_least'] else ''}{figure['bar']:g}"
     has_yardstick = bool(figure["theirs"])
-    median = f"{figure['median']:.3f}" if has_yardstick or not figure["unit"] else ""
+    is_number = has_yardstick or not figure["unit"]
+    median = f"{figure['median']:.3f}" if is_number else ""
     if not figure["is_met"]:
         median = f"**{median or in_unit(figure['median'], figure['unit'])}, missed**"
-    spread = f"{figure['low']:.3f} to {figure['high']:.3f}" if has_yardstick and len(figure["ours"]) > 1 else ""
+    spread = f"{figure['low']:.3f} to {figure['high']:.3f}" if is_number and len(figure["ours"]) > 1 else ""
     cells = [
-        case,
         figure["what"],
         figure["yardstick"],
         median,
         spread,
         bar,
-        in_unit(sorted(figure["ours"])[len(figure["ours"]) // 2], figure["unit"]),
-        in_unit(sorted(figure["theirs"])[len(figure["theirs"]) // 2], figure["unit"]) if has_yardstick else "",
+        in_unit(statistics.median(figure["ours"]), figure["unit"]),
+        in_unit(statistics.median(figure["theirs"]), figure["unit"]) if has_yardstick else "",
         str(len(figure["ours"])),
     ]
     return f"| {' | '.join(cells)} |"

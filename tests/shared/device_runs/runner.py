@@ -98,7 +98,7 @@ def run(
     """Run cases and return how each ended, in the order in which they did.
 
     Args:
-        cases: Those that are not timed run side by side, first; the others alone, after them.
+        cases: Those that are not timed run side by side, for half of the time; then the others, alone; then the rest.
         machine: What they run on.
         folder: For the output of ranks, ``<case>.<rank>.txt``.
         seconds: Cases that have not begun by then are left out, and those that run are ended.
@@ -113,13 +113,16 @@ def run(
         outcomes.append(outcome)
         tell(outcome)
 
-    for group, limit in (
-        ([case for case in cases if not case.is_timed], machine.side_by_side),
-        ([case for case in cases if case.is_timed], 1),
+    untimed, timed = [case for case in cases if not case.is_timed], [case for case in cases if case.is_timed]
+    middle = end - seconds / 2 if timed else end
+    for waiting, limit, until in (
+        (untimed, machine.side_by_side, middle),
+        (timed, 1, end),
+        (untimed, machine.side_by_side, end),
     ):
-        waiting, running = list(group), []
-        while waiting or running:
-            while waiting and _fits(waiting[0], running, limit):
+        running: list[_Running] = []
+        while running or (waiting and (time.monotonic() <= until or until == end)):
+            while waiting and _fits(waiting[0], running, limit) and (time.monotonic() <= until or until == end):
                 case = waiting.pop(0)
                 if case.only_on not in ("", machine.device):
                     done(Outcome(case.name, "left out", f"needs a {case.only_on} device"))

@@ -275,6 +275,18 @@ class _DeviceBackend:
         return NAME
 
 
+def _own_stream(device: torch.device) -> Any:
+    """Return a stream that nobody else gets: torch hands out 32 in turn, and one that waits would hold up its twin."""
+    if device.type != "cuda":
+        return torch.get_device_module(device).Stream(device)
+    made = ctypes.c_void_p()
+    status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(made), 1)  # CU_STREAM_NON_BLOCKING
+    if status:
+        msg = f"staged: cuStreamCreate failed with CUDA error {status}"
+        raise RuntimeError(msg)
+    return torch.cuda.ExternalStream(made.value, device)
+
+
 class StagedGroup(dist.ProcessGroup):
     """A process group of ranks that may share a device.
 
@@ -313,13 +325,13 @@ class StagedGroup(dist.ProcessGroup):
 
     @cached_property
     def _stream(self) -> Any:
-        # Of the pool that engines, which ask for streams of no priority, do not take theirs from.
-        return self.module.Stream(self.device, priority=-1)
+        """The stream of the group's work: made at first use, as few groups have any, and queues of a device are few."""
+        return _own_stream(self.device)
 
     @cached_property
     def _side(self) -> Any:
-        """Where futures are set, whatever the group has started since."""
-        return self.module.Stream(self.device, priority=-1)
+        """The stream where futures are set, whatever the group has started since."""
+        return _own_stream(self.device)
 
     # ---- what torch asks a group
 

@@ -68,11 +68,66 @@ def test_the_page_without_results_says_how_to_measure(benchmarks, tmp_path):
     assert not (tmp_path / "assets" / "performance.png").exists()
 
 
+def gpu_report(is_missed):
+    """Return a report of two cases on a card: one measured something, the other failed."""
+    figure = {"what": "step of zero 1", "yardstick": "the plain loop", "unit": "s", "bar": 1.02, "at_least": False}
+    figure |= {"ours": [0.11, 0.1, 0.12], "theirs": [0.1, 0.1, 0.1], "median": 1.1, "low": 1.05, "high": 1.15}
+    case = {"seconds": 3.0, "detail": "", "backend": "cpu:gloo,cuda:nccl", "figures": []}
+    return {
+        "machine": {
+            "date": "2026-01-03",
+            "num_devices": 1,
+            "card": "A card",
+            "memory_bytes": 80 * 2**30,
+            "driver": "580.1",
+            "nccl": "2.28.9",
+            "cores": 16,
+            "python": "3.12.3",
+            "versions": {"torch": "2.11.0+cu130"},
+        },
+        "is_complete": True,
+        "cases": [
+            {**case, "name": "speed", "status": "passed", "figures": [{**figure, "is_met": not is_missed}]},
+            {**case, "name": "gemini, fp16", "status": "failed"},
+        ],
+    }
+
+
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_the_page_shows_the_report_of_a_gpu(benchmarks, tmp_path, is_missed):
+    page, _ = benchmarks
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "gpu-report.json").write_text(json.dumps(gpu_report(is_missed)), encoding="utf-8")
+    page.write(json.loads(RECORDED.read_text(encoding="utf-8")), tmp_path)
+    section = (tmp_path / "performance.md").read_text(encoding="utf-8").partition("## On a GPU")[2]
+    where = "1 x A card, 80 GiB; driver 580.1, NCCL 2.28.9; 16 CPU cores; Python 3.12.3, torch 2.11.0+cu130"
+    assert f"2026-01-03: {where}." in section
+    assert "1 cases passed, 1 failed, 0 were left out." in section
+    assert "Failed: gemini, fp16." in section
+    assert f"{int(not is_missed)} of 1 bars are met." in section
+    ratio = "**1.100, missed**" if is_missed else "1.100"
+    row = f"| step of zero 1 | the plain loop | {ratio} | 1.050 to 1.150 | 1.02 | 110 ms | 100 ms | 3 |"
+    assert row in section
+    assert "(assets/gpu-report.svg)" in section
+    assert (tmp_path / "assets" / "gpu-report.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_the_page_says_where_no_gpu_has_been_measured(benchmarks, tmp_path):
+    page, _ = benchmarks
+    page.write(json.loads(RECORDED.read_text(encoding="utf-8")), tmp_path)
+    assert "No report from a GPU has been made yet" in (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "assets" / "gpu-report.svg").exists()
+
+
 def test_the_documented_page_is_made_of_its_results(benchmarks):
     page, results = benchmarks
     run = json.loads((ROOT / "docs" / "assets" / "performance.json").read_text(encoding="utf-8"))
-    expected = page.page(run["machine"], [results.Result(**each) for each in run["results"]])
+    gpu = page.read_gpu(ROOT / "docs")
+    expected = page.page(run["machine"], [results.Result(**each) for each in run["results"]], gpu)
     assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == expected
+    picture = ROOT / "docs" / "assets" / "gpu-report.svg"
+    drawn = None if gpu is None else page.report.picture(gpu)
+    assert (picture.read_text(encoding="utf-8") if picture.exists() else None) == drawn
 
 
 def test_each_benchmark_has_a_title_and_a_smallest_run(benchmarks, monkeypatch):

@@ -228,7 +228,14 @@ class ShardReader:
             for part in parts:
                 fill(key, meta, data, part)
         else:
-            list(self._pool.map(lambda part: fill(key, meta, data, part), parts))
+            stream = None if data.device.type == "cpu" else torch.accelerator.current_stream(data.device)
+
+            def fill_in_stream(part: Region) -> None:
+                if stream is not None:  # a thread's own one, of the first device, is ordered after nothing of ours
+                    torch.accelerator.set_stream(stream)
+                fill(key, meta, data, part)
+
+            list(self._pool.map(fill_in_stream, parts))
         if self._progress is not None:
             self._progress(shard.numel * meta.dtype.itemsize)
 

@@ -76,6 +76,7 @@ class ModelWrapper(nn.Module):
         """
         self.__dict__["boosted_optimizers"] = tuple(optimizers)
         self.__dict__["boost_context"] = context
+        self._device_type = context.device.type  # parameters that are offloaded are elsewhere
 
     @property
     def boosted_optimizer(self) -> OptimizerWrapper | None:

@@ -12,7 +12,9 @@ import re
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from booster_core.errors import BoosterError, MissingRanksError
+import torch
+
+from booster_core.errors import BoosterError, ConfigError, MissingRanksError
 from booster_core.ranks.world import PROGRESS, current_world
 
 if TYPE_CHECKING:
@@ -58,6 +60,25 @@ def observed_by(observer: Observer) -> Iterator[None]:
         OBSERVERS.remove(observer)
 
 
+def refuse_capture(name: str) -> None:
+    """Refuse a call while the current stream records a CUDA graph, which would repeat kernels and no Python.
+
+    Args:
+        name: The call as the user knows it.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        msg = (
+            f"`{name}` was called while a CUDA graph is captured. A replay would repeat the kernels of this step, and "
+            "not what the plugin does from step to step: gradients, schedules and checks would stay those of this one. "
+            "Run boosted models and optimizers outside of `torch.cuda.graph` and `make_graphed_callables`; "
+            "`torch.compile` of the model or its layers makes graphs that stay right."
+        )
+        raise ConfigError(msg)
+
+
 class ObservedCall:
     """Context around a call that observers see and nobody counts, such as a single collective.
 
@@ -67,6 +88,9 @@ class ObservedCall:
         group: The process group that the call communicates in, where it is one collective.
         payload_bytes: Size of the tensors that it combines, copies or gathers, on this rank.
         sent_bytes: How much of that this rank sends to others.
+
+    Raises:
+        ConfigError: While a CUDA graph is captured; see `refuse_capture`.
     """
 
     __slots__ = ("_contexts", "group", "name", "payload_bytes", "ranks", "sent_bytes")
@@ -88,6 +112,7 @@ class ObservedCall:
         self._contexts: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
+        refuse_capture(self.name)
         if OBSERVERS:
             self._show()
 
@@ -111,12 +136,14 @@ class NamedCall(ObservedCall):
     The calls of each name are counted, so every rank that takes part makes it equally often, in the same order.
 
     Raises:
+        ConfigError: While a CUDA graph is captured; see `refuse_capture`.
         MissingRanksError: In place of torch's timeout.
     """
 
     __slots__ = ("_count", "_start")
 
     def __enter__(self) -> None:
+        refuse_capture(self.name)
         if OBSERVERS:
             self._show()
         self._count = PROGRESS.enter(self.name, self.ranks)

@@ -1,0 +1,61 @@
+"""CUDA graphs: a replay would repeat kernels without a plugin's Python, so calls refuse to be captured."""
+
+from unittest import mock
+
+import pytest
+import torch
+from device_runs.small import make_plugin
+from device_smoke import CASES
+from simulated_device import NAME, run_on_devices
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+
+PLUGINS = ("ddp", "fsdp", "zero 1", "gemini", "pipeline")
+
+
+def call_in_a_capture(case):
+    """Call everything while the stream seems to be captured, and return the losses of a training around that."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    options = {name: value for name, value in case.options.items() if name not in ("pp_size", "num_microbatches")}
+    booster = Booster(NAME, plugin=make_plugin(case.plugin, options))
+    model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.ones(2, 4, device=NAME)
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        with (
+            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        ):
+            for call in (
+                lambda: model(x),
+                lambda loss=loss: booster.backward(loss, optimizer),
+                lambda: optimizer.clip_grad_by_norm(1.0),
+                optimizer.step,
+            ):
+                with pytest.raises(ConfigError, match="while a CUDA graph is captured"):
+                    call()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_calls_in_a_capture_raise_and_change_nothing(name, simulated_device):
+    (losses,) = run_on_devices(call_in_a_capture, 1, simulated_device, CASES[name])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,129 @@
+"""Collectives over a communicator of one rank, which has the calls, formats and streams of larger ones.
+
+`booster_runtime.collectives` sends nothing in a world of one: these cases call the transport for several ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from booster_runtime.collectives.transports import native
+from booster_runtime.collectives.transports.torch import TorchTransport
+from device_runs.cases import Case
+from device_runs.small import spin
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from device_runs.cases import Setting
+
+NUMEL = 1 << 20
+SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+MOVED = (*SUMMED, torch.int64, torch.uint8, torch.bool)
+
+
+def move(setting: Setting) -> None:
+    """Gather, exchange and broadcast every format, by the world's communicator and by one of a new group."""
+    assert dist.get_world_size() == 1
+    for group in (dist.group.WORLD, dist.new_group([0])):
+        for dtype in MOVED:
+            values = _values(dtype, setting.device)
+            gathered = values.clone()
+            native.all_gather(gathered, range(0, NUMEL + 1, NUMEL), group).wait()
+            _assert_equal(gathered, values, f"all_gather of {dtype}")
+            # Torch's call for slices of different lengths, which a single rank has only by itself.
+            slices = [torch.empty_like(values)]
+            dist.all_gather(slices, values, group=group, async_op=True).wait()
+            _assert_equal(slices[0], values, f"all_gather of {dtype} into slices")
+            received = torch.empty_like(values)
+            native.all_to_all(values, [0, NUMEL], received, [0, NUMEL], group).wait()
+            _assert_equal(received, values, f"all_to_all of {dtype}")
+            transport = TorchTransport(group)
+            sent = values.clone()
+            transport.broadcast(sent).wait()
+            _assert_equal(sent, values, f"broadcast of {dtype}")
+
+
+def reduce(setting: Setting) -> None:
+    """Reduce every format that is summed, scaled and added to what is there; fp16 by an average."""
+    for group in (dist.group.WORLD, dist.new_group([0])):
+        transport = TorchTransport(group)
+        for dtype in SUMMED:
+            values = _values(dtype, setting.device)
+            for scale, accumulate in ((1.0, False), (0.5, True)):
+                for bounds in (range(0, NUMEL + 1, NUMEL), [0, NUMEL]):
+                    out = torch.ones(NUMEL, dtype=torch.float32, device=setting.device)
+                    native.reduce_scatter(values, bounds, out, group, scale=scale, accumulate=accumulate).wait()
+                    expected = values.float() * scale + (1.0 if accumulate else 0.0)
+                    _assert_equal(out, expected, f"reduce_scatter of {dtype} by {scale}, accumulate={accumulate}")
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+                reduced = values.clone()
+                transport.all_reduce(reduced, op).wait()
+                _assert_equal(reduced, values, f"all_reduce of {dtype} by {op}")
+            slices = [values[:NUMEL]]
+            own = torch.empty_like(values)
+            dist.reduce_scatter(own, slices, dist.ReduceOp.SUM, group=group, async_op=True).wait()
+            _assert_equal(own, values, f"reduce_scatter of {dtype} from slices")
+        for dtype in (torch.int64, torch.uint8):
+            reduced = _values(dtype, setting.device)
+            expected = reduced.clone()
+            transport.all_reduce(reduced, dist.ReduceOp.MAX).wait()
+            _assert_equal(reduced, expected, f"all_reduce of {dtype}")
+
+
+def wait_on_another_stream(setting: Setting) -> None:
+    """A result that another stream waits for is there for its kernels, however late the collective runs."""
+    group = dist.group.WORLD
+    for number in range(20):
+        values = torch.full((NUMEL,), float(number), device=setting.device)
+        producer, reader = setting.module.Stream(), setting.module.Stream()
+        out = torch.full((NUMEL,), -1.0, device=setting.device)
+        producer.wait_stream(setting.module.current_stream())
+        reader.wait_stream(setting.module.current_stream())
+        with setting.module.stream(producer):
+            spin(setting)
+            source = values + 1
+            pending = native.reduce_scatter(source, [0, NUMEL], out, group, scale=1.0, accumulate=False)
+        with setting.module.stream(reader):
+            pending.wait()
+            seen = out * 2
+        seen.record_stream(setting.module.current_stream())
+        setting.module.current_stream().wait_stream(reader)
+        setting.module.current_stream().wait_stream(producer)
+        _assert_equal(seen, torch.full_like(seen, 2.0 * (number + 1)), f"reduce_scatter {number}")
+
+
+def make_groups(setting: Setting) -> None:
+    """Groups are made and ended again and again, each with a communicator."""
+    for number in range(8):
+        group = dist.new_group([0])
+        values = torch.full((8,), float(number), device=setting.device)
+        TorchTransport(group).all_reduce(values, dist.ReduceOp.SUM).wait()
+        _assert_equal(values, torch.full_like(values, float(number)), f"all_reduce in group {number}")
+        if setting.is_real:
+            dist.destroy_process_group(group)
+
+
+def _values(dtype: torch.dtype, device: str) -> Tensor:
+    values = torch.arange(NUMEL, device=device) % 97
+    return (values % 2).bool() if dtype is torch.bool else values.to(dtype)
+
+
+def _assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
+    found, expected = found.cpu(), expected.cpu()
+    different = (found != expected).nonzero().flatten()
+    if different.numel():
+        at = int(different[0])
+        msg = f"{what}: {different.numel()} elements differ, the first at {at}: {found[at]} != {expected[at]}"
+        raise AssertionError(msg)
+
+
+CASES = [
+    Case("communicators of one rank: gather, exchange, broadcast", move),
+    Case("communicators of one rank: reduce", reduce),
+    Case("communicators of one rank: wait on another stream", wait_on_another_stream),
+    Case("communicators of one rank: new groups", make_groups),
+]

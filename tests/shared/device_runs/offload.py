@@ -1,0 +1,154 @@
+"""State on the host or on a disk: each step has the bits of the same plugin without offload."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from device_runs.cases import Case
+from device_runs.small import (
+    Run,
+    adamw,
+    assert_same_bits,
+    exact_sgd,
+    late_compute,
+    late_copies,
+    make_decoder,
+    repeat_bits,
+    tokens_of,
+)
+
+if TYPE_CHECKING:
+    from device_runs.cases import Setting
+
+SMALL = {"min_chunk_bytes": 1 << 16}
+GEMINI = {
+    "both": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+    "half": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},
+    "parameters": {"offload_param_frac": 1.0},
+    "optimizer state": {"offload_optim_frac": 1.0},
+}
+STEPS = 5
+
+
+def equal(
+    setting: Setting,
+    *,
+    plugin: str,
+    options: dict[str, Any],
+    offload: dict[str, Any],
+    precision: str,
+    in_folder: bool = False,
+) -> None:
+    """Train with and without offload, with copies and kernels that are late, and compare losses and parameters."""
+    repeat_bits()
+    base = dict(options)
+    if plugin == "gemini" and not setting.is_real:
+        base = {**SMALL, **base}
+    if in_folder:
+        offload = {**offload, "offload_dir": setting.folder}
+    stays = Run(setting, plugin, base, precision, make_optimizer=exact_sgd)
+    expected, parameters = stays.train(STEPS), stays.parameters()
+    for name, lateness in (("copies", late_copies), ("compute", late_compute)):
+        moves = Run(setting, plugin, {**base, **offload}, precision, make_optimizer=exact_sgd)
+        with late_copies(setting) if lateness is late_copies else late_compute(setting, moves.model):
+            losses = moves.train(STEPS)
+        assert losses == expected, f"late {name}: {losses} != {expected}"
+        assert_same_bits(moves.parameters(), parameters, f"late {name}")
+        del moves
+
+
+def close_with_adamw(setting: Setting, *, plugin: str, options: dict[str, Any], precision: str) -> None:
+    """With AdamW and clipping, whose host and device kernels round otherwise, losses stay together."""
+    base = {**SMALL} if plugin == "gemini" and not setting.is_real else {}
+    stays, moves = (Run(setting, plugin, {**base, **more}, precision, make_optimizer=adamw) for more in ({}, options))
+    expected = stays.train(STEPS, clip=1.0)
+    with late_copies(setting):
+        losses = moves.train(STEPS, clip=1.0)
+    relative = 1e-4 if precision == "fp32" else 2**-6
+    close = [abs(a - b) <= relative * abs(b) for a, b in zip(losses, expected, strict=True)]
+    assert all(close), (losses, expected)
+
+
+def stay_within_a_fraction(setting: Setting) -> None:
+    """`auto` trains where the process may use less of the device than parameters, gradients and state take."""
+    repeat_bits()
+    torch.cuda.set_device(0)
+    numel = sum(parameter.numel() for parameter in make_decoder(setting).parameters())
+    stays = Run(setting, "gemini", make_optimizer=exact_sgd)
+    expected, parameters = stays.train(STEPS), stays.parameters()
+    del stays
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    # Parameters, gradients and momentum take 12 bytes each; activations, workspaces and fragments the 192 MiB.
+    limit = 8 * numel + (192 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    moves = Run(setting, "gemini", {"placement_policy": "auto"}, make_optimizer=exact_sgd)
+    with late_copies(setting):
+        losses = moves.train(STEPS)
+    assert losses == expected, (losses, expected)
+    assert_same_bits(moves.parameters(), parameters, "auto")
+    most = torch.cuda.max_memory_reserved()
+    assert most <= limit, (most, limit)
+
+
+def accumulate(setting: Setting, *, plugin: str, options: dict[str, Any], offload: dict[str, Any]) -> None:
+    """Gradients of three batches add up on the host as they do on the device."""
+    repeat_bits()
+    base = {**SMALL, **options} if plugin == "gemini" and not setting.is_real else options
+    found = []
+    for more in ({}, offload):
+        run = Run(setting, plugin, {**base, **more}, make_optimizer=exact_sgd)
+        with late_copies(setting):
+            for step in range(3):
+                for batch in range(3):
+                    loss = run.model(tokens_of(10 * step + batch, setting.device)) / 4
+                    if batch < 2:
+                        with run.booster.no_sync(run.model, run.optimizer):
+                            run.booster.backward(loss, run.optimizer)
+                    else:
+                        run.booster.backward(loss, run.optimizer)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        found.append(run.parameters())
+    assert_same_bits(found[1], found[0], "three batches a step")
+
+
+KINDS: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
+    ("zero 1", "zero", {"stage": 1}, {"offload": "cpu"}, False),
+    ("zero 2", "zero", {"stage": 2}, {"offload": "cpu"}, False),
+    ("zero 1 in small buckets", "zero", {"stage": 1, "bucket_bytes": 1 << 16}, {"offload": "cpu"}, False),
+    ("zero 1 on disk", "zero", {"stage": 1}, {"offload": "disk"}, True),
+    *((f"gemini, {name}", "gemini", {}, options, False) for name, options in GEMINI.items()),
+    ("gemini on disk", "gemini", {}, GEMINI["both"], True),
+]
+CASES = [
+    *(
+        Case(
+            f"offload equals none: {name}, {precision}",
+            equal,
+            {"plugin": plugin, "options": options, "offload": offload, "in_folder": disk, "precision": precision},
+        )
+        for name, plugin, options, offload, disk in KINDS
+        for precision in ("fp32", "bf16")
+        if precision == "bf16" or name in ("zero 2", "gemini, both")
+    ),
+    *(
+        Case(
+            f"offload close with AdamW: {plugin}",
+            close_with_adamw,
+            {"plugin": plugin, "options": o, "precision": "bf16"},
+        )
+        for plugin, o in (("zero", {"offload": "cpu"}), ("gemini", GEMINI["both"]))
+    ),
+    *(
+        Case(
+            f"offload, gradients of three batches: {plugin}",
+            accumulate,
+            {"plugin": plugin, "options": {}, "offload": o},
+        )
+        for plugin, o in (("zero", {"offload": "cpu"}), ("gemini", GEMINI["both"]))
+    ),
+    Case("offload: auto within a part of the device", stay_within_a_fraction, only_on="cuda"),
+]

@@ -1,0 +1,176 @@
+"""Saves and loads on a device: values of the save's moment, no wait for the whole device, any stream."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from booster_checkpoint.load import fill
+from booster_runtime.memory import CopyStream
+from device_runs.cases import Case
+from device_runs.small import Run, assert_same_bits, spin, tokens_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from device_runs.cases import Setting
+
+PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "zero 2": ("zero", {"stage": 2}),
+    "zero 2, offload": ("zero", {"stage": 2, "offload": "cpu"}),
+    "gemini": ("gemini", {}),
+    "gemini, offload": ("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
+    "hybrid": ("hybrid", {"zero_stage": 1}),
+}
+
+
+def save_while_training(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
+    """Save in the background, go on training at once, and find what a save in the foreground has written before."""
+    run = Run(setting, plugin, options, "bf16")
+    run.train(2)
+    expected = run.parameters("before")
+    run.booster.save_optimizer(run.optimizer, setting.folder / "optimizer-before", shard=True)
+    waits: list[str] = []
+    spin(setting, 0.05)
+    with _refusing_waits_of_other_threads(waits):
+        run.booster.save_model(run.model, setting.folder / "model.safetensors", use_async=True)
+        run.booster.save_optimizer(run.optimizer, setting.folder / "optimizer", shard=True, use_async=True)
+        for number in range(2, 5):
+            run.step(number)
+        run.booster.wait()
+    assert not waits, waits
+    assert_same_bits(_read(setting.folder / "model.safetensors"), expected, "the model")
+    found, before = (_read_folder(setting.folder / name) for name in ("optimizer", "optimizer-before"))
+    assert_same_bits(found, before, "the optimizer")
+    other = Run(setting, plugin, options, "bf16")
+    other.booster.load_model(other.model, setting.folder / "model.safetensors")
+    other.booster.load_optimizer(other.optimizer, setting.folder / "optimizer")
+    third = Run(setting, plugin, options, "bf16")
+    third.train(2)
+    assert [float(other.step(number)) for number in (2, 3)] == [float(third.step(number)) for number in (2, 3)]
+
+
+def _refusing_waits_of_other_threads(waits: list[str]) -> Any:
+    """Note where a thread other than the main one waits for a whole device, which is its current one: the first."""
+
+    def watch(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                waits.append(f"{name}{args} in {threading.current_thread().name}")
+            return function(*args, **kwargs)
+
+        return call
+
+    stack = mock.patch.multiple(
+        torch.accelerator, synchronize=watch("torch.accelerator.synchronize", torch.accelerator.synchronize)
+    )
+    if not torch.cuda.is_available():
+        return stack
+    import contextlib
+
+    both = contextlib.ExitStack()
+    both.enter_context(stack)
+    both.enter_context(
+        mock.patch.object(torch.cuda, "synchronize", watch("torch.cuda.synchronize", torch.cuda.synchronize))
+    )
+    return both
+
+
+def load_in_a_stream(setting: Setting, *, plugin: str, options: dict[str, Any], num_threads: int) -> None:
+    """Load in a stream that is busy with kernels that write to the parameters: what was loaded is what stays."""
+    run = Run(setting, plugin, options)
+    run.train(2)
+    expected = run.parameters()
+    other = Run(setting, plugin, options)
+    stream = setting.module.Stream()
+    stream.wait_stream(setting.module.current_stream())
+    # Threads share tensors of a mebibyte or more.
+    with setting.module.stream(stream), mock.patch.object(fill, "_MIN_THREAD_BYTES", 1 << 10):
+        # Kernels of this stream still write to the parameters when the load begins, as an initializer may.
+        other.step(0)
+        spin(setting, 0.1)
+        loss = other.model(tokens_of(7, setting.device))
+        other.booster.backward(loss, other.optimizer)
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+        other.booster.load_model(other.model, setting.folder / "parameters.safetensors", num_threads=num_threads)
+        found = other.parameters("loaded")
+    setting.module.current_stream().wait_stream(stream)
+    setting.module.synchronize()
+    assert_same_bits(found, expected, "what was loaded in a stream")
+    assert_same_bits(other.parameters("later"), expected, "what is there later")
+
+
+def save_in_a_stream(setting: Setting, *, use_async: bool) -> None:
+    """Save in a stream whose kernels are late."""
+    run = Run(setting, "zero", {"stage": 1})
+    run.train(2)
+    expected = run.parameters()
+    stream = setting.module.Stream()
+    stream.wait_stream(setting.module.current_stream())
+    adapter = run.booster.state_adapter(run.model)
+    with setting.module.stream(stream), torch.no_grad():
+        spin(setting, 0.1)
+        for shard in adapter.model_shards():
+            shard.data.add_(1)
+        run.booster.save_model(run.model, setting.folder / "later.safetensors", use_async=use_async)
+        for shard in adapter.model_shards():
+            shard.data.add_(1)
+        run.booster.wait()
+    found = _read(setting.folder / "later.safetensors")
+    changed = {name: values + 1 for name, values in expected.items()}
+    assert_same_bits(found, changed, "what was saved in a stream")
+
+
+def load_into_another_stream(setting: Setting) -> None:
+    """Copy streams that a save of the host's state uses come after what the current stream has written."""
+    copy_stream = CopyStream(torch.device(setting.device))
+    values = torch.zeros(1 << 20, device=setting.device)
+    host = torch.empty(1 << 20, pin_memory=True)
+    stream = setting.module.Stream()
+    stream.wait_stream(setting.module.current_stream())
+    with setting.module.stream(stream):
+        spin(setting, 0.02)
+        values.fill_(3.0)
+        with copy_stream.after_compute():
+            host.copy_(values, non_blocking=True)
+        copy_stream.synchronize()
+    assert host.unique().tolist() == [3.0]
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
+    return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in _read(path).items()}
+
+
+CASES = [
+    *(
+        Case(f"save while training: {name}", save_while_training, {"plugin": plugin, "options": options})
+        for name, (plugin, options) in PLUGINS.items()
+    ),
+    *(
+        Case(
+            f"load in a stream, {threads} threads: {name}",
+            load_in_a_stream,
+            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "num_threads": threads},
+        )
+        for name, threads in (("ddp", 1), ("ddp", 4), ("zero 2", 4), ("gemini", 4), ("fsdp", 4))
+    ),
+    *(
+        Case(f"save in a stream{', async' if use_async else ''}", save_in_a_stream, {"use_async": use_async})
+        for use_async in (False, True)
+    ),
+    Case("copy after a stream of the user", load_into_another_stream),
+]

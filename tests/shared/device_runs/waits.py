@@ -1,0 +1,49 @@
+"""The host waits for nothing in a step without offload; with it, for copies alone, which are listed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import device_smoke
+import host_waits
+
+from device_runs.cases import Case, Figure
+
+if TYPE_CHECKING:
+    from device_runs.cases import Setting
+
+OFFLOAD = {
+    "fsdp, offload": device_smoke.Case("fsdp", {"cpu_offload": True}),
+    "zero 2, offload": device_smoke.Case("zero", {"stage": 2, "offload": "cpu"}),
+    "gemini, offload": device_smoke.Case(
+        "gemini", {"min_chunk_bytes": 1 << 15, "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    ),
+}
+
+
+def wait_for_nothing(setting: Setting, *, case: device_smoke.Case, precision: str) -> None:
+    """Train eight steps; from the fifth on nothing is waited for."""
+    found, seen = host_waits.waits_of(case, setting.device, precision)
+    assert seen == 3, "what is looked for is found"
+    assert not found, "\n".join(found)
+
+
+def list_waits(setting: Setting, *, name: str, case: device_smoke.Case) -> list[Figure]:
+    """Count what a step with offload waits for: events and streams of copies, and the norm that clips on the host."""
+    found, _ = host_waits.waits_of(case, setting.device, "bf16")
+    print("\n".join(found))
+    reads = [each for each in found if not each.startswith("synchronize")]
+    assert len(reads) <= 2, "\n".join(reads)  # one a step
+    return [Figure(f"waits of the host in a step of {name}", [len(found) / 2], unit="")]
+
+
+CASES = [
+    Case(f"host waits, {name}, {precision}", wait_for_nothing, {"case": case, "precision": precision}, only_on=only_on)
+    for name, case, only_on in (
+        # torch's DDP waits itself where the device is not CUDA.
+        ("ddp", device_smoke.Case("ddp"), "cuda"),
+        *((name, case, "") for name, case in host_waits.CASES.items()),
+        ("zero 2", device_smoke.Case("zero", {"stage": 2}), ""),
+    )
+    for precision in ("fp32", "bf16")
+] + [Case(f"host waits, {name}", list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()]

@@ -1,0 +1,133 @@
+"""What the host waits for in a step: what it reads of a device, and streams and events that it waits for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from device_smoke import PLUGINS, Case
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster_core import Booster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Self
+
+CASES = {
+    "fsdp": Case("fsdp"),
+    "zero 1": Case("zero", {"stage": 1}),
+    "zero 2, overlapped": Case("zero", {"stage": 2, "bucket_bytes": 1 << 14, "overlap_allgather": True}),
+    "gemini": Case("gemini", {"min_chunk_bytes": 1 << 15}),
+    "hybrid, zero 1": Case("hybrid", {"zero_stage": 1}),
+}
+"""Plugins whose steps wait for nothing; the simulated accelerator has no DDP without a wait of torch's own."""
+STEPS_BEFORE = 4
+"""The first steps lay out buckets, and compare what ranks do."""
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts what the host reads of a device, and where it waits by other means.
+
+    Args:
+        device: Device type.
+
+    Attributes:
+        found: What was called, and from where.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self.found: list[str] = []
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._on_call)  # methods of events and streams can't be replaced
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        super().__exit__(*error)
+
+    def _on_call(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in ("synchronize", "_accelerator_synchronizeDevice"):
+            self.found.append(f"{function.__name__}: {_frames(traceback.extract_stack(frame))}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in READS and args[0].device.type == self._device:
+            self.found.append(f"{func}: {_frames(traceback.extract_stack()[:-1])}")
+        elif func in (aten._to_copy.default, aten.copy_.default):
+            source, target = (args[0], result) if func is aten._to_copy.default else (args[1], args[0])
+            is_waited_for = not (kwargs.get("non_blocking") or args[2:] == (True,))
+            if source.device.type == self._device and target.device.type == "cpu" and is_waited_for:
+                self.found.append(f"{func}: {_frames(traceback.extract_stack()[:-1])}")
+        return result
+
+
+def _frames(stack: traceback.StackSummary) -> str:
+    return " < ".join(f"{frame.filename}:{frame.lineno}" for frame in stack[:-6:-1])
+
+
+@contextlib.contextmanager
+def cuda_waits_raise() -> Iterator[None]:
+    """Let torch raise where the host waits for a CUDA device, as far as torch can tell."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def waits_of(case: Case, device: str, precision: str = "fp32") -> tuple[list[str], int]:
+    """Return what the host waits for in the fifth and sixth step, and how many of three waits are found.
+
+    On CUDA the seventh and eighth run where torch raises, unless the others have waited.
+
+    Collective: every rank.
+    """
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.LayerNorm(32)) for _ in range(4)]
+    model: nn.Module = nn.Sequential(*layers, nn.BatchNorm1d(32), nn.Linear(32, 1))
+    module, name = PLUGINS[case.plugin].split(":")
+    booster = Booster(device, precision, getattr(import_module(module), name)(**case.options))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    x = torch.full((4, 32), dist.get_rank() + 1.0, device=device)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        loss = model(x).float().square().mean()
+        booster.backward(loss, optimizer)
+        norm = optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return loss.detach(), norm
+
+    for _ in range(STEPS_BEFORE):
+        step()
+    with HostWaits(device) as waits:
+        step()
+        loss, norm = step()
+    with HostWaits(device) as seen:
+        assert loss.item() > 0
+        assert norm.cpu().isfinite()
+        torch.accelerator.synchronize()
+    if device == "cuda" and not waits.found:
+        with cuda_waits_raise():
+            step()
+            step()
+    return waits.found, len(seen.found)
