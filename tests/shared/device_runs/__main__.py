@@ -14,14 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from device_runs import report, runner
-from device_runs.cases import all_cases
+from device_runs.cases import Case, all_cases
 
 
 def main() -> int:
     """Run the cases and return 1 if one failed; 0 where there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="device_runs", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="parts of the names of the cases to run; all by default"
+        "names", nargs="*", metavar="NAME", help="names of the cases to run, or parts of them; all by default"
     )
     parser.add_argument("--into", type=Path, default=Path("device-report"), help="the folder of the report")
     parser.add_argument("--minutes", type=float, default=7.5, help="what has not begun by then is left out")
@@ -30,9 +30,7 @@ def main() -> int:
     parser.add_argument("--staged", action="store_true", help="several ranks talk over the staged backend in any case")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     asked = parser.parse_args()
-    chosen = [
-        case for case in all_cases().values() if not asked.names or any(name in case.name for name in asked.names)
-    ]
+    chosen = _named(asked.names)
     if asked.list:
         print("\n".join(case.name for case in chosen))
         return 0
@@ -56,6 +54,15 @@ def main() -> int:
     runner.run(chosen, machine, folder / "output", asked.minutes * 60, tell)
     print(f"report: {folder / 'report.md'}")
     return int(any(outcome.status == "failed" for outcome in outcomes))
+
+
+def _named(names: list[str]) -> list[Case]:
+    """Return the cases of these names; a name that no case has stands for those that it is a part of."""
+    cases = all_cases()
+    parts = [name for name in names if name not in cases]
+    return [
+        case for case in cases.values() if not names or case.name in names or any(part in case.name for part in parts)
+    ]
 
 
 def _facts(machine: runner.Machine) -> dict[str, object]:

@@ -167,8 +167,8 @@ def all_cases() -> dict[str, Case]:
         sanitizer.CASES,
         memory.CASES,
         commands.CASES,
-        training.CASES,
         two_ranks.CASES,
+        training.CASES,
         # Timed ones come last, the most important first: what the time does not reach is left out.
         speed.FIRST,
         offload_speed.CASES,
