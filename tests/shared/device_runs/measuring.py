@@ -221,7 +221,7 @@ def device_work(setting: Setting, step: Step) -> DeviceWork | None:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             step()
             synchronize(setting)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         print(f"torch's profiler can't run here: {error}", flush=True)
         return None
     events = found.events()
