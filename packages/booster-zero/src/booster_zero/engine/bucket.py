@@ -289,7 +289,8 @@ class Bucket(Shard):
             return collectives.all_gather(self.whole, bounds, group)
         values = self.values
         if values.dtype != self.own.dtype:
-            values = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device).copy_(values)
+            taken = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device, is_kept=False)
+            values = taken.copy_(values)
         with self.copy_stream.after_compute():
             self.own.copy_(values, non_blocking=True)
             copied = self.copy_stream.record()
@@ -441,7 +442,9 @@ class Bucket(Shard):
         if self.copy_stream is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
-        landing = target if is_first else zeros_in_memory(target.numel(), target.dtype, target.device, source.device)
+        landing = target
+        if not is_first:
+            landing = zeros_in_memory(target.numel(), target.dtype, target.device, source.device, is_kept=False)
         with self.copy_stream.after_compute():
             staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
             collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
