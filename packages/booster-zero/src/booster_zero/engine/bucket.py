@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
 from booster_runtime.memory import CopyStream
@@ -190,6 +191,7 @@ class Bucket(Shard):
         Collective: every rank of the shard group, in the same order among buckets.
         """
         assert self._pool is not None, "what is always whole is not gathered"
+        refuse_capture("gather of parameters")
         self._become(WholeState.GATHERING)
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
         self._fetch(Role.PARAM).wait()
