@@ -59,3 +59,25 @@ def test_calls_in_a_capture_raise_and_change_nothing(name, simulated_device):
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def gather_in_a_capture():
+    """Call a layer of a model whose parameters are gathered for it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    booster = Booster(NAME, plugin=make_plugin("gemini", {}))
+    model, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    layer, x = booster.unwrap(model.eval())[0], torch.ones(2, 4, device=NAME)
+    with torch.no_grad():
+        expected = layer(x).tolist()
+        with (
+            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+            pytest.raises(ConfigError, match="`gather of parameters` was called while a CUDA graph is captured"),
+        ):
+            layer(x)
+        return layer(x).tolist() == expected
+
+
+def test_parameters_are_not_gathered_in_a_capture(simulated_device):
+    assert run_on_devices(gather_in_a_capture, 1, simulated_device) == [True]

@@ -175,3 +175,19 @@ def failing_to_read(folder):
 
 def test_a_disk_that_fails_when_state_returns_is_told_on_every_rank(simulated_device, tmp_path):
     assert run_on_devices(failing_to_read, 2, simulated_device, str(tmp_path)) == [True, True]
+
+
+def budget_of_a_fraction(options, limit, fraction):
+    """Return the budget where the process may take a part of the device."""
+    torch.simulated.get_per_process_memory_fraction = lambda _: fraction
+    try:
+        return trained(options, limit)[3]
+    finally:
+        del torch.simulated.get_per_process_memory_fraction
+
+
+def test_a_process_takes_no_more_of_the_device_than_it_may(simulated_device):
+    limit = 8 * STATE_BYTES
+    (whole,) = run_on_devices(budget_of_a_fraction, 1, simulated_device, AUTO, limit, 1.0)
+    (half,) = run_on_devices(budget_of_a_fraction, 1, simulated_device, AUTO, limit, 0.5)
+    assert whole - half == pytest.approx(0.9 * limit / 2, rel=0.01), "but for a tenth"

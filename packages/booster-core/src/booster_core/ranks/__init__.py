@@ -8,7 +8,15 @@ from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_core.errors import name_ranks
-    from booster_core.ranks.calls import LOST_PEER, OBSERVERS, NamedCall, ObservedCall, Observer, observed_by
+    from booster_core.ranks.calls import (
+        LOST_PEER,
+        OBSERVERS,
+        NamedCall,
+        ObservedCall,
+        Observer,
+        observed_by,
+        refuse_capture,
+    )
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
@@ -48,6 +56,7 @@ __all__ = [
     "observed_by",
     "open_world",
     "opened_world",
+    "refuse_capture",
     "set_world",
     "this_host",
 ]
@@ -55,7 +64,7 @@ __all__ = [
 __getattr__, __dir__ = public_names(
     __name__,
     {
-        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by"],
+        ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by", "refuse_capture"],
         "booster_core.errors": ["name_ranks"],
         ".coordinator": ["DistCoordinator"],
         ".digests": ["digest"],

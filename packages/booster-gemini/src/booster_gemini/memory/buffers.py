@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_runtime.memory import ALIGNMENT, aligned, aligned_buffer
+from booster_runtime.memory import aligned, aligned_buffer, locked_buffer
 from booster_zero.engine import is_free
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Buffers:
             if buffer.numel() == length and is_free(buffer):
                 return self._idle.pop(position)
         self._trim(length)
-        return _pinned(length) if self.pins else aligned_buffer(length)
+        return locked_buffer(length) if self.pins else aligned_buffer(length)
 
     def give(self, buffer: Tensor, num_bytes: int) -> None:
         """Take a buffer back; it is lent again when nobody else reads it."""
@@ -99,14 +99,6 @@ class Buffers:
     def clear(self) -> None:
         """Give all idle memory back to the system."""
         self._idle.clear()
-
-
-def _pinned(num_bytes: int) -> Tensor:
-    """Return page-locked memory at an address that a disk can read and write directly, as not every device gives it."""
-    storage = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True).untyped_storage()
-    start = -storage.data_ptr() % ALIGNMENT
-    buffer: Tensor = torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))
-    return buffer
 
 
 def give_back_freed() -> None:

@@ -38,9 +38,11 @@ class FreeMemory:
 
     @property
     def reachable_bytes(self) -> int:
-        """What is free, and what torch has allocated or keeps for later."""
-        free, _ = self._module.mem_get_info(self._device)
-        return int(free) + int(self._module.memory_reserved(self._device))
+        """What is free, and what torch has allocated or keeps for later; no more than this process may take."""
+        free, total = self._module.mem_get_info(self._device)
+        reachable = int(free) + int(self._module.memory_reserved(self._device))
+        fraction = getattr(self._module, "get_per_process_memory_fraction", None)  # not every device has a limit
+        return reachable if fraction is None else min(reachable, int(total * fraction(self._device)))
 
     def begin(self) -> None:
         """Begin an interval, in which blocks take as much from start to end."""

@@ -10,6 +10,7 @@ from booster_runtime.memory.host_memory import (
     OffloadFolder,
     aligned,
     aligned_buffer,
+    locked_buffer,
     zeros_in_pages,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "aligned_buffer",
     "block_bytes",
     "host_stands_for_device",
+    "locked_buffer",
     "zeros_in_pages",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import math
 import mmap
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,65 @@ def aligned_buffer(num_bytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+_LEAST_LOCKED_BYTES = 1 << 20
+"""Less than this is not worth a call of the driver."""
+
+
+class _LockedPages(mmap.mmap):
+    """Whole pages that CUDA devices copy from and to by themselves, until they are freed.
+
+    Attributes:
+        address: Of the first page.
+        process: Whose they are; a fork has none of them.
+    """
+
+    address: int
+    process: int
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or self.process != os.getpid():
+            return
+        torch.cuda.synchronize()  # nobody holds the memory, but a copy may be under way
+        torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+
+
+def _locked_by_cuda(num_bytes: int) -> Tensor | None:
+    """Return zeroed pages that are locked by CUDA; ``None`` where it refuses."""
+    pages = _LockedPages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.process = -1
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                pages.madvise(getattr(mmap, advice))
+    pages.address = buffer.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(pages.address, num_bytes, 0)):  # type: ignore[no-untyped-call]
+        return None
+    pages.process = os.getpid()
+    return buffer
+
+
+def locked_buffer(num_bytes: int) -> Tensor:
+    """Return page-locked memory for what is kept: 1-D uint8 of whole pages, given back with its last tensor.
+
+    torch's own allocator, which this falls back on, rounds up to a power of two, and keeps what is freed: that suits
+    copies on their way, and takes up to twice the memory for what stays.
+
+    Args:
+        num_bytes: Its size, rounded up to whole pages.
+    """
+    length = aligned(num_bytes)
+    if length >= _LEAST_LOCKED_BYTES and torch.cuda.is_available():
+        locked = _locked_by_cuda(length)
+        if locked is not None:
+            return locked
+    # Not every device's memory begins with a page.
+    storage = torch.empty(length + ALIGNMENT, dtype=torch.uint8, pin_memory=True).untyped_storage()
+    start = -storage.data_ptr() % ALIGNMENT
+    buffer: Tensor = torch.empty(0, dtype=torch.uint8).set_(storage, start, (length,), (1,))
+    return buffer
 
 
 def zeros_in_pages(numel: int, dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,8 @@ def command(*, timeout_seconds: float, backend: str | None, folder: str | None, 
 
     The exit status is 1 if anything fails or hangs.
     """
+    for line in _devices():
+        click.echo(line)
     backends = [backend] if backend else _usable_backends()
     states: Counter[str] = Counter()
     for each in backends:
@@ -100,6 +102,20 @@ def run_checks(backend: str, timeout_seconds: float, folder: str | None = None) 
 
 
 _SEVERITY = ("ok", "slow", "FAIL")
+
+
+def _devices() -> list[str]:
+    """Return a line for each CUDA device, and one where they are too few for NCCL."""
+    import torch
+    from torch import distributed
+
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        lines.append(f"CUDA device {index}: {properties.name}, {properties.total_memory / 2**30:.1f} GiB")
+    if 0 < len(lines) < WORLD_SIZE and distributed.is_nccl_available():
+        lines.append(f"nccl: not tried, because it needs {WORLD_SIZE} devices, one for each process")
+    return lines
 
 
 def _usable_backends() -> list[str]:

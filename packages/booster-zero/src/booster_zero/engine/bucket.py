@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
 from booster_runtime.memory import CopyStream
@@ -190,6 +191,7 @@ class Bucket(Shard):
         Collective: every rank of the shard group, in the same order among buckets.
         """
         assert self._pool is not None, "what is always whole is not gathered"
+        refuse_capture("gather of parameters")
         self._become(WholeState.GATHERING)
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
         self._fetch(Role.PARAM).wait()
@@ -289,7 +291,8 @@ class Bucket(Shard):
             return collectives.all_gather(self.whole, bounds, group)
         values = self.values
         if values.dtype != self.own.dtype:
-            values = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device).copy_(values)
+            taken = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device, is_kept=False)
+            values = taken.copy_(values)
         with self.copy_stream.after_compute():
             self.own.copy_(values, non_blocking=True)
             copied = self.copy_stream.record()
@@ -441,7 +444,9 @@ class Bucket(Shard):
         if self.copy_stream is None:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
-        landing = target if is_first else zeros_in_memory(target.numel(), target.dtype, target.device, source.device)
+        landing = target
+        if not is_first:
+            landing = zeros_in_memory(target.numel(), target.dtype, target.device, source.device, is_kept=False)
         with self.copy_stream.after_compute():
             staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
             collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()

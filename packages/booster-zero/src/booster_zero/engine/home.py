@@ -15,7 +15,7 @@ import torch
 
 from booster_core.errors import OffloadError
 from booster_runtime.collectives import Pending
-from booster_runtime.memory import zeros_in_pages
+from booster_runtime.memory import locked_buffer, zeros_in_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,10 +164,23 @@ class Home:
         """Note that an optimizer step has ended."""
 
 
-def zeros_in_memory(numel: int, dtype: torch.dtype, device: torch.device, compute: torch.device) -> Tensor:
-    """Return 1-D zeros; on the host page-locked where an accelerator computes, so that it copies them by itself."""
+def zeros_in_memory(
+    numel: int, dtype: torch.dtype, device: torch.device, compute: torch.device, *, is_kept: bool = True
+) -> Tensor:
+    """Return 1-D zeros; on the host page-locked where an accelerator computes, so that it copies them by itself.
+
+    Args:
+        numel: Number of elements.
+        dtype: Their format.
+        device: Where they are.
+        compute: The device that they are copied from and to.
+        is_kept: Whether they stay for long, and should take no more memory than they need.
+    """
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     if compute.type != "cpu":
+        num_bytes = numel * dtype.itemsize
+        if is_kept and num_bytes:
+            return locked_buffer(num_bytes)[:num_bytes].zero_().view(dtype)
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
     return zeros_in_pages(numel, dtype)
