@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -279,7 +280,9 @@ def _as_file(name: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """Return a port below those that the system gives to connections, one of which could take it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 30_000)  # noqa: S311 - no secret
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
