@@ -282,7 +282,7 @@ def _as_file(name: str) -> str:
 def _free_port() -> int:
     """Return a port below those that the system gives to connections, one of which could take it meanwhile."""
     while True:
-        port = random.randrange(20_000, 30_000)  # noqa: S311 - no secret
+        port = random.randrange(20_000, 30_000)
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("localhost", port))
             return port
