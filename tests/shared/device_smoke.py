@@ -68,6 +68,7 @@ CASES = {
         "hybrid", {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}
     ),
     "zero-bubble pipeline": Case("hybrid", {"pp_size": 2, "num_microbatches": 4, "pp_style": "zbv"}),
+    "pipeline of four stages": Case("hybrid", {"pp_size": 4, "num_microbatches": 8}, world_size=4),
     "tensor parallel, pipeline": Case("hybrid", {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, world_size=4),
     "pipeline, zero 1": Case("hybrid", {"pp_size": 2, "num_microbatches": 4, "zero_stage": 1}, world_size=4),
 }

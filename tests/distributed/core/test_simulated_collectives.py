@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_device import NAME, run_on_devices
+from simulated_device import NAME, lazy_communicators, run_on_devices
 
 from booster_testing import RankError
 
@@ -97,7 +97,7 @@ def test_a_collective_is_ordered_on_the_stream_that_waits(simulated_device):
     assert run_on_devices(_order_of_streams, 2, simulated_device) == [(8.0, 8.0)] * 2
 
 
-def _first_message():
+def _first_message(group):
     rank = dist.get_rank()
     dist.barrier()
     times = []
@@ -106,17 +106,44 @@ def _first_message():
             time.sleep(0.5)
         start = time.monotonic()
         call, peer = (dist.isend, 1) if rank == 0 else (dist.irecv, 0)
-        work = call(_full(1, 0), peer)
+        work = call(_full(1, 0), peer, group=group)
         times.append(time.monotonic() - start)
         work.wait()
         dist.barrier()
     return times
 
 
-def test_the_host_blocks_at_the_first_message_of_a_pair(simulated_device):
-    (first, second), _ = run_on_devices(_first_message, 2, simulated_device)
+def _first_message_of_lazy_communicators():
+    with lazy_communicators():
+        group = dist.new_group()
+    return _first_message(group)
+
+
+def test_the_host_blocks_at_the_first_message_of_a_pair_where_communicators_are_lazy(simulated_device):
+    (first, second), _ = run_on_devices(_first_message_of_lazy_communicators, 2, simulated_device)
     assert first > 0.4
     assert second < first / 2
+
+
+def _through_one_communicator():
+    """Let rank 1 ask rank 0 for a message that comes last, and send one to rank 2 meanwhile; return what arrived."""
+    rank, device = dist.get_rank(), _full(1, 7)
+    works = []
+    if rank == 1:
+        works += [dist.irecv(device, 0), dist.isend(_full(1, 5), 2)]
+    if rank == 2:
+        dist.recv(device, 1)
+        dist.send(_full(1, 0), 0)
+    if rank == 0:
+        dist.recv(device, 2)
+        dist.send(_full(1, 0), 1)
+    for work in works:
+        work.wait()
+
+
+def test_messages_of_one_communicator_wait_for_those_asked_for_before(simulated_device):
+    with pytest.raises(RankError, match=r"[Tt]imed out waiting|timeout caused"):
+        run_on_devices(_through_one_communicator, 3, simulated_device, group_timeout_seconds=3.0)
 
 
 def _two_ways_at_once():

@@ -13,7 +13,7 @@ from model_zoo import get_model
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
-from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
@@ -72,7 +72,7 @@ def compare(name, style, num_chunks, num_microbatches):
     schedule = make_schedule(style, size, num_microbatches, num_chunks)
     stages, trace = staged(model, parts[0], schedule, rank)
     names = sorted({each for layer in trace.layers for each in layer.carried})
-    link = Link(names, range(size), rank, dist.new_group(), dist.new_group(), torch.device("cpu"))
+    link = Link(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = {}
     for key, parameter in model.named_parameters():
         if not parameter.requires_grad:

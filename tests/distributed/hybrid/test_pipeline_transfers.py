@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from matrix import matrix
 
-from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_testing import run_on_ranks
 
 LARGE = (1024, 1024)
@@ -31,7 +31,7 @@ class CountingLink(Link):
 
 def link(names=("x", "y")):
     size = dist.get_world_size()
-    return CountingLink(names, range(size), dist.get_rank(), dist.new_group(), dist.new_group(), torch.device("cpu"))
+    return CountingLink(names, range(size), dist.get_rank(), make_channels([range(size)]), torch.device("cpu"))
 
 
 def arrives_before_it_is_received():

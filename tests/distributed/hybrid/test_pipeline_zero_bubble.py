@@ -15,7 +15,7 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.cut import StagedModel, share_layers
-from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
@@ -59,7 +59,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     if is_checkpointed:
         enable_activation_checkpointing(model)
     names = sorted({each for layer in trace.layers for each in layer.carried})
-    link = Link(names, range(size), rank, dist.new_group(), dist.new_group(), torch.device("cpu"))
+    link = Link(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = collections.Counter()
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import types
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = sorted(_FOLDER.glob("*.cpp"))
 _BUILD_SECONDS = 1800
 _MODULE = "simulated_device_native"
+_IS_LAZY = ContextVar("is_lazy", default=False)
 
 
 class NotBuiltError(Exception):
@@ -124,9 +126,19 @@ def load(library: str) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
 
     def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+        return native.SimulatedBackend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _IS_LAZY.get())
 
     dist.Backend.register_backend("simccl", make_backend, devices=[NAME])
+
+
+@contextlib.contextmanager
+def lazy_communicators() -> Iterator[None]:
+    """Let groups that are made meanwhile have a communicator for each pair of ranks, as where NCCL is not bound."""
+    before = _IS_LAZY.set(True)
+    try:
+        yield
+    finally:
+        _IS_LAZY.reset(before)
 
 
 def run_on_devices(function: Callable[..., Any], world_size: int, library: str, *args: Any, **kwargs: Any) -> list[Any]:

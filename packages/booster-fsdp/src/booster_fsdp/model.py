@@ -263,13 +263,20 @@ class ForwardWrites:
         Raises:
             ConfigError: If forward has written to one of them.
         """
+        compared: list[tuple[Any, Tensor, Tensor]] = []
         for inner, gathered in self._watched(group):
             before = self._sums.pop(id(inner), None) if self._sums else None
             # torch's gathers leave the version counters at zero.
             if gathered._version:  # noqa: SLF001 - as autograd notices it
                 raise _written(inner, "in place")
-            if before is not None and not torch.equal(before, _sums(gathered)):
-                raise _written(inner, "through `.data`")
+            if before is not None:
+                compared.append((inner, before, _sums(gathered)))
+        if compared:
+            _, before_all, after_all = zip(*compared, strict=True)
+            differ = (torch.stack(before_all) != torch.stack(after_all)).any(dim=1).tolist()  # the host waits once
+            for (inner, *_), differs in zip(compared, differ, strict=True):
+                if differs:
+                    raise _written(inner, "through `.data`")
 
     def _watched(self, group: Any) -> Iterator[tuple[Any, Tensor]]:
         for inner, gathered in gathered_parameters(group):
@@ -278,19 +285,23 @@ class ForwardWrites:
 
 
 def _sums(gathered: Tensor) -> Tensor:
-    """Return sums over the bits of a tensor, some of which depend on their order."""
+    """Return sums over the bits of a tensor, shape ``(4,)``, that depend on their order by row and by column."""
     with torch.no_grad():
-        bits = gathered.detach().reshape(-1).view(_BITS[gathered.element_size()])
-        places = torch.arange(1, 1 + min(bits.numel(), _MOST_AT_ONCE), device=bits.device)
-        sums = [bits.sum()]
-        for start in range(0, bits.numel(), _MOST_AT_ONCE):
-            part = bits[start : start + _MOST_AT_ONCE]
-            sums.append((part * places[: part.numel()]).sum())
-        return torch.stack(sums)
+        bits = gathered.detach().reshape(-1).view(torch.uint8)
+        width = next(each for each in _WORDS if bits.numel() % each == 0 and bits.storage_offset() % each == 0)
+        words = bits.view(_WORDS[width])
+        columns = max(min(words.numel(), _COLUMNS), 1)
+        rows = words.numel() // columns
+        table, rest = words[: rows * columns].view(rows, columns), words[rows * columns :]
+        places = torch.arange(1, 1 + max(rows, columns), device=bits.device)
+        down, across = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
+        sums = [down, down * places[:columns], across * places[:rows], rest * places[: rest.numel()]]
+        return torch.stack([each.sum() for each in sums])
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_AT_ONCE = 1 << 20
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+"""Integers by their size: sums of them, which wrap around, are the same in any order."""
+_COLUMNS = 4096
 
 
 def _written(inner: Any, how: str) -> ConfigError:

@@ -18,7 +18,7 @@ from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_hybrid.pipeline.p2p import Link
+from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
@@ -337,15 +337,15 @@ class HybridSetup:
 
         Collective: every rank of the world.
         """
-        up, device = self._axes["pp",], self._context.device
-        down = make_axes(self._shape, [("pp",)])["pp",]
+        pipeline, device = self._axes["pp",], self._context.device
         cut.staged.forward = model.run_stage
-        link = Link(plan.sent_names, up.ranks, up.index, up.group, down.group, device)
-        link.connect((rank, (rank + 1) % up.size) for rank in range(up.size))
+        channels = make_channels(self._shape.groups(("pp",)))
+        link = Link(plan.sent_names, pipeline.ranks, pipeline.index, channels, device)
+        link.connect()
         engine = PipelineEngine(
             cut.staged,
             self._config.pipeline,
-            up.index,
+            pipeline.index,
             link,
             SampleEntries(cut.staged.model, self._entries_seen),
             replica=self._axes["pp", "sp", "tp"],

@@ -18,6 +18,7 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
 from booster_runtime import collectives
+from booster_runtime.sharding import between_hosts
 from booster_zero import ZeroOptimizer
 
 if TYPE_CHECKING:
@@ -174,8 +175,10 @@ class HybridOptimizer(ZeroOptimizer):
                 gradient.copy_(summed)
         for bucket, copies in buckets:
             indices = [slot.index for slot in bucket.plan.slots]
-            flags = torch.tensor([used.get(index, False) for index in indices], dtype=torch.uint8, device=self.device)
-            collectives.all_reduce(flags, dist.ReduceOp.MAX, local.copy_groups[copies]).wait()
+            group = local.copy_groups[copies]
+            told = [used.get(index, False) for index in indices]
+            flags = torch.tensor(told, dtype=torch.uint8, device=between_hosts(self.device, group))
+            collectives.all_reduce(flags, dist.ReduceOp.MAX, group).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
         self._joined = True
         return used

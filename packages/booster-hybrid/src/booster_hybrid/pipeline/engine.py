@@ -25,6 +25,7 @@ from booster_hybrid.random_streams import pipeline_stream
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
+from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,7 +256,8 @@ class PipelineEngine:
             error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
         slots = checksum_slots(checksum, self._data.index, self._data.size)
-        counts = torch.tensor([error is not None, len(parts), -len(parts), *slots], device=self._device)
+        told = [error is not None, len(parts), -len(parts), *slots]
+        counts = torch.tensor(told, device=between_hosts(self._device))
         collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
         has_failed, most, least, *largest = counts.tolist()
         apart = [] if has_failed else differing(largest)
@@ -283,7 +285,7 @@ class PipelineEngine:
 
     def _has_any(self, error: Exception | None, group: ProcessGroup | None) -> bool:
         """Return whether a rank of a group (``None`` for all) brings an error."""
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=self._device)
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=between_hosts(self._device, group))
         collectives.all_reduce(flag, dist.ReduceOp.MAX, group).wait()
         return bool(flag.item())
 

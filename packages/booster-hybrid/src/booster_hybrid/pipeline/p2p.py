@@ -2,8 +2,9 @@
 
 Each message is a header that says which tensors follow, with their shapes, and the tensors. Messages between two ranks
 arrive in the order in which they were sent, which both know from the schedule; so a rank asks for them in that order,
-one ahead of what it needs, and nothing has to be labelled. Each direction has a process group of its own: on devices a
-group works off its messages one by one, and two ranks that send to each other through one would wait for each other.
+one ahead of what it needs, and nothing has to be labelled. Each direction between two ranks has a process group of its
+own (`make_channels`): on devices a group works off its messages one by one, in the order in which they were started, so
+that what a rank sends would wait for what it has asked for ahead, and ranks for each other in a circle.
 Headers travel on the CPU where the groups have a backend for it, so that reading one does not stop the device.
 
 Large tensors travel only when the receiver has given them room. So that they do while it computes, it asks for them
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives import WAITS
+from booster_runtime.collectives import WAITS, new_groups
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -124,8 +125,7 @@ class Link:
         names: Names of all tensors that are ever sent, in an order that the ranks agree on.
         ranks: The pipeline's ranks, as ranks of the world.
         index: This rank's position among them.
-        upward: Process group of messages to ranks of a higher position.
-        downward: Process group of messages to ranks of a lower position.
+        channels: Process groups by the positions of sender and receiver, as `make_channels` returns them.
         device: The device of the tensors.
     """
 
@@ -134,39 +134,32 @@ class Link:
         names: Sequence[str],
         ranks: Sequence[int],
         index: int,
-        upward: ProcessGroup,
-        downward: ProcessGroup,
+        channels: Mapping[tuple[int, int], ProcessGroup],
         device: torch.device,
     ) -> None:
         self._names, self._ranks, self._index, self._device = list(names), ranks, index, device
-        self._upward, self._downward = upward, downward
-        has_cpu = "cpu:" in dist.get_backend_config(upward)
+        self._channels = channels
+        has_cpu = all("cpu:" in dist.get_backend_config(group) for group in channels.values())
         self._header_device = torch.device("cpu") if has_cpu else device
         self._sent: dict[Sent, None] = {}
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
         self._usual_from: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
 
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Send a first message each way between ranks on devices, pair after pair.
+    def connect(self) -> None:
+        """Send a first message through each channel between ranks on devices, one channel after the other.
 
-        NCCL makes a communicator for each pair when its ranks first send to each other, and blocks the host until both
-        have come. Ranks that come to several pairs in different orders would wait for each other.
-
-        Args:
-            pairs: Positions of ranks that send to each other; the same on every rank.
+        Where NCCL is not bound to a device, it makes a communicator when it is first used, and blocks the host until
+        both ranks have come. Ranks that come to several in different orders would wait for each other.
 
         Collective: every rank of the pipeline.
         """
         if self._device.type == "cpu":
             return
-        for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
-            for sender, receiver in ((low, high), (high, low)):
-                if self._index not in (sender, receiver):
-                    continue
-                message = torch.zeros(1, device=self._device)
-                start = self._start(message, receiver) if self._index == sender else self._ask(message, sender)
-                start[0].wait()
+        for sender, receiver in sorted(self._channels, key=lambda pair: (min(pair), max(pair), pair)):
+            message = torch.zeros(1, device=self._device)
+            start = self._start(message, receiver) if self._index == sender else self._ask(message, sender)
+            start[0].wait()
 
     def send(self, tensors: Mapping[str, Tensor] | None, to: int, kind: Hashable = None) -> Sent:
         """Start sending tensors; they must not be changed before `release` or `finish`.
@@ -266,15 +259,46 @@ class Link:
             self.release(sent)
 
     def _start(self, tensor: Tensor, to: int) -> tuple[Any, Tensor]:
-        group = self._group(self._index, to)
+        group = self._channels[self._index, to]
         return dist.isend(_as_sent(tensor), dst=self._ranks[to], group=group), tensor
 
     def _ask(self, tensor: Tensor, sender: int) -> tuple[Any, Tensor]:
-        group = self._group(sender, self._index)
+        group = self._channels[sender, self._index]
         return dist.irecv(_as_sent(tensor), src=self._ranks[sender], group=group), tensor
 
-    def _group(self, sender: int, receiver: int) -> ProcessGroup:
-        return self._upward if sender < receiver else self._downward
+
+def make_channels(pipelines: Sequence[Sequence[int]]) -> dict[tuple[int, int], ProcessGroup]:
+    """Make a process group for each direction between neighbours in a pipeline; the last rank is one of the first.
+
+    Args:
+        pipelines: The ranks of each pipeline, as ranks of the world; the same on every rank, and each rank in one.
+
+    Returns:
+        This rank's groups, by the positions of sender and receiver in its pipeline.
+
+    Collective: every rank of the world.
+    """
+    rank, size = dist.get_rank(), len(pipelines[0])
+    index = next(list(ranks).index(rank) for ranks in pipelines if rank in ranks)
+    channels = {}
+    for apart in _disjoint({(min(one, other), max(one, other)) for one in range(size) for other in [(one + 1) % size]}):
+        own = next((pair for pair in apart if index in pair), None)
+        for is_upward in (True, False):
+            group = new_groups([[ranks[low], ranks[high]] for ranks in pipelines for low, high in apart])
+            if own is not None and group is not None:
+                channels[own if is_upward else own[::-1]] = group
+    return channels
+
+
+def _disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return pairs in as few lists as a walk through them finds, in each of which every number is in one pair."""
+    found: list[list[tuple[int, int]]] = []
+    for pair in sorted(pair for pair in pairs if pair[0] != pair[1]):
+        free = next((each for each in found if not any(set(pair) & set(other) for other in each)), None)
+        if free is None:
+            found.append(free := [])
+        free.append(pair)
+    return found
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
