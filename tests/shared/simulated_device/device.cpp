@@ -92,6 +92,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) host_waits(static_cast<Event*>(event)->clock);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    running().wait();
     order().host_waits_for_all();
     pending_copies().settle_known();
   }

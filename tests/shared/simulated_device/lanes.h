@@ -83,6 +83,7 @@ class Lane {
     std::lock_guard<std::mutex> lock(state_->mutex);
     done.swap(state_->done);
     state_->waiting.push_back(std::move(operation));
+    running().begin();
     state_->changed.notify_all();
   }
 
@@ -102,6 +103,7 @@ class Lane {
       state.waiting.pop_front();
       lock.unlock();
       operation->run();
+      running().end();
       lock.lock();
       state.done.push_back(std::move(operation));
     }

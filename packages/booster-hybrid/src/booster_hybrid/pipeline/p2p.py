@@ -12,6 +12,11 @@ before their header has come, in the shapes of the message of that kind before, 
 the sender knows of that. Where it then has something else to send, it fills what was asked for with anything, and sends
 the right tensors after it.
 
+On devices a rank asks for tensors only when their header has come. One that is asked for ahead occupies a stream until
+the sender has come so far, for which it may need what this rank's host has still to start; and all streams can hold up
+a host: where memory is freed or pinned, where a kernel is loaded at its first use, where a user synchronizes the
+device. Then both would wait for ever.
+
 A rank that has failed sends headers that say so in place of what it owes, so that nobody waits for it.
 """
 
@@ -110,11 +115,11 @@ class _Usual:
 
 @dataclass
 class _Expected:
-    """A message that was asked for: its header, and the tensors that it is taken to have."""
+    """A message that is expected: its header, if that was asked for, and the tensors that it is taken to have."""
 
     kind: Hashable
     layout: Layout
-    header: tuple[Any, Tensor]
+    header: tuple[Any, Tensor] | None
     tensors: deque[tuple[Any, Tensor]] = field(default_factory=deque)
 
 
@@ -141,6 +146,7 @@ class Link:
         self._channels = channels
         has_cpu = all("cpu:" in dist.get_backend_config(group) for group in channels.values())
         self._header_device = torch.device("cpu") if has_cpu else device
+        self._asks_ahead = device.type == "cpu"
         self._sent: dict[Sent, None] = {}
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
@@ -175,7 +181,7 @@ class Link:
         given = tensors or {}
         follow = [given[name] for name in self._names if name in given and given[name].numel()]
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in follow)
-        asked = self._usual_to[to].of(kind)
+        asked = self._usual_to[to].of(kind) if self._asks_ahead else ()
         header = torch.zeros(1 + len(self._names), _FIELDS, dtype=torch.int64)
         header[0, 0], header[0, 1] = tensors is None, layout == asked
         for row, name in zip(header[1:], self._names, strict=True):
@@ -200,9 +206,9 @@ class Link:
             sender: Position of the rank. All that was expected of it before must have been received.
             kind: As the sender gives it to `send`.
         """
-        header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._header_device)
-        layout = self._usual_from[sender].of(kind)
-        expected = _Expected(kind, layout, self._ask(header, sender))
+        layout = self._usual_from[sender].of(kind) if self._asks_ahead else ()
+        header = self._ask_header(sender) if self._header_device.type == "cpu" else None
+        expected = _Expected(kind, layout, header)
         for dtype, shape in layout:
             expected.tensors.append(self._ask(torch.empty(shape, dtype=dtype, device=self._device), sender))
         self._expected.setdefault(sender, deque()).append(expected)
@@ -219,7 +225,7 @@ class Link:
         Collective: the sender must `send`.
         """
         expected = self._expected[sender].popleft()
-        work, header = expected.header
+        work, header = expected.header or self._ask_header(sender)
         with WAITS:
             work.wait()
         (has_failed, is_as_expected, *_), *rows = header.tolist()
@@ -261,6 +267,10 @@ class Link:
     def _start(self, tensor: Tensor, to: int) -> tuple[Any, Tensor]:
         group = self._channels[self._index, to]
         return dist.isend(_as_sent(tensor), dst=self._ranks[to], group=group), tensor
+
+    def _ask_header(self, sender: int) -> tuple[Any, Tensor]:
+        header = torch.empty(1 + len(self._names), _FIELDS, dtype=torch.int64, device=self._header_device)
+        return self._ask(header, sender)
 
     def _ask(self, tensor: Tensor, sender: int) -> tuple[Any, Tensor]:
         group = self._channels[sender, self._index]
