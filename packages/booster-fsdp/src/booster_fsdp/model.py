@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -248,9 +249,15 @@ class ForwardWrites:
         self._excepted = _parametrized_in_forward(modules)
         self._num_forwards: dict[tuple[int, bool], int] = {}
         self._sums: dict[int, Tensor] = {}  # of gathered parameters, by the ids of torch's objects for them
+        self._compared: deque[_Compared] = deque()
 
     def take(self, group: Any) -> None:
-        """Remember a unit's gathered parameters before its forward."""
+        """Remember a unit's gathered parameters before its forward.
+
+        Raises:
+            ConfigError: If an earlier forward has written to a parameter, which the device has found out since.
+        """
+        self._raise_late(waits=False)
         key = id(group), torch.is_grad_enabled()
         number = self._num_forwards[key] = self._num_forwards.get(key, 0) + 1
         if number & (number - 1) == 0 and not torch.compiler.is_compiling():
@@ -272,9 +279,16 @@ class ForwardWrites:
             if before is not None:
                 compared.append((inner, before, _sums(gathered)))
         if compared:
-            _, before_all, after_all = zip(*compared, strict=True)
-            differ = (torch.stack(before_all) != torch.stack(after_all)).any(dim=1).tolist()  # the host waits once
-            for (inner, *_), differs in zip(compared, differ, strict=True):
+            inners, before_all, after_all = zip(*compared, strict=True)
+            differ = (torch.stack(before_all) != torch.stack(after_all)).any(dim=1)
+            self._compared.append(_Compared(inners, differ))
+            # The host waits for the device in the first forwards only. Later it looks when a forward begins.
+            self._raise_late(waits=self._num_forwards[id(group), torch.is_grad_enabled()] <= _WAITED_FOR)
+
+    def _raise_late(self, *, waits: bool) -> None:
+        while self._compared and (waits or self._compared[0].is_there()):
+            compared = self._compared.popleft()
+            for inner, differs in zip(compared.inners, compared.read(), strict=True):
                 if differs:
                     raise _written(inner, "through `.data`")
 
@@ -282,6 +296,35 @@ class ForwardWrites:
         for inner, gathered in gathered_parameters(group):
             if not gathered.is_inference() and id(inner._module_info.module) not in self._excepted:  # noqa: SLF001
                 yield inner, gathered
+
+
+class _Compared:
+    """For each of some parameters whether forward has written to it, on its way to the host.
+
+    Args:
+        inners: torch's objects for the parameters.
+        differ: Whether each was written to, on the device.
+    """
+
+    def __init__(self, inners: Sequence[Any], differ: Tensor) -> None:
+        self.inners = inners
+        self._told = differ.to("cpu", non_blocking=True)
+        self._arrived = None if differ.device.type == "cpu" else torch.Event(differ.device)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def is_there(self) -> bool:
+        """Whether the host can read it without waiting for the device."""
+        return self._arrived is None or self._arrived.query()
+
+    def read(self) -> list[bool]:
+        """Return it, as soon as the device has come so far."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._told.tolist()
+
+
+_WAITED_FOR = 2
 
 
 def _sums(gathered: Tensor) -> Tensor:
