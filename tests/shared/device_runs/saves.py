@@ -124,6 +124,7 @@ def save_in_a_stream(setting: Setting, *, use_async: bool) -> None:
         for shard in adapter.model_shards():
             shard.data.add_(1)
         run.booster.wait()
+    setting.module.current_stream().wait_stream(stream)
     found = _read(setting.folder / "later.safetensors")
     changed = {name: values + 1 for name, values in expected.items()}
     assert_same_bits(found, changed, "what was saved in a stream")
@@ -142,6 +143,7 @@ def copy_after_a_stream(setting: Setting) -> None:
         with copy_stream.after_compute():
             host.copy_(values, non_blocking=True)
         copy_stream.synchronize()
+    setting.module.current_stream().wait_stream(stream)
     assert host.unique().tolist() == [3.0]
 
 
