@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,8 @@ def compare_with_plans(setting: Setting, *, size: str) -> list[Figure]:
     """Measure the peak of a step in bf16 under each plugin, and compare with predictions, made on the CPU meanwhile."""
     size = size if setting.is_real else "tiny"
     figures = []
-    with ProcessPoolExecutor(len(PLUGINS), multiprocessing.get_context("spawn")) as pool:
+    processes = max((os.cpu_count() or 1) // 4, 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         plans = {name: pool.submit(plan, name, size) for name in PLUGINS}
         for name in PLUGINS:
             peak, reserved = measure(setting, name, size)
