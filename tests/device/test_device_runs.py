@@ -17,9 +17,9 @@ DEFAULT = {
     "pipeline, fp32, 2 ranks",
     "zero 2, offload, fp16, one rank",
     "speed: copies hidden by offload",
-    "load in a stream, 4 threads: zero 2",
-    "offload equals none: gemini, both, bf16",
-    "streams: a home of blocks, static",
+    "files in a stream of the user",
+    "offload equals none: gemini, bf16",
+    "streams: a home of blocks",
 }
 SHARED = Path(__file__).parents[1] / "shared"
 

@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -193,6 +194,26 @@ def test_first_batches_are_shortened_and_leave_what_whole_ones_do(monkeypatch, o
     monkeypatch.setattr(HybridParallelPlugin, "rehearsing", lambda *_: contextlib.nullcontext())
     assert planned() == short
     assert {count for _, count in runs} == {taken[-1]}
+
+
+def deep(**options):
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(20)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, **options), lambda outputs, _: outputs.square().mean()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero"])  # others hold as much in backward, where they gather
+def test_plans_step_as_accelerators_do(name):
+    """By default on all parameters at once, with one more tensor for each; on the CPU one after the other."""
+
+    def peak(*, on_host=False, **options):
+        batch = partial(torch.zeros, 4, 128)
+        return predict(lambda: deep(**options), batch, load(name)(), 1, on_host=on_host).peak_bytes
+
+    num_bytes = 4 * sum(parameter.numel() for parameter in deep()[0].parameters())
+    assert peak() == peak(foreach=True)
+    assert peak() > peak(foreach=False) + num_bytes // 2
+    assert peak(fused=True) < peak() - num_bytes // 2
+    assert peak(on_host=True) == peak(foreach=False)
 
 
 def test_plans_take_the_blocks_of_accelerators():

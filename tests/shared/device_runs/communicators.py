@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from booster_runtime.collectives.transports import native
 from booster_runtime.collectives.transports.torch import TorchTransport
-from device_runs.cases import Case
+from device_runs.parts import Part, case_of
 from device_runs.small import spin
 
 if TYPE_CHECKING:
@@ -122,8 +122,13 @@ def _assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 CASES = [
-    Case("communicators of one rank: gather, exchange, broadcast", move),
-    Case("communicators of one rank: reduce", reduce),
-    Case("communicators of one rank: wait on another stream", wait_on_another_stream),
-    Case("communicators of one rank: new groups", make_groups),
+    case_of(
+        "communicators of one rank",
+        [
+            Part("gather, exchange, broadcast", move),
+            Part("reduce", reduce),
+            Part("wait on another stream", wait_on_another_stream),
+            Part("new groups", make_groups),
+        ],
+    )
 ]

@@ -1,7 +1,8 @@
-"""What users combine with every plugin: compiled models, activations, texts, adapters, files, CUDA graphs."""
+"""What users combine with every plugin: compiled models, CUDA graphs, activations elsewhere, texts, adapters, files."""
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_testing.compare import ADAPTIVE, EXACT, assert_same_tensors
 from device_runs.cases import CannotRun, Case
+from device_runs.parts import Part, case_of
 from device_runs.small import (
     Decoder,
     Run,
@@ -27,7 +29,7 @@ from device_runs.small import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from device_runs.cases import Setting
 
@@ -66,7 +68,7 @@ def train_compiled(setting: Setting, *, plugin: str, options: dict[str, Any], ho
     # Fused kernels round less often: in bf16 a rounding of logits remains.
     close = [abs(a - b) <= 2**-6 * abs(b) for a, b in zip(losses, expected, strict=True)]
     assert all(close), (losses, expected)
-    assert losses[-1] < 0.95 * losses[0], losses
+    assert losses[-1] < 0.98 * losses[1], losses  # of the same tokens
 
 
 def _compiled_run(setting: Setting, plugin: str, options: dict[str, Any]) -> Run:
@@ -79,6 +81,7 @@ def _compiler(setting: Setting) -> str:
     """Return the backend to compile by, which has compiled something."""
     if not setting.is_real:
         return "aot_eager"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # many cases compile at the same time
     x = torch.ones(1024, device=setting.device)
     try:
         found = torch.compile(lambda x: (x * 2 + 1).sin())(x)
@@ -92,13 +95,6 @@ def _compiler(setting: Setting) -> str:
 # ---- CUDA graphs
 
 
-def _capture(call: Callable[[], Any], graph: Any, stream: Any) -> None:
-    """Call something while a CUDA graph is captured, which has work of its own."""
-    with torch.cuda.graph(graph, stream=stream):
-        torch.ones(8, device="cuda").add_(1)
-        call()
-
-
 def capture(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
     """Forward, backward and step raise while a graph is captured, and training goes on as if nothing was."""
     repeat_bits()
@@ -109,16 +105,16 @@ def capture(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
     tokens = tokens_of(2, setting.device)
     kept = run.model(tokens)
     torch.cuda.synchronize()
-    for call in (
-        lambda: run.model(tokens),
-        lambda: run.booster.backward(kept, run.optimizer),
-        run.optimizer.step,
+    for name, call in (
+        ("forward", lambda: run.model(tokens)),
+        ("backward", lambda: run.booster.backward(kept, run.optimizer)),
+        ("step", run.optimizer.step),
     ):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(ConfigError, match="CUDA graph"):
-            _capture(call, graph, stream)
+        with pytest.raises(ConfigError, match=f"{name}.*while a CUDA graph"):
+            _record(graph, stream, call)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
     run.booster.backward(kept, run.optimizer)
@@ -127,6 +123,13 @@ def capture(setting: Setting, *, plugin: str, options: dict[str, Any]) -> None:
     found += [float(kept.detach()), float(run.step(3))]
     assert found == losses, (found, losses)
     assert_same_bits(run.parameters(), expected.parameters("expected"), "after captures that were refused")
+
+
+def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, call: Callable[[], object]) -> None:
+    # Threads of NCCL ask for events meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        torch.ones(8, device="cuda").add_(1)
+        call()
 
 
 def capture_alone(setting: Setting) -> None:
@@ -138,7 +141,7 @@ def capture_alone(setting: Setting) -> None:
         model(x)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
+    with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y = model(x)
     x.mul_(2)
     graph.replay()
@@ -320,65 +323,65 @@ def train_adapters(setting: Setting, *, plugin: str, options: dict[str, Any]) ->
     assert_same_tensors(found, trained, ADAPTIVE)
 
 
-COMPILED = ("ddp", "fsdp", "zero 1", "gemini", "hybrid")
+def _parts(function: Callable[..., None], names: Sequence[str], **more: Any) -> list[Part]:
+    """Return a part for each plugin."""
+    told = "".join(f", {name} {value}" for name, value in more.items() if value)
+    return [
+        Part(f"{name}{told}", function, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], **more})
+        for name in names
+    ]
+
+
+WAYS = {
+    "offloaded": ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload"),
+    "recomputed": ("fsdp", "zero 2", "gemini"),
+    "recomputed, products kept": ("gemini",),
+    "recomputed from the host": ("gemini",),
+}
 CASES = [
     *(
+        case_of(f"compiled layers: {name}", _parts(train_compiled, [name], how="layers", mode=None), seconds=150)
+        for name in ("ddp", "fsdp", "zero 1", "gemini", "hybrid")
+    ),
+    *(
         Case(
-            f"compiled {how}{', CUDA graphs' if mode else ''}: {name}",
+            f"compiled with CUDA graphs, {how}: {name}",
             train_compiled,
-            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "how": how, "mode": mode},
+            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "how": how, "mode": "reduce-overhead"},
             seconds=150,
-            only_on="cuda" if mode else "",
+            only_on="cuda",
         )
-        for name in COMPILED
-        for how, mode in (("layers", None), ("whole", "reduce-overhead"), ("layers", "reduce-overhead"))
-        if how == "whole" or mode is None or name in ("ddp", "gemini")
+        for name, how in (
+            ("ddp", "whole"),
+            ("fsdp", "whole"),
+            ("zero 1", "whole"),
+            ("gemini", "whole"),
+            ("gemini, offload", "layers"),
+            ("hybrid", "whole"),
+        )
     ),
     *(
         Case(f"CUDA graphs are refused: {name}", capture, {"plugin": plugin, "options": options}, only_on="cuda")
         for name, (plugin, options) in PLUGINS.items()
+        if name in ("ddp", "fsdp", "zero 2", "gemini, offload")
     ),
     Case("CUDA graphs of other models work", capture_alone, only_on="cuda"),
-    *(
-        Case(
-            f"activations {how}: {name}",
-            keep_activations,
-            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "how": how},
-        )
-        for name, how in (
-            ("ddp", "offloaded"),
-            ("fsdp", "offloaded"),
-            ("zero 2", "offloaded"),
-            ("gemini", "offloaded"),
-            ("gemini, offload", "offloaded"),
-            ("zero 2", "recomputed"),
-            ("gemini", "recomputed"),
-            ("fsdp", "recomputed"),
-            ("gemini", "recomputed, products kept"),
-            ("gemini", "recomputed from the host"),
-        )
+    case_of(
+        "activations elsewhere",
+        [part for how, names in WAYS.items() for part in _parts(keep_activations, names, how=how)],
     ),
-    Case("activations: less memory", save_memory_by_offload, only_on="cuda"),
-    *(
-        Case(f"generate: {name}", generate, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]})
-        for name in ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload", "hybrid")
+    Case("activations elsewhere: less memory", save_memory_by_offload, only_on="cuda"),
+    case_of("generate", _parts(generate, ("ddp", "fsdp", "zero 2", "gemini", "gemini, offload", "hybrid"))),
+    case_of(
+        "save_pretrained",
+        [
+            *_parts(save_pretrained, ("ddp", "fsdp", "zero 2", "gemini, offload", "hybrid"), is_lazy=False),
+            *_parts(save_pretrained, ("fsdp", "gemini, offload"), is_lazy=True),
+        ],
     ),
-    *(
-        Case(
-            f"save_pretrained{', lazy' if is_lazy else ''}: {name}",
-            save_pretrained,
-            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "is_lazy": is_lazy},
-        )
-        for name in ("ddp", "fsdp", "zero 2", "gemini, offload", "hybrid")
-        for is_lazy in (False, True)
-        if not is_lazy or name in ("fsdp", "gemini, offload")
+    case_of(
+        "lazy models",
+        _parts(train_lazy, ("ddp", "fsdp", "zero 1", "gemini")),
     ),
-    *(
-        Case(f"lazy model: {name}", train_lazy, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]})
-        for name in ("ddp", "fsdp", "zero 1", "gemini")
-    ),
-    *(
-        Case(f"adapters: {name}", train_adapters, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]})
-        for name in ("fsdp", "zero 2", "gemini")
-    ),
+    case_of("adapters", _parts(train_adapters, ("fsdp", "zero 2", "gemini"))),
 ]

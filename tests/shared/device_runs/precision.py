@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_runs.cases import CannotRun, Case
+from device_runs.cases import CannotRun
+from device_runs.parts import Part, case_of
 from device_runs.small import (
     Decoder,
     Run,
@@ -140,25 +141,31 @@ def refuse_8_bits(setting: Setting) -> None:
 
 CASES = [
     *(
-        Case(
-            f"curve of plain torch: {name}, {precision}",
-            follow_plain_torch,
-            {"plugin": plugin, "options": options, "precision": precision},
+        case_of(
+            f"formats: {name}",
+            [
+                Part("bits of plain torch", keep_fp32_bits, {"plugin": plugin, "options": options}),
+                *(
+                    Part(
+                        f"curve of plain torch, {precision}",
+                        follow_plain_torch,
+                        {"plugin": plugin, "options": options, "precision": precision},
+                    )
+                    for precision in FORMATS
+                ),
+                Part("overflow in fp16", overflow, {"plugin": plugin, "options": options}),
+            ],
         )
         for name, (plugin, options) in PLUGINS.items()
-        for precision in FORMATS
     ),
-    *(
-        Case(f"bits of plain torch: {name}", keep_fp32_bits, {"plugin": plugin, "options": options})
-        for name, (plugin, options) in PLUGINS.items()
+    case_of(
+        "fp8",
+        [
+            *(
+                Part(name, train_in_8_bits, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]}, only_on="cuda")
+                for name in ("ddp", "fsdp", "zero 2", "gemini")
+            ),
+            Part("without torchao", refuse_8_bits),
+        ],
     ),
-    *(
-        Case(f"fp16 overflow: {name}", overflow, {"plugin": plugin, "options": options})
-        for name, (plugin, options) in PLUGINS.items()
-    ),
-    *(
-        Case(f"fp8: {name}", train_in_8_bits, {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1]}, only_on="cuda")
-        for name in ("ddp", "fsdp", "zero 2", "gemini")
-    ),
-    Case("fp8 without torchao", refuse_8_bits),
 ]

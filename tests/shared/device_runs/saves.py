@@ -10,7 +10,7 @@ import torch
 
 from booster_checkpoint.load import fill
 from booster_runtime.memory import CopyStream
-from device_runs.cases import Case
+from device_runs.parts import Part, case_of
 from device_runs.small import Run, assert_same_bits, spin, tokens_of
 
 if TYPE_CHECKING:
@@ -124,12 +124,13 @@ def save_in_a_stream(setting: Setting, *, use_async: bool) -> None:
         for shard in adapter.model_shards():
             shard.data.add_(1)
         run.booster.wait()
+    setting.module.current_stream().wait_stream(stream)
     found = _read(setting.folder / "later.safetensors")
     changed = {name: values + 1 for name, values in expected.items()}
     assert_same_bits(found, changed, "what was saved in a stream")
 
 
-def load_into_another_stream(setting: Setting) -> None:
+def copy_after_a_stream(setting: Setting) -> None:
     """Copy streams that a save of the host's state uses come after what the current stream has written."""
     copy_stream = CopyStream(torch.device(setting.device))
     values = torch.zeros(1 << 20, device=setting.device)
@@ -142,6 +143,7 @@ def load_into_another_stream(setting: Setting) -> None:
         with copy_stream.after_compute():
             host.copy_(values, non_blocking=True)
         copy_stream.synchronize()
+    setting.module.current_stream().wait_stream(stream)
     assert host.unique().tolist() == [3.0]
 
 
@@ -157,20 +159,28 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 
 CASES = [
     *(
-        Case(f"save while training: {name}", save_while_training, {"plugin": plugin, "options": options})
-        for name, (plugin, options) in PLUGINS.items()
-    ),
-    *(
-        Case(
-            f"load in a stream, {threads} threads: {name}",
-            load_in_a_stream,
-            {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "num_threads": threads},
+        case_of(
+            f"save while training: {', '.join(names)}",
+            [Part(n, save_while_training, {"plugin": PLUGINS[n][0], "options": PLUGINS[n][1]}) for n in names],
         )
-        for name, threads in (("ddp", 1), ("ddp", 4), ("zero 2", 4), ("gemini", 4), ("fsdp", 4))
+        for names in (("ddp", "fsdp", "hybrid"), ("zero 2", "zero 2, offload"), ("gemini", "gemini, offload"))
     ),
-    *(
-        Case(f"save in a stream{', async' if use_async else ''}", save_in_a_stream, {"use_async": use_async})
-        for use_async in (False, True)
+    case_of(
+        "files in a stream of the user",
+        [
+            *(
+                Part(
+                    f"load by {threads} threads, {name}",
+                    load_in_a_stream,
+                    {"plugin": PLUGINS[name][0], "options": PLUGINS[name][1], "num_threads": threads},
+                )
+                for name, threads in (("ddp", 1), ("ddp", 4), ("zero 2", 4), ("gemini", 4), ("fsdp", 4))
+            ),
+            *(
+                Part(f"save{', async' if use_async else ''}", save_in_a_stream, {"use_async": use_async})
+                for use_async in (False, True)
+            ),
+            Part("copy", copy_after_a_stream),
+        ],
     ),
-    Case("copy after a stream of the user", load_into_another_stream),
 ]

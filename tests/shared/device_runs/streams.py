@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,11 @@ from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.static import StaticPlacement
 from booster_runtime.memory import CopyStream
 from booster_zero.engine import Role
-from device_runs.cases import CannotRun, Case, Figure
+from device_runs.cases import CannotRun, Figure
+from device_runs.parts import Part, case_of
 from device_runs.small import late_copies, spin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from device_runs.cases import Setting
@@ -35,61 +35,83 @@ def block_numel(setting: Setting) -> int:
     return 1 << 24 if setting.is_real else 1 << 10
 
 
-def carry(setting: Setting, *, seed: int) -> None:
-    """Bring blocks up, compute with them, and send them down, in random order and at random lateness."""
-    numel, draw = block_numel(setting), random.Random(seed)
-    device = torch.device(setting.device)
-    ferry = Ferry(device)
-    room, host = Buffers(device, copy_stream=ferry.up), Buffers(torch.device("cpu"), pins=True)
-    num_bytes = 4 * numel
-    below: list[Tensor] = [host.take(num_bytes) for _ in range(6)]
-    expected = [float(index) for index in range(len(below))]
-    copied: list[Any] = [None] * len(below)
-    for buffer, value in zip(below, expected, strict=True):
-        buffer[:num_bytes].view(torch.float32).fill_(value)
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+def assert_all(values: Tensor, expected: float, what: str) -> None:
+    """Compare every element of a tensor of the host with one number."""
+    low, high = (float(each) for each in values.aminmax())
+    assert low == high == expected, f"{what}: from {low} to {high} in place of {expected}"
 
-    def sometimes_late(where: Callable[[], Any] | None = None) -> None:
-        if draw.random() < 0.5:
-            if where is None:
-                spin(setting, draw.random() * 2e-3)
-            else:
-                with where():
-                    spin(setting, draw.random() * 2e-3)
 
-    for _ in range(ROUNDS):
-        index = draw.randrange(len(below))
-        buffer = room.take(num_bytes)
-        sometimes_late(ferry.up.own_order)
-        # Memory of the host that is still being filled is read by the device only, which orders both.
-        if copied[index] is not None:
-            ferry.up.wait(copied[index])
-        ready = ferry.bring(buffer, below[index][:num_bytes])
-        if draw.random() < 0.8:
+class _Carried:
+    """Blocks of the host that go up to the device, are computed with there, and come down again."""
+
+    def __init__(self, setting: Setting, seed: int, count: int = 6) -> None:
+        self.setting, self.draw = setting, random.Random(seed)
+        self.device = torch.device(setting.device)
+        self.ferry = Ferry(self.device)
+        self.room = Buffers(self.device, copy_stream=self.ferry.up)
+        host = Buffers(torch.device("cpu"), pins=True)
+        self.num_bytes = 4 * block_numel(setting)
+        self.below = [host.take(self.num_bytes) for _ in range(count)]
+        self.expected = [float(index) for index in range(count)]
+        self.copied: list[torch.Event | None] = [None] * count
+        for index, value in enumerate(self.expected):
+            self.values_below(index).fill_(value)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def values_below(self, index: int) -> Tensor:
+        """Return a block on the host."""
+        return self.below[index][: self.num_bytes].view(torch.float32)
+
+    def be_late(self, stream: CopyStream | None = None) -> None:
+        """Sometimes keep a stream busy, the one that computes by default."""
+        if self.draw.random() < 0.5:
+            with nullcontext() if stream is None else stream.own_order():
+                spin(self.setting, self.draw.random() * 2e-3)
+
+    def go_around(self, index: int) -> None:
+        """Bring a block up, in most rounds compute with it, and send it down."""
+        ferry, buffer = self.ferry, self.room.take(self.num_bytes)
+        self.be_late(ferry.up)
+        ferry.up.wait(self.copied[index])  # the host waits for nothing
+        ready = ferry.bring(buffer, self.below[index][: self.num_bytes])
+        if self.draw.random() < 0.8:
             if ready is not None:
                 ready.wait()
-            values = buffer.view(torch.float32)
-            sometimes_late()
-            wrong += (values != expected[index]).sum()
-            values += 1
-            expected[index] += 1
-            ready = None
-            sometimes_late()
-        sometimes_late(ferry.down.own_order)
-        copied[index] = ferry.send(below[index][:num_bytes], buffer, ready)
+                ready = None
+            self.compute(index, buffer.view(torch.float32))
+        self.be_late(ferry.down)
+        self.copied[index] = ferry.send(self.below[index][: self.num_bytes], buffer, ready)
         ferry.leave(buffer)
-        room.give(buffer, num_bytes)
-        values = None
-        if draw.random() < 0.1:
-            if copied[index] is not None:
-                copied[index].synchronize()
-            seen = below[index][:num_bytes].view(torch.float32).unique().tolist()
-            assert seen == [expected[index]], (index, seen, expected[index])
-    ferry.synchronize()
-    assert int(wrong) == 0, f"{int(wrong)} values were wrong on the device"
-    for index, buffer in enumerate(below):
-        seen = buffer[:num_bytes].view(torch.float32).unique().tolist()
-        assert seen == [expected[index]], (index, seen, expected[index])
+        self.room.give(buffer, self.num_bytes)
+
+    def compute(self, index: int, values: Tensor) -> None:
+        """Read and change a block on the device."""
+        self.be_late()
+        self.wrong += (values != self.expected[index]).sum()
+        values += 1
+        self.expected[index] += 1
+        self.be_late()
+
+    def check_below(self, index: int) -> None:
+        """Wait for a block to have come down, and look at it."""
+        copied = self.copied[index]
+        if copied is not None:
+            copied.synchronize()
+        assert_all(self.values_below(index), self.expected[index], f"block {index}")
+
+
+def carry(setting: Setting, *, seed: int) -> None:
+    """Bring blocks up, compute with them, and send them down, in random order and at random lateness."""
+    blocks = _Carried(setting, seed)
+    for _ in range(ROUNDS):
+        index = blocks.draw.randrange(len(blocks.below))
+        blocks.go_around(index)
+        if blocks.draw.random() < 0.1:
+            blocks.check_below(index)
+    blocks.ferry.synchronize()
+    assert int(blocks.wrong) == 0, f"{int(blocks.wrong)} values were wrong on the device"
+    for index in range(len(blocks.below)):
+        blocks.check_below(index)
 
 
 class _Owner:
@@ -129,8 +151,7 @@ def move_blocks(setting: Setting, *, policy: str, has_disk: bool) -> None:
             below = home.use_below(owner.key) if draw.random() < 0.3 else None
             if below is not None:
                 on_host += 1
-                seen = below.unique().tolist()
-                assert seen == [owner.expected], (turn, owner.key, seen, owner.expected)
+                assert_all(below, owner.expected, f"turn {turn}, block {owner.key}")
                 below += 1
                 owner.expected += 1
                 home.release_below(owner.key)
@@ -204,19 +225,23 @@ def share_streams(setting: Setting) -> None:
         if arrived is not None:
             torch.accelerator.current_stream(device).wait_event(arrived)
             arrived.synchronize()
-        assert host.unique().tolist() == [float(number)]
+        assert_all(host, float(number), f"stream {number}")
 
 
 CASES = [
-    *(Case(f"streams: blocks up and down, {seed}", carry, {"seed": seed}) for seed in (1, 2)),
-    *(
-        Case(
-            f"streams: a home of blocks, {policy}{', disk' if disk else ''}",
-            move_blocks,
-            {"policy": policy, "has_disk": disk},
-        )
-        for policy, disk in (("static", False), ("auto", False), ("auto", True))
+    case_of(
+        "streams: blocks up and down",
+        [
+            *(Part(f"seed {seed}", carry, {"seed": seed}) for seed in (1, 2)),
+            Part("seventy copy streams", share_streams),
+            Part("pinned memory", hold_pinned_bytes, only_on="cuda"),
+        ],
     ),
-    Case("streams: pinned memory that blocks take", hold_pinned_bytes, only_on="cuda"),
-    Case("streams: seventy copy streams", share_streams),
+    case_of(
+        "streams: a home of blocks",
+        [
+            Part(f"{policy}{', disk' if disk else ''}", move_blocks, {"policy": policy, "has_disk": disk})
+            for policy, disk in (("static", False), ("auto", False), ("auto", True))
+        ],
+    ),
 ]

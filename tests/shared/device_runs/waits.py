@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import device_smoke
 import host_waits
 
-from device_runs.cases import Case, Figure
+from device_runs.cases import Figure
+from device_runs.parts import Part, case_of
 
 if TYPE_CHECKING:
     from device_runs.cases import Setting
@@ -38,12 +39,23 @@ def list_waits(setting: Setting, *, name: str, case: device_smoke.Case) -> list[
 
 
 CASES = [
-    Case(f"host waits, {name}, {precision}", wait_for_nothing, {"case": case, "precision": precision}, only_on=only_on)
-    for name, case, only_on in (
-        # torch's DDP waits itself where the device is not CUDA.
-        ("ddp", device_smoke.Case("ddp"), "cuda"),
-        *((name, case, "") for name, case in host_waits.CASES.items()),
-        ("zero 2", device_smoke.Case("zero", {"stage": 2}), ""),
-    )
-    for precision in ("fp32", "bf16")
-] + [Case(f"host waits, {name}", list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()]
+    *(
+        case_of(
+            f"host waits, {precision}",
+            [
+                Part(name, wait_for_nothing, {"case": case, "precision": precision}, only_on=only_on)
+                for name, case, only_on in (
+                    # torch's DDP waits itself where the device is not CUDA.
+                    ("ddp", device_smoke.Case("ddp"), "cuda"),
+                    *((name, case, "") for name, case in host_waits.CASES.items()),
+                    ("zero 2", device_smoke.Case("zero", {"stage": 2}), ""),
+                )
+            ],
+        )
+        for precision in ("fp32", "bf16")
+    ),
+    case_of(
+        "host waits, offload",
+        [Part(name, list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()],
+    ),
+]

@@ -262,7 +262,7 @@ def measure(
 
     Collective: every rank of the world.
     """
-    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps)
+    training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps, on_host=True)
     started = time.perf_counter()
     with random_state_kept(), counted(), watching() as ledger:
         return _train(training, plugin, ledger, started)
@@ -276,6 +276,8 @@ def _train(
     rehearsing: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None,
 ) -> Prediction:
     model, optimizer, criterion = built(training.build)
+    if not training.on_host:
+        _step_as_on_accelerators(optimizer)
     # Plans are made with the CPU's tensors, whatever accelerator is here.
     booster = Booster(device="cpu", mixed_precision=training.mixed_precision, plugin=plugin)
     coordinator = booster.context.coordinator
@@ -329,6 +331,16 @@ def built(build: Callable[[], tuple[Any, ...]]) -> tuple[torch.nn.Module, torch.
         msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
         raise ConfigError(msg)
     return made[0], made[1], made[2] if len(made) == 3 else None
+
+
+def _step_as_on_accelerators(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch step on all parameters at once, as it does by default on accelerators.
+
+    On the CPU its default is one after the other, with the intermediate results of one parameter at a time.
+    """
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        if options.get("foreach", False) is None and not options.get("fused") and not options.get("differentiable"):
+            options["foreach"] = True
 
 
 class _Phases:
