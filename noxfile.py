@@ -130,18 +130,19 @@ def pack_gpu(session: nox.Session) -> None:
     shutil.copytree(
         shared / "device_runs", pack / "cases" / "device_runs", ignore=shutil.ignore_patterns("__pycache__")
     )
-    shutil.copy(shared / "device_smoke.py", pack / "cases")
+    for module in ("device_smoke.py", "host_waits.py"):
+        shutil.copy(shared / module, pack / "cases")
     shutil.copy(ROOT / "tools" / "run_gpu_pack.sh", pack / "run.sh")
     wheels = pack / "wheels"
     wheels.mkdir()
     for wheel in _wheels(session, (ROOT / "packages" / name for name in PACKAGES)):
         shutil.copy(wheel, wheels)
-    download = ("python", "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(wheels))
+    download = ("python", "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheels))
     session.run(*download, "-c", CONSTRAINTS, *_group("gpu_pack"))
     for python in ("3.10", "3.11", "3.12", "3.13", "3.14"):
         for machine in ("x86_64", "aarch64"):
             target = ("--platform", f"manylinux2014_{machine}", "--python-version", python)
-            session.run(*download, *target, "-c", CONSTRAINTS, "xxhash")
+            session.run(*download, "--no-deps", *target, "-c", CONSTRAINTS, "xxhash")
     size = sum(path.stat().st_size for path in pack.rglob("*") if path.is_file()) / 2**20
     session.log(f"{pack}: {size:.1f} MiB")
 

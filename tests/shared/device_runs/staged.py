@@ -310,6 +310,8 @@ class StagedGroup(dist.ProcessGroup):
         self.module: Any = torch.get_device_module(device)
         self.device = torch.device(device, self.module.current_device())
         self._of_device = _DeviceBackend(self, timeout)
+        # torch makes the streams that it hands out when somebody first asks, and no stream can be made while one waits.
+        self._handed_out = [self.module.Stream(self.device, priority=priority) for priority in (0, -1)]
         self.gate = _make_gate(device)
         self._rooms = _rooms(device)
         self._lock = threading.RLock()
