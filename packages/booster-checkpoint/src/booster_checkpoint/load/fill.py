@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from booster_checkpoint.session import Progress
-from booster_checkpoint.storage import RemotePath
 from booster_core.state import Region, regions_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
     from booster_checkpoint.load.source import Source
     from booster_checkpoint.session import Session
+    from booster_checkpoint.storage import Location
     from booster_core.state import Box, TensorMeta, TensorShard
 
 _PIECE_BYTES = 4 << 20
@@ -50,7 +49,7 @@ class Fill:
 
     session: Session
     call: str
-    path: Path
+    path: Location
     source: Source
     named: ReadableTensors
     homes: Mapping[str, str]
@@ -74,8 +73,8 @@ class Fill:
         total_bytes = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)
         what = self.call.removeprefix("load_")
         with Progress(f"Loading {what}", total_bytes, is_shown=self.session.rank == 0) as progress:
-            if isinstance(self.path, RemotePath):
-                self._run_at_url(shards, progress.advance, keeps_values=keeps_values)
+            if not self.path.is_cached_by_host:
+                self._run_by_requests(shards, progress.advance, keeps_values=keeps_values)
                 return
             if keeps_values and self.session.world_size > 1:
                 self._take_turns(shards)
@@ -95,7 +94,7 @@ class Fill:
         mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
         self.source.take_turns(mates.index(session.rank), len(mates))
 
-    def _run_at_url(
+    def _run_by_requests(
         self, shards: Callable[[], Iterable[TensorShard]], progress: Callable[[int], None], *, keeps_values: bool
     ) -> None:
         from booster_checkpoint.load.host_exchange import Exchange, digests_of, mates_by_kind

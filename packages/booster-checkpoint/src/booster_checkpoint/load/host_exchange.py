@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges
 from booster_checkpoint.save.fragments import DeviceCopies
+from booster_checkpoint.storage.stored_file import ReadAhead, StoredFile
 from booster_core.ranks import digest
 from booster_core.state import regions_of
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from booster_checkpoint.load.fill import Fill, ShardReader
     from booster_checkpoint.load.source import Source
-    from booster_checkpoint.storage import RemoteFile
     from booster_core.ranks import Host
     from booster_core.state import TensorShard
 
@@ -201,7 +200,7 @@ class Located:
     """
 
     shard: TensorShard
-    ranges: tuple[tuple[RemoteFile, int, int], ...] = ()
+    ranges: tuple[tuple[StoredFile, int, int], ...] = ()
 
 
 def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, str]) -> list[Located]:
@@ -217,19 +216,19 @@ def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, s
     others = []
     for shard in shards:
         place = source.place_of(stored[shard.key]) if shard.key in stored else None
-        if place is None or place[0].remote is None or place[0].is_in_memory:
+        if place is None or place[0].is_in_memory:
             others.append(Located(shard))
             continue
-        file, offset = place
-        remote = file.remote
-        assert remote is not None, "asked above"
+        bytes_of_file, offset = place
+        file = bytes_of_file.file
+        assert isinstance(file, StoredFile), "at a URL"
         meta = source.tensors[stored[shard.key]]
         ranges = tuple(
-            (remote, *file.extent(start, stop))
+            (file, start, stop)
             for region in regions_of(shard.box, shard.flat)
-            for start, stop in byte_ranges(offset, meta.shape, meta.dtype.itemsize, region.box)
+            for start, stop in bytes_of_file.ranges_of(offset, meta.shape, meta.dtype.itemsize, region.box)
         )
-        placed.append(((files.setdefault(id(remote), len(files)), ranges[0][1]), Located(shard, ranges)))
+        placed.append(((files.setdefault(id(file), len(files)), ranges[0][1]), Located(shard, ranges)))
     placed.sort(key=lambda entry: entry[0])
     return [*(located for _, located in placed), *others]
 

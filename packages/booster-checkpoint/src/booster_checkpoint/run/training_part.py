@@ -157,7 +157,7 @@ class SavedTraining:
                 f"'{self._where}' is damaged: it lacks {', '.join(absent) or 'lists of schedulers and random states'}."
             )
             raise CheckpointDamagedError(msg)
-        self._tensors = (folder / TENSORS).as_path()
+        self._tensors = folder / TENSORS
         self._states: Mapping[str, Sequence[Any]] = {}
         self.extra: Any = None
 
@@ -242,7 +242,7 @@ class SavedTraining:
     def _read_tensors(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         if not keys:
             return {}
-        file = open_tensor_file(self._tensors)
+        file = open_tensor_file(self._tensors.open())
         try:
             tensors = {}
             for key in keys:

@@ -40,7 +40,7 @@ from typing_extensions import override
 from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.specs import OwnedTensors, SpecTables
-from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage import LocalLocation, locate
 from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_core.errors import CheckpointError, ConfigError, name_ranks
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_checkpoint.session import Session
+    from booster_checkpoint.storage import Location
     from booster_core.state import TensorShard
 
 _PathInState = tuple[Any, ...]
@@ -202,14 +203,14 @@ def _save(tensor: torch.Tensor, stream: IO[bytes]) -> None:
         raise
 
 
-def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
+def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
     """Write a model or an optimizer as a DCP folder.
 
     Args:
         name: What the user called.
         session: The ranks.
         part: The model or optimizer.
-        path: The folder; one that holds another kind of files is refused.
+        folder: The folder; one that holds another kind of files is refused.
 
     Raises:
         ConfigError: If the folder is at a URL.
@@ -217,12 +218,13 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
 
     Collective: every rank.
     """
-    if isinstance(path, RemotePath):
+    if not isinstance(folder, LocalLocation):
         msg = (
-            f"torch writes folders of `torch.distributed.checkpoint` to file systems, and '{path}' is a URL. Save to a "
-            "local folder and upload it, its '.metadata' last; or save in another form, which goes there directly."
+            f"torch writes folders of `torch.distributed.checkpoint` to file systems, and '{folder}' is a URL. Save "
+            "to a local folder and upload it, its '.metadata' last; or save in another form, which goes there directly."
         )
         raise ConfigError(msg)
+    path = folder.path
     made: list[Path] = []
     temporary: Path | None = None
 
@@ -272,9 +274,9 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
     except BaseException:
         if session.rank == 0 and temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made:
+        for above in made:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                above.rmdir()
         raise
 
 
@@ -307,7 +309,7 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
     if not (path / ".metadata").is_file():
         msg = f"'{path}' holds other files; `gather_dtensor=False` replaces the whole folder. Pass another path."
         raise CheckpointError(msg)
-    table = read_table(path)
+    table = read_table(locate(path))
     kinds = {key.split(".")[0] for key in (*table.tensors, *table.values)}
     if (GROUPS in kinds) != is_optimizer:
         held = "an optimizer" if GROUPS in kinds else "a model"

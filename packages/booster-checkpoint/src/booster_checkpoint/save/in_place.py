@@ -14,6 +14,7 @@ import torch
 
 from booster_checkpoint.files.checksums import blocks_of_file
 from booster_checkpoint.save.fragments import DeviceCopies, fill_buckets
+from booster_checkpoint.storage import LocalLocation
 from booster_core.state import as_bytes, is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _read_back(plan: SavePlan, path_of: Callable[[str], Path], rank: int, world_
                 first = begin if not mine else first
                 mine.append(block)
             begin += block
-        sums[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
+        sums[file.name] = size, tuple(blocks_of_file(LocalLocation(path), mine, first - (begin - size)))
     return sums
 
 

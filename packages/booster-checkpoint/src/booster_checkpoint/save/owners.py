@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
 from booster_checkpoint.save.fragments import DeviceCopies
-from booster_checkpoint.save.targets import StoreTarget
+from booster_checkpoint.save.targets import FolderTarget, StoreTarget
 from booster_checkpoint.session import swap_bytes
 from booster_core.errors import CheckpointError
 from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
@@ -150,6 +150,7 @@ def _choose_owners(
         return spread_over_hosts(hosts, range(session.world_size))
     if shared_filesystem is False:
         return [0]
+    assert isinstance(target, FolderTarget), "there are two kinds"
     seeing = session.ranks_that_see(target.path, plan.token, group)
     blind = [rank for rank in range(session.world_size) if rank not in seeing]
     if shared_filesystem and blind:

@@ -17,7 +17,6 @@ from booster_core.state import tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import FileFrame, TensorSpec
@@ -153,7 +152,7 @@ class SavePlan:
 
 
 def make_plan(
-    where: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
+    where: object, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
 ) -> SavePlan:
     """Return where everything goes, from what all ranks know alike.
 
