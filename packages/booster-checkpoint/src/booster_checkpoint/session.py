@@ -122,7 +122,7 @@ class Session:
             try:
                 yield
             except Exception as error:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-                raise as_checkpoint_error(error, path)  # noqa: B904 - it may be the same error
+                raise as_checkpoint_error(error, name, path)  # noqa: B904 - it may be the same error
 
     def gather(self, name: str, path: object, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
         """Return what ``work`` returned on every rank, in rank order; see `gather_each`.
@@ -150,7 +150,7 @@ class Session:
         try:
             packed = [pickle.dumps(entry) for entry in work()]
         except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-            error = as_checkpoint_error(caught, path)
+            error = as_checkpoint_error(caught, name, path)
         own = dict(zip([_key_of(content) for content in packed], packed, strict=True))
         told = self.coordinator.all_gather_object(
             ([_key_of(content) for content in packed], error is not None), process_group=group, name=f"{name} (gather)"

@@ -114,6 +114,10 @@ class Location(ABC):
         """
 
     @abstractmethod
+    def stamp(self) -> tuple[int, ...]:
+        """Return numbers that are equal where hosts see one file, whatever each calls it; none at a URL: all see it."""
+
+    @abstractmethod
     def children(self) -> dict[str, int | None]:
         """Return the names in a folder, sorted, with the sizes of files; empty where there is no folder.
 
@@ -232,6 +236,11 @@ class LocalLocation(Location):
     def size(self) -> int | None:
         status = _status(self.path)
         return None if status is None or stat.S_ISDIR(status.st_mode) else status.st_size
+
+    @override
+    def stamp(self) -> tuple[int, ...]:
+        status = _status(self.path)
+        return () if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
 
     @override
     def children(self) -> dict[str, int | None]:
@@ -378,6 +387,10 @@ class StoredLocation(Location):
         with storage_errors(self.url, "looked for"):
             found: int | None = ask(self.url) if ask is not None else self.storage.list(self.url).get("")
         return found
+
+    @override
+    def stamp(self) -> tuple[int, ...]:
+        return ()
 
     @override
     def children(self) -> dict[str, int | None]:
