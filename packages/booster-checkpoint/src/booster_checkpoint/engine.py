@@ -18,7 +18,7 @@ from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
 from booster_checkpoint.run.load_step import has_step, load_step
 from booster_checkpoint.run.save_step import save_step
-from booster_checkpoint.save.adapters import adapted_model, save_adapters
+from booster_checkpoint.save.lora import adapted_model, save_adapters
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at

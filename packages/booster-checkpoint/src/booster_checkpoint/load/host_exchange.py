@@ -20,7 +20,7 @@ from booster_core.ranks import digest
 from booster_core.state import regions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -87,16 +87,12 @@ class Exchange:
         fill: What is loaded.
         shards: The shards, the same on each of the ranks.
         ranks: The ranks.
-        progress: Told the number of bytes after each read.
     """
 
-    def __init__(
-        self, fill: Fill, shards: Iterable[TensorShard], ranks: Sequence[int], progress: Callable[[int], None]
-    ) -> None:
+    def __init__(self, fill: Fill, shards: Iterable[TensorShard], ranks: Sequence[int]) -> None:
         self._fill = fill
         self._ranks = ranks
         self._place = ranks.index(fill.session.rank)
-        self._progress = progress
         self._failure: Exception | None = None
         # A quarter of the bucket for what is sent, one for what is received, half for what is fetched.
         window_bytes = fill.bucket_bytes // 4
@@ -128,7 +124,7 @@ class Exchange:
         partners = [((self._place - step) % count, (self._place + step) % count) for step in range(1, count)]
         most_bytes = self._fill.bucket_bytes // 2
         read_ahead(self._part, most_bytes)
-        with self._fill.reader(most_bytes, self._progress) as reader:
+        with self._fill.reader(most_bytes) as reader:
             for number in range(max(map(len, self._windows))):
                 mine = self._window(self._place, number)
                 self._read(mine, reader)
@@ -164,7 +160,6 @@ class Exchange:
         """Fill shards with what has been received."""
         for shard, begin in window:
             shard.data.detach().view(-1).copy_(_packed(shard, begin, self._incoming))
-            self._progress(self._fill.stored_bytes(shard))
 
 
 def _windows(shards: Iterable[TensorShard], window_bytes: int) -> Iterator[_Window]:
