@@ -446,8 +446,10 @@ class StoredLocation(Location):
         requests = Requests()
         files = [(self / name).open(size, requests) for name, size in sizes.items()]
         if len(files) > 1:
-            list(requests.pool.map(StoredFile.head, files))
-            requests.close()
+            try:
+                list(requests.pool.map(StoredFile.head, files))
+            finally:
+                requests.close()
         yield from files
 
     @override
