@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from booster_checkpoint.session import timed
-from booster_core.state import Region, regions_of, unpack
+from booster_core.state import Region, TensorShard, regions_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from booster_checkpoint.load.source import Source
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
-    from booster_core.state import Box, TensorMeta, TensorShard
+    from booster_core.state import Box, TensorMeta
 
 _PIECE_BYTES = 4 << 20
 """Pieces of this size begin where blocks with checksums do."""
@@ -76,22 +76,28 @@ class Fill:
                 self._run_by_requests(shards, keeps_values=keeps_values)
                 return
             if keeps_values and self.session.world_size > 1:
-                self._take_turns(shards)
+                shards = self._take_turns(shards)
             with self.session.together(self.call, self.path, for_long=True):
                 self._fill(shards())
 
-    def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> None:
-        """Let ranks of a host that read the same, through one page cache, verify every block once between them."""
+    def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> Callable[[], Iterable[TensorShard]]:
+        """Let ranks of a host that read the same, through one page cache, verify every block once between them.
+
+        Returns:
+            What returns the shards that are loaded, which have been listed once: that takes as long as reading some.
+        """
         from booster_checkpoint.load.host_exchange import digest_of
 
-        session = self.session
+        session, listed = self.session, list[TensorShard]()
 
         def look() -> str:
-            return digest_of(filter(self._is_loaded, shards()), self.homes)
+            listed.extend(filter(self._is_loaded, shards()))
+            return digest_of(listed, self.homes)
 
         told = list(zip(session.hosts(), session.gather(self.call, self.path, look), strict=True))
         mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
         self.source.take_turns(mates.index(session.rank), len(mates))
+        return lambda: listed
 
     def _run_by_requests(self, shards: Callable[[], Iterable[TensorShard]], *, keeps_values: bool) -> None:
         from booster_checkpoint.load.host_exchange import Exchange, digests_of, mates_by_kind
