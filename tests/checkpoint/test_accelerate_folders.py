@@ -1,10 +1,22 @@
-"""What Accelerate saves of a model that FSDP2 shards: its two folders load, and for the one above there is a remedy."""
+"""Accelerate and FSDP2: its two folders load here, for the one above there is a remedy, and ours load there.
 
+`load_state` of the sharded kind is not among what loads ours: it asks a folder for names below ``model.``, which state
+dicts of torch, and so our folders, do not have. torch reads these into the same sharded model.
+"""
+
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 from booster_core import Booster
@@ -24,28 +36,49 @@ def batch():
     return torch.linspace(-1, 1, 12).view(2, 6)
 
 
-def save_by_accelerate(folder):
-    """Train one step, and return the model's values and AdamW's first moments, whole."""
+def sharded(seed):
+    """Return a model that FSDP2 shards."""
+    model = made(seed)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+
+
+@contextmanager
+def accelerator_of(model, kind):
+    """Yield an `Accelerator` that saves and loads an FSDP2 model.
+
+    On CPUs Accelerate takes no FSDP plugin, so the model is sharded and the plugin set by hand; it saves by itself.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
     accelerator = Accelerator(cpu=True)
-    # On CPUs Accelerate takes no FSDP plugin, so the model is sharded and the plugin set by hand; it saves by itself.
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    model = made(0)
-    for layer in (model[0], model[2], model):
-        fully_shard(layer)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    accelerator._models.append(model)
+    is_sharded = mock.PropertyMock(return_value=DistributedType.FSDP)
+    with mock.patch.object(Accelerator, "distributed_type", is_sharded):
+        yield accelerator
+
+
+def whole_values(model):
+    return {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+
+
+def whole_moments(model, optimizer):
+    return {name: optimizer.state[tensor]["exp_avg"].full_tensor() for name, tensor in model.named_parameters()}
+
+
+def save_by_accelerate(folder):
+    """Train one step, and return the model's values and AdamW's first moments, whole."""
+    model = sharded(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(batch()).square().mean().backward()
     optimizer.step()
-    accelerator._models.append(model)
-    accelerator._optimizers.append(optimizer)
-    is_sharded = mock.PropertyMock(return_value=DistributedType.FSDP)
-    with mock.patch.object(Accelerator, "distributed_type", is_sharded):
+    with accelerator_of(model, "SHARDED_STATE_DICT") as accelerator:
+        accelerator._optimizers.append(optimizer)
         accelerator.save_state(folder)
-    values = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
-    states = {name: optimizer.state[tensor]["exp_avg"].full_tensor() for name, tensor in model.named_parameters()}
-    return values, states
+    return whole_values(model), whole_moments(model, optimizer)
 
 
 def load_both(folder):
@@ -80,3 +113,59 @@ def test_folders_of_accelerate_load_and_the_one_above_names_them(tmp_path):
             assert torch.equal(part.view(-1), states[name].reshape(-1)[start:stop])
             seen[name] += stop - start
     assert seen == {name: tensor.numel() for name, tensor in states.items()}
+
+
+def save_ours(folder):
+    """Train one step under ZeRO, and save for both; return the model's values, and this rank's first moments."""
+    booster, module = Booster("cpu", plugin=LowLevelZeroPlugin(stage=1)), made(0)
+    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    booster.backward(model(batch()).square().mean(), optimizer)
+    optimizer.step()
+    booster.save_model(model, f"{folder}/pytorch_model_fsdp.bin", use_safetensors=False)
+    booster.save_model(model, f"{folder}/model", gather_dtensor=False)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", gather_dtensor=False)
+    adapter = booster.state_adapter(model, optimizer)
+    moments = [
+        (shard.name, shard.flat_range, shard.data.clone())
+        for shard in adapter.optimizer_shards()
+        if shard.state == "exp_avg"
+    ]
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, moments
+
+
+def load_whole_by_accelerate(folder):
+    model = sharded(1)
+    with accelerator_of(model, "FULL_STATE_DICT") as accelerator:
+        accelerator.load_state(folder)
+    return whole_values(model)
+
+
+def load_by_torch(folder):
+    """Load our folders of torch.distributed.checkpoint into what Accelerate prepares."""
+    model = sharded(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=f"{folder}/model")
+    set_model_state_dict(model, state)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/optimizer")
+    set_optimizer_state_dict(model, optimizer, state)
+    steps = {float(optimizer.state[tensor]["step"]) for tensor in model.parameters()}
+    return whole_values(model), whole_moments(model, optimizer), optimizer.param_groups[0]["lr"], steps
+
+
+def test_our_files_load_in_accelerate_and_our_folders_in_the_model_that_it_shards(tmp_path):
+    saved = run_on_ranks(save_ours, 2, str(tmp_path))
+    values = saved[0][0]
+    for loaded in run_on_ranks(load_whole_by_accelerate, 2, str(tmp_path)):
+        assert loaded.keys() == values.keys()
+        assert all(torch.equal(loaded[name], values[name]) for name in values)
+    for loaded, moments, rate, steps in run_on_ranks(load_by_torch, 2, str(tmp_path)):
+        assert all(torch.equal(loaded[name], values[name]) for name in values)
+        assert (rate, steps) == (0.1, {1.0})
+        count = 0
+        for _, parts in saved:
+            for name, (start, stop), part in parts:
+                assert torch.equal(moments[name].reshape(-1)[start:stop], part.view(-1))
+                count += stop - start
+        assert count == sum(tensor.numel() for tensor in values.values())

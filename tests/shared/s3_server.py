@@ -22,18 +22,20 @@ class Fault:
     """What happens to requests.
 
     Args:
-        method: As in ``"PUT"``.
+        method: As in ``"PUT"``; ``""`` for any.
         text: A part of the path and query.
         kind: A status such as ``"500"``, ``"cut request"`` (half of its body is read), ``"cut answer"`` (half of it is
             sent), ``"lost answer"`` (the server has done it, and the connection is cut) or ``"late"`` (its body is read
             0.3 s later).
         times: How many requests it happens to.
+        after: How many such requests pass before.
     """
 
     method: str
     text: str
     kind: str
     times: int = 1
+    after: int = 0
 
 
 @dataclass
@@ -113,7 +115,10 @@ class Proxy:
         with self._lock:
             self.requests.append((method, path, wanted))
             for fault in self.faults:
-                if fault.times > 0 and fault.method == method and fault.text in path:
+                if fault.times > 0 and fault.method in ("", method) and fault.text in path:
+                    if fault.after > 0:
+                        fault.after -= 1
+                        continue
                     fault.times -= 1
                     return fault.kind
         return None
@@ -143,7 +148,7 @@ class Proxy:
         time.sleep(self.latency)
         is_status = kind is not None and kind.isdigit()
         if is_status:
-            code = {"500": "InternalError", "403": "AccessDenied", "404": "NoSuchUpload"}[kind]
+            code = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied", "404": "NoSuchUpload"}[kind]
             content = f"<Error><Code>{code}</Code><Message>The proxy says so.</Message></Error>".encode()
             status, headers = int(kind), []
         else:

@@ -14,7 +14,8 @@ from booster_checkpoint.files import checksums
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.checksums import BlockHasher, CheckedReads, block_sizes, blocks_of_file
 from booster_checkpoint.run.manifest import Manifest
-from booster_checkpoint.storage import LocalFile, locate
+from booster_checkpoint.storage import locate
+from booster_checkpoint.storage.local_file import LocalFile
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
@@ -73,7 +74,7 @@ def parts_of_ranks(kind, world_size):
 def read_on(rank_boxes, path, blocks, is_shared):
     """Read like one rank; return what it found damaged."""
     found = []
-    file = ByteFile(path, CheckedReads("f", blocks, is_shared=is_shared, on_damage=found.append))
+    file = ByteFile(locate(path).open(), CheckedReads("f", blocks, is_shared=is_shared, on_damage=found.append))
     try:
         file.read_into(memoryview(bytearray(OFFSET)), 0)
         file.read_into(memoryview(bytearray(70)), SIZE - 70)
@@ -92,7 +93,7 @@ def read_on(rank_boxes, path, blocks, is_shared):
 def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared, small_blocks, tmp_path):
     path, content = tmp_path / "f", bytearray(random.Random(2).randbytes(SIZE))
     path.write_bytes(content)
-    blocks = blocks_of_file(path, block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
+    blocks = blocks_of_file(locate(path), block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
     assert sum(block.nbytes for block in blocks) == SIZE
     for world_size in (1, 3, 7):
         boxes = parts_of_ranks(kind, world_size)
@@ -109,10 +110,10 @@ def test_damage_anywhere_is_found_by_one_of_the_ranks_that_read(kind, is_shared,
 def test_reads_return_the_bytes_of_the_file(small_blocks, tmp_path):
     path, numbers = tmp_path / "f", torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int32).view(SHAPE)
     path.write_bytes(bytes(OFFSET) + numbers.numpy().tobytes() + bytes(70))
-    blocks = blocks_of_file(path, block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
+    blocks = blocks_of_file(locate(path), block_sizes([OFFSET, SIZE - OFFSET - 70, 70]))
     generator = random.Random(3)
     for is_shared in (True, False):
-        file = ByteFile(path, CheckedReads("f", blocks, is_shared=is_shared, on_damage=print))
+        file = ByteFile(locate(path).open(), CheckedReads("f", blocks, is_shared=is_shared, on_damage=print))
         for _ in range(200):
             box = tuple(tuple(sorted(generator.sample(range(size + 1), 2))) for size in SHAPE)
             shape = tuple(stop - start for start, stop in box)
@@ -253,7 +254,7 @@ def test_another_format_version_is_named(version, remedy, tmp_path):
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(tmp_path):
     path = Path(tmp_path / "f")
     path.write_bytes(b"12345678")
-    file = ByteFile(path)
+    file = ByteFile(locate(path).open())
     file.close()
     path.unlink()
     path.write_bytes(b"abcdefghi")

@@ -130,8 +130,8 @@ def about_error(action, error, root, before, after):
             wrong.append(f"raises {kind.__name__}")
     elif kind is not CheckpointUnreadableError:
         wrong.append(f"raises {kind.__name__}")
-    elif "cannot be written" in text:
-        wrong.append("speaks of writing")
+    elif "cannot be read" not in text:
+        wrong.append("does not say that it cannot be read")
     if root not in text:
         wrong.append("names no path")
     if action == "resume" and "step-00000006" in text and "step=3" not in text:

@@ -18,7 +18,7 @@ from torch import nn
 from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.save.save import Saver, _Save
-from booster_checkpoint.save.specs import OwnedTensors, SpecTables
+from booster_checkpoint.save.tables import OwnedTensors, SpecTables
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session, places_in_message
 from booster_core.matching import check_same_parameters, states_by_parameter
@@ -159,10 +159,10 @@ class SessionOfMany(Session):
 class DifferentTables(SpecTables):
     """The tables of ranks whose lists differ."""
 
-    def merge(self, part, owned, told, group):
+    def merge(self, part, owned, told, inside, group):
         _, numels, known = told[0]
         told = [(b"%d" % rank, numels, known) for rank in range(NUM_RANKS)]
-        return super().merge(part, owned, told, group)
+        return super().merge(part, owned, told, inside, group)
 
 
 def planned_on_one_of_many(folder, has_experts):
@@ -171,7 +171,7 @@ def planned_on_one_of_many(folder, has_experts):
     session = SessionOfMany(coordinator, timeout_seconds=None)
     part = ModelPart(OneOfManyAdapter(coordinator.rank, has_experts), FileNames(base=MODEL), max_bytes=1 << 30)
     own = OwnedTensors.of(part, part.owned_shards())  # the adapter's own work is not counted
-    values = SimpleNamespace(facts=lambda: [(part.local_facts(), own)])
+    values = SimpleNamespace(facts=lambda: [(part.facts(), own)])
     save = _Save(
         call="save",
         target=target_at(folder),
@@ -180,7 +180,6 @@ def planned_on_one_of_many(folder, has_experts):
         texts={},
         checksums=False,
         commit=None,
-        is_shown=False,
     )
     saver = Saver(session, 1 << 20, shared_filesystem=None)
     if has_experts:

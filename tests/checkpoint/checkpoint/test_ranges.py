@@ -8,10 +8,9 @@ import threading
 import pytest
 import torch
 
-from booster_checkpoint.files import byte_file, read_ahead
-from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges, contents_of, pieces_of
-from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.files.byte_file import ByteFile, pieces_of
+from booster_checkpoint.storage import StoredLocation
+from booster_checkpoint.storage.stored_file import ReadAhead, StoredFile
 from booster_core.errors import CheckpointError
 from booster_core.state import as_bytes, box_numel, box_shape, is_contiguous, slices_of, span_of
 
@@ -41,7 +40,7 @@ class OneFile:
 
 def file_of(content):
     storage = OneFile(content)
-    return storage, RemotePath(storage, "one://file").open_ranges()
+    return storage, StoredLocation(storage, "one://file").open()
 
 
 BOXES = [
@@ -57,18 +56,17 @@ BOXES = [
 @pytest.mark.parametrize("gap", [0, 8, 40, 1 << 20])
 @pytest.mark.parametrize(("shape", "box"), BOXES)
 def test_box_read_by_ranges_has_its_values(shape, box, gap, monkeypatch):
-    for module in (byte_file, read_ahead):
-        monkeypatch.setattr(module, "GAP_BYTES", gap)
+    monkeypatch.setattr(StoredFile, "gap_bytes", gap)
     values = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     storage = OneFile(bytes(70_000) + bytes(as_bytes(values)))
-    file = ByteFile(RemotePath(storage, "one://file"))
+    file = ByteFile(StoredLocation(storage, "one://file").open())
     out = torch.empty(box_numel(box))
     file.read_box(70_000, shape, 4, box, out)
     file.close()
     assert torch.equal(out.view(box_shape(box)), values[slices_of(box)])
     pieces = list(pieces_of(shape, box, 4, MIB, gap))
     assert sum(map(box_numel, pieces)) == box_numel(box)
-    spans = list(byte_ranges(70_000, shape, 4, box))
+    spans = list(file.ranges_of(70_000, shape, 4, box))
     assert storage.asked == [(start, stop - start) for start, stop in spans]
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
     if gap == 0:
@@ -122,7 +120,8 @@ def test_reads_that_nobody_announced_and_that_are_left_out_do_no_harm():
 def test_content_from_front_to_back():
     content = random.Random(6).randbytes(9 * MIB + 17)
     _, file = file_of(content)
-    assert b"".join(map(bytes, contents_of(file, 5, len(content)))) == content[5:]
+    assert b"".join(map(bytes, file.contents(5, len(content)))) == content[5:]
+    file.close()
 
 
 def test_a_failed_request_names_the_url():

@@ -1,6 +1,8 @@
 """Objects with `state_dict` and `load_state_dict` that a user registers, and data loaders that are not ours."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -30,6 +32,13 @@ class Keeper:
 STATE = {"best": 0.25, "seen": [1, 2, (3, None)], "mean": torch.arange(6.0).view(2, 3), 7: torch.tensor(True)}
 
 
+class FullDisk(Keeper):
+    """Keeps its state in a file, for which there is no room."""
+
+    def load_state_dict(self, state):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/swap")
+
+
 def make(**registered):
     plugin = ReferencePlugin() if DistCoordinator().world_size > 1 else None
     booster, model = Booster("cpu", None, plugin), nn.Linear(2, 2)
@@ -45,6 +54,18 @@ def equal(a, b):
     if isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], value) for key, value in b.items())
     return a == b
+
+
+def test_an_error_of_the_system_while_loading_speaks_of_no_write(tmp_path):
+    booster, model = make(keeper=Keeper(STATE))
+    booster.save_checkpoint(tmp_path, step=1, model=model)
+    booster, model = make(keeper=FullDisk())
+    with pytest.raises(CheckpointError) as caught:
+        booster.load_checkpoint(tmp_path, model=model)
+    assert str(caught.value) == (
+        f"load_checkpoint failed at '{tmp_path / 'step-00000001'}': No space left on device ('/scratch/swap'). The "
+        "disk is full: free some space, or use another one."
+    )
 
 
 @pytest.mark.parametrize("use_async", [False, True])

@@ -19,7 +19,7 @@ from matrix import matrix
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
 from booster_checkpoint.run.run_folder import open_run
-from booster_checkpoint.storage import obstore_storage, path_at
+from booster_checkpoint.storage import locate, obstore_storage
 from booster_core import Booster
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
@@ -258,7 +258,7 @@ def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
     assert run_on_s3(s3, 2, load_step, root) == [1, 1]
     assert len(open_run(root).steps()) == (2 if kind == "no latest" else 1)
     run_on_s3(s3, 2, save_step, root, 3, False)
-    left = {key.partition("/")[0] for key in path_at(root).files()}
+    left = set(locate(root).children())
     whole = ["step-00000002"] if kind == "no latest" else []
     assert left == {"latest", "lease.json", "step-00000001", *whole, "step-00000003"}
     assert run_on_s3(s3, 2, load_step, root) == [3, 3]
@@ -282,10 +282,10 @@ def replace_model(url, fails):
 def test_a_model_whose_upload_fails_stays_as_it_was(s3):
     url = f"{BUCKET}/kept"
     run_on_s3(s3, 2, replace_model, url, False)
-    before = {path: path_at(path).read_bytes() for path in (f"{url}/model-00001-of-00001.safetensors",)}
+    before = {path: locate(path).read_bytes() for path in (f"{url}/model-00001-of-00001.safetensors",)}
     s3.faults = [Fault("PUT", "/model-", "500", 10**6)]
     expect_on_s3(s3, CheckpointError, "could not be written", replace_model, url, True)
-    assert {path: path_at(path).read_bytes() for path in before} == before
+    assert {path: locate(path).read_bytes() for path in before} == before
 
 
 def save_wide_model(url, value):
@@ -334,7 +334,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def uploads_below(url):
-    return [found for found, _ in path_at(BUCKET).storage.unfinished(url)]
+    return [found for found, _ in locate(BUCKET).storage.unfinished(url)]
 
 
 def test_uploads_of_a_killed_save_are_aborted_by_the_next(s3):
@@ -359,9 +359,9 @@ def test_uploads_of_other_runs_are_left_alone(s3):
 
 def test_a_save_lists_its_own_steps_alone(s3):
     """Neither what a run below it holds is listed, nor is it in the way that a key there can't be."""
-    storage = path_at(BUCKET).storage
+    storage = locate(BUCKET).storage
     for key in ("shared/data/a", "shared/trial/step-00000001/manifest.json"):
-        path_at(f"{BUCKET}/{key}").write_bytes(b"{}")
+        locate(f"{BUCKET}/{key}").write_bytes(b"{}")
     put_by_http(s3, "shared/data//twice")
     s3.requests.clear()
     run_on_s3(s3, 2, save_step, f"{BUCKET}/shared", 1, False)
@@ -400,7 +400,7 @@ def test_the_interpreter_waits_for_a_save_in_the_background(s3, tmp_path):
     env = {**os.environ, **environment(url)}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (path_at(f"{BUCKET}/last") / "model.safetensors.index.json").is_file()
+    assert (locate(f"{BUCKET}/last") / "model.safetensors.index.json").size()
 
 
 def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):

@@ -1,5 +1,6 @@
 """The hook ``after_save`` is called when what was saved can be loaded, also where it is written in the background."""
 
+import re
 import threading
 
 import pytest
@@ -89,3 +90,22 @@ def test_a_follower_of_a_failed_job_is_not_called():
     writer.follow(lambda: heard.append(1))
     assert heard == []
     assert isinstance(writer.join(), ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("patience", "shown"), [(-1.0, 2), (3600.0, 0)])
+def test_saves_and_loads_that_last_are_logged_with_their_size_and_time(patience, shown, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("booster_checkpoint.session._PATIENCE_SECONDS", patience)
+    booster = Booster("cpu")
+    model, *_ = booster.boost(nn.Linear(512, 1024, bias=False))
+    path = tmp_path / "model.safetensors"
+    with caplog.at_level("INFO", logger="booster"):
+        booster.save_model(model, path, use_async=True)
+        booster.wait()
+        booster.load_model(model, path)
+    expected = [
+        rf"save_model: 2\.0 MiB in \d+\.\d s at '{tmp_path}'\.",
+        rf"load_model: 2\.0 MiB in \d+\.\d s at '{path}'\.",
+    ]
+    said = [record.getMessage() for record in caplog.records if " MiB in " in record.getMessage()]
+    assert len(said) == shown
+    assert all(re.fullmatch(pattern, text) for pattern, text in zip(expected, said, strict=False))

@@ -17,7 +17,7 @@ from booster_checkpoint.cli import convert, inspect
 from booster_checkpoint.files.checksums import Block
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.run_folder import open_run
-from booster_checkpoint.storage import leaves_folder, path_at, storage_for
+from booster_checkpoint.storage import leaves_folder, locate, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointError, ConfigError, StorageUnreachableError
@@ -431,7 +431,7 @@ def test_prefix_that_leaves_the_folder(prefix, ours, tmp_path):
 
 
 def test_names_below_a_path_at_a_url(ours):
-    path = path_at("ours://run")
+    path = locate("ours://run")
     for name in ("../x", "/etc/passwd", "a/../../b", "C:\\x", "\\\\host"):
         with pytest.raises(CheckpointError, match="leads out of the folder"):
             path / name

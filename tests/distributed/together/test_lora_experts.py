@@ -5,7 +5,7 @@ import torch
 from matrix import matrix
 from torch import nn
 
-from booster_checkpoint.save.adapters import _file_names
+from booster_checkpoint.save.lora import _file_names
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from booster_checkpoint.load.source import Source
+from booster_checkpoint.storage import locate
 from booster_checkpoint.tools.convert import convert
 from booster_core import Booster
 from booster_core.cli import main
@@ -136,9 +137,9 @@ def test_memory_stays_bounded(form, training, tmp_path):
     model = torch.nn.ModuleList(torch.nn.Linear(1024, 6 * 1024, bias=False) for _ in range(10))  # 240 MiB
     training.booster.save_model(model, tmp_path / "a", shard=True, size_per_shard=50)
     del model
-    convert(tmp_path / "a", tmp_path / "warm", form)
+    convert(locate(tmp_path / "a"), locate(tmp_path / "warm"), form)
     with peak_memory() as memory:
-        convert(tmp_path / "a", tmp_path / "b", form)
+        convert(locate(tmp_path / "a"), locate(tmp_path / "b"), form)
     assert memory.peak_bytes < 120 << 20
 
 
@@ -171,7 +172,7 @@ def test_a_damaged_source_leaves_nothing_behind(training, tmp_path):
     file = next((tmp_path / "a").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated or damaged"):
-        convert(tmp_path / "a", tmp_path / "b", "bin")
+        convert(locate(tmp_path / "a"), locate(tmp_path / "b"), "bin")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
@@ -199,7 +200,7 @@ def test_an_optimizer_keeps_its_dtypes(tmp_path):
     run.train(1)
     run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
     with pytest.raises(ConfigError, match="keeps its dtypes"):
-        convert(tmp_path / "optimizer.safetensors", tmp_path / "o", "safetensors", dtype=torch.bfloat16)
+        convert(locate(tmp_path / "optimizer.safetensors"), locate(tmp_path / "o"), "safetensors", dtype=torch.bfloat16)
 
 
 def save_nested(run, folder, **more):
@@ -255,9 +256,9 @@ def test_a_large_file_beside_the_tensors_is_copied_in_pieces(training, tmp_path)
     training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", shard=True)
     with (tmp_path / "a" / "notes.txt").open("wb") as file:
         file.truncate(300 << 20)
-    convert(tmp_path / "a", tmp_path / "warm", "bin")
+    convert(locate(tmp_path / "a"), locate(tmp_path / "warm"), "bin")
     with peak_memory() as memory:
-        convert(tmp_path / "a", tmp_path / "b", "bin")
+        convert(locate(tmp_path / "a"), locate(tmp_path / "b"), "bin")
     assert memory.peak_bytes < 64 << 20
     assert (tmp_path / "b" / "notes.txt").stat().st_size == 300 << 20
 
@@ -265,7 +266,7 @@ def test_a_large_file_beside_the_tensors_is_copied_in_pieces(training, tmp_path)
 def test_the_files_of_a_dcp_folder_are_not_copied_beside_what_they_became(training, tmp_path):
     training.booster.save_model(torch.nn.Linear(4, 4), tmp_path / "a", gather_dtensor=False)
     (tmp_path / "a" / "notes.txt").write_text("mine")
-    convert(tmp_path / "a", tmp_path / "b", "safetensors")
+    convert(locate(tmp_path / "a"), locate(tmp_path / "b"), "safetensors")
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",

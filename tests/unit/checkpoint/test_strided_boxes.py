@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from booster_checkpoint.files import byte_file
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.save import strided
-from booster_checkpoint.storage import LocalFile, local_file
+from booster_checkpoint.storage import local_file, locate
+from booster_checkpoint.storage.local_file import LocalFile
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
 from booster_core.state import as_bytes, box_numel, box_shape, slices_of
 
@@ -50,9 +50,12 @@ def test_a_box_is_read_from_a_file_or_memory(path, case, dtype, offset, window_b
     shape, box = case
     whole = filled(shape, dtype)
     path.write_bytes(b"\xff" * offset + bytes(as_bytes(whole)) + b"\xff" * 3)
-    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ByteFile(path, in_memory=in_memory)) as file:
-        patch.setattr(byte_file, "_LOCAL_WINDOW_BYTES", window_bytes)
-        patch.setattr(byte_file, "_LOCAL_GAP_BYTES", gap_bytes)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.closing(ByteFile(locate(path).open(), in_memory=in_memory)) as file,
+    ):
+        patch.setattr(LocalFile, "window_bytes", window_bytes)
+        patch.setattr(LocalFile, "gap_bytes", gap_bytes)
         out = torch.zeros(box_numel(box), dtype=dtype)
         file.read_box(offset, shape, dtype.itemsize, box, out)
         assert torch.equal(out.view(box_shape(box)), whole[slices_of(box)])
@@ -163,7 +166,7 @@ def test_a_range_is_read_in_calls_of_any_length(path, reads, monkeypatch, most):
     monkeypatch.setattr(local_file, "_MAX_CALL_BYTES", most)
     path.write_bytes(bytes(range(20)))
     target = bytearray(8)
-    with contextlib.closing(LocalFile(path)) as file:
+    with contextlib.closing(locate(path).open()) as file:
         assert file.size == 20
         file.read_into(memoryview(target), 5)
         assert target == bytes(range(5, 13))
@@ -177,7 +180,7 @@ def read_columns(path, width, columns, itemsize=4):
     whole = torch.arange(8 * width, dtype=torch.int32).view(8, width)
     path.write_bytes(bytes(as_bytes(whole)))
     out = torch.empty(8 * (columns[1] - columns[0]), dtype=torch.int32)
-    with contextlib.closing(ByteFile(path)) as file:
+    with contextlib.closing(ByteFile(locate(path).open())) as file:
         file.read_box(0, (8, width), itemsize, ((0, 8), columns), out)
     assert torch.equal(out.view(8, -1), whole[:, slice(*columns)])
 
@@ -197,7 +200,7 @@ def test_large_gaps_are_left_out(path, reads):
 
 def test_a_file_in_memory_is_read_once(path, reads):
     path.write_bytes(bytes(range(64)))
-    with contextlib.closing(ByteFile(path, in_memory=True)) as file:
+    with contextlib.closing(ByteFile(locate(path).open(), in_memory=True)) as file:
         assert not reads.calls
         for columns in ((0, 2), (1, 4)):
             file.read_box(
@@ -208,7 +211,7 @@ def test_a_file_in_memory_is_read_once(path, reads):
 
 def test_a_file_that_is_cut_off_while_it_is_open_is_damaged(path):
     path.write_bytes(bytes(1000))
-    with contextlib.closing(ByteFile(path)) as file:
+    with contextlib.closing(ByteFile(locate(path).open())) as file:
         os.truncate(path, 500)
         with pytest.raises(CheckpointDamagedError, match=r"file' ended at byte 500 while it was being read"):
             file.read_box(0, (10, 100), 1, ((0, 10), (10, 20)), torch.empty(100, dtype=torch.uint8))
@@ -239,7 +242,7 @@ def test_what_the_system_refuses_is_of_its_kind(path, monkeypatch, code, kind, m
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    with contextlib.closing(ByteFile(path)) as file:
+    with contextlib.closing(ByteFile(locate(path).open())) as file:
         monkeypatch.setattr(os, "preadv", refuse)
         with pytest.raises(kind, match=message) as caught:
             file.read_into(memoryview(bytearray(4)), 7)
@@ -248,6 +251,9 @@ def test_what_the_system_refuses_is_of_its_kind(path, monkeypatch, code, kind, m
 
 def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_opened(tmp_path):
     with pytest.raises(CheckpointAbsentError, match=r"There is no '.*absent'"):
-        LocalFile(tmp_path / "absent")
-    with contextlib.closing(LocalFile(tmp_path)) as folder, pytest.raises(CheckpointUnreadableError, match="Is a dir"):
+        locate(tmp_path / "absent").open()
+    with (
+        contextlib.closing(locate(tmp_path).open()) as folder,
+        pytest.raises(CheckpointUnreadableError, match="Is a dir"),
+    ):
         folder.read_into(memoryview(bytearray(4)), 0)

@@ -18,12 +18,12 @@ from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
 from booster_checkpoint.run.load_step import has_step, load_step
 from booster_checkpoint.run.save_step import save_step
-from booster_checkpoint.save.adapters import adapted_model, save_adapters
+from booster_checkpoint.save.lora import adapted_model, save_adapters
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
-from booster_checkpoint.storage import locate, path_at
+from booster_checkpoint.storage import locate
 from booster_core.checkpoint_io import CheckpointIO, resolved
 from booster_core.errors import CheckpointAbsentError, CheckpointError, ConfigError
 from booster_core.state import parse_json, scheduler_from_json, scheduler_to_json
@@ -116,7 +116,7 @@ class CheckpointEngine(CheckpointIO):
                 load.run()
 
     def save_lr_scheduler(self, scheduler: LRScheduler, request: SaveRequest) -> None:
-        path = self._path_of(request)
+        path = self._place_of(request)
         with self._session.together(request.call, path):
             texts = {path.name: json.dumps(scheduler_to_json(scheduler), indent=1) + "\n"}
         target = target_at(path.parent, check=lambda: _check_is_no_folder(path))
@@ -132,7 +132,7 @@ class CheckpointEngine(CheckpointIO):
 
     def save_lora(self, state: ModelState, request: SaveRequest, adapters: Sequence[str] | None) -> None:
         model = adapted_model(state.module)
-        save_adapters(self._saver, model, state, self._path_of(request), request, selected=adapters)
+        save_adapters(self._saver, model, state, self._place_of(request), request, selected=adapters)
 
     def save_checkpoint(self, state: TrainingState, request: SaveRequest) -> None:
         save_step(self._session, self._saver, state, request, leases=self._leases, facts=self.facts())
@@ -164,12 +164,12 @@ class CheckpointEngine(CheckpointIO):
         finally:
             self._saver.buffers.release()
 
-    def _path_of(self, request: SaveRequest) -> Path:
-        """Return a request's path, for a URL one at its storage; what has no storage raises on every rank."""
+    def _place_of(self, request: SaveRequest) -> Location:
+        """Return where to save; what has no storage raises on every rank."""
         if isinstance(request.path, Path):
-            return request.path
+            return locate(request.path)
         with self._session.together(request.call, request.path):
-            return path_at(request.path)
+            return locate(request.path)
 
     @contextmanager
     def _load(self, request: LoadRequest) -> Iterator[tuple[Location, ExitStack]]:
@@ -183,7 +183,7 @@ class CheckpointEngine(CheckpointIO):
 
     def _save(self, part: Part, request: SaveRequest) -> None:
         """Write a part to the file, folder or URL that a user named."""
-        path = self._path_of(request)
+        path = self._place_of(request)
         if request.gather_dtensor:
             folder, check = _place(part, path, request)
             self._saver.save([part], target_at(folder, check=check), request.call, use_async=request.use_async)
@@ -201,7 +201,7 @@ class CheckpointEngine(CheckpointIO):
         save_dcp(request.call, self._session, part, path)
 
 
-def _place(part: Part, path: Path, request: SaveRequest) -> tuple[Path, Callable[[], None]]:
+def _place(part: Part, path: Location, request: SaveRequest) -> tuple[Location, Callable[[], None]]:
     """Tell a part which files it is written to.
 
     Returns:
@@ -241,14 +241,14 @@ def _place(part: Part, path: Path, request: SaveRequest) -> tuple[Path, Callable
     return path.parent, lambda: _check_is_no_folder(path)
 
 
-def _check_is_no_file(path: Path, why: str) -> None:
-    if locate(path).size() is not None:
+def _check_is_no_file(path: Location, why: str) -> None:
+    if path.size() is not None:
         msg = f"Checkpoint path '{path}' is a file, but {why}."
         raise CheckpointError(msg)
 
 
-def _check_is_no_folder(path: Path) -> None:
-    if locate(path).is_folder():
+def _check_is_no_folder(path: Location) -> None:
+    if path.is_folder():
         msg = (
             f"Checkpoint path '{path}' is a folder, but a file is to be written. Pass a file's path (or `shard=True`)."
         )

@@ -1,4 +1,4 @@
-"""What saving and loading share: who takes part, how ranks agree, whether they see one folder, and a progress bar.
+"""What saving and loading share: who takes part, how ranks agree, whether they see one folder, and how long it takes.
 
 What ranks tell each other is mostly the same on all of them. So they compare digests first; what is equal everywhere
 does not travel, and what some ranks have alike travels once.
@@ -18,15 +18,14 @@ import torch
 import xxhash
 
 from booster_checkpoint.storage.failures import as_checkpoint_error
+from booster_core.log import log
 from booster_core.ranks import this_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
     from booster_core.ranks import DistCoordinator, Host
 
@@ -122,7 +121,7 @@ class Session:
             try:
                 yield
             except Exception as error:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-                raise as_checkpoint_error(error, path)  # noqa: B904 - it may be the same error
+                raise as_checkpoint_error(error, name, path)  # noqa: B904 - it may be the same error
 
     def gather(self, name: str, path: object, work: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
         """Return what ``work`` returned on every rank, in rank order; see `gather_each`.
@@ -150,7 +149,7 @@ class Session:
         try:
             packed = [pickle.dumps(entry) for entry in work()]
         except Exception as caught:  # noqa: BLE001 - whatever happened here, the other ranks have to hear of it
-            error = as_checkpoint_error(caught, path)
+            error = as_checkpoint_error(caught, name, path)
         own = dict(zip([_key_of(content) for content in packed], packed, strict=True))
         told = self.coordinator.all_gather_object(
             ([_key_of(content) for content in packed], error is not None), process_group=group, name=f"{name} (gather)"
@@ -347,47 +346,17 @@ def swap_bytes(content: bytes | None, to: int, source: int | None, group: Proces
     return received.numpy().tobytes()
 
 
-class Progress:
-    """Counts bytes, and shows a bar once it has lasted more than a second. A context manager.
+@contextmanager
+def timed(call: str, path: object, nbytes: int) -> Iterator[None]:
+    """Log how long the body took, where that was more than a second.
 
     Args:
-        title: What is going on.
-        total_bytes: Bytes that this rank expects to count.
-        is_shown: Whether this rank may show a bar.
+        call: What the user called.
+        path: The checkpoint.
+        nbytes: How much all ranks together have written or read there.
     """
-
-    def __init__(self, title: str, total_bytes: int, *, is_shown: bool) -> None:
-        self._title = title
-        self._total = total_bytes
-        self._done = 0
-        self._is_shown = is_shown
-        self._start = time.monotonic()
-        self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, nbytes: int) -> None:
-        """Count bytes."""
-        self._done += nbytes
-        if self._bar is not None:
-            self._bar.update(nbytes)
-        elif self._is_shown and time.monotonic() - self._start > _PATIENCE_SECONDS and self._done < self._total:
-            from tqdm import tqdm
-
-            # A log file would get each state of the bar as a line; there, tqdm is not shown.
-            self._bar = tqdm(
-                disable=None,
-                total=self._total,
-                initial=self._done,
-                desc=self._title,
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-            )
+    start = time.monotonic()
+    yield
+    seconds = time.monotonic() - start
+    if seconds > _PATIENCE_SECONDS:
+        log.info("%s: %.1f MiB in %.1f s at '%s'.", call, nbytes / (1 << 20), seconds, path)

@@ -1,7 +1,7 @@
 """Low-rank adapters through peft: put around a model before ``boost``, and what ``boost`` then sees to.
 
 Reference: Hu et al. 2021, "LoRA" (arXiv:2106.09685). How adapters are written is in
-`booster_checkpoint.save.adapters`, how a model keeps its names under them in `booster_core.state.names`.
+`booster_checkpoint.save.lora`, how a model keeps its names under them in `booster_core.state.names`.
 """
 
 from __future__ import annotations

@@ -24,15 +24,14 @@ def command(*, source: str, target: str, form: str, size_per_shard: int, dtype: 
     """
     import torch
 
-    from booster_checkpoint.storage import path_at
-    from booster_checkpoint.tools.convert import convert, written_names
+    from booster_checkpoint.storage import locate
+    from booster_checkpoint.tools.convert import convert
 
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
-        where = path_at(target)
-        paths = convert(path_at(source), where, form, size_per_shard=size_per_shard, dtype=dtypes[dtype])
+        written = convert(locate(source), locate(target), form, size_per_shard=size_per_shard, dtype=dtypes[dtype])
     except BoosterError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{target}:")
-    for path, name in zip(paths, written_names(paths, where), strict=True):
-        click.echo(f"  {path.stat().st_size:>15,} bytes  {name}")
+    for name, nbytes in written.items():
+        click.echo(f"  {nbytes:>15,} bytes  {name}")

@@ -27,14 +27,14 @@ def command(*, path: str, as_json: bool, is_checked: bool) -> None:
     With --check, compare checksums with its manifest, headers with its index, and sizes, and show that in place of what
     it holds. The exit status is 1 if anything is wrong.
     """
-    from booster_checkpoint.storage import path_at
+    from booster_checkpoint.storage import locate
     from booster_checkpoint.tools.inspection import check, inspect
 
     try:
         if is_checked:
-            _show_check(path, *check(path_at(path)), as_json=as_json)
+            _show_check(path, *check(locate(path)), as_json=as_json)
             return
-        found = inspect(path_at(path))
+        found = inspect(locate(path))
     except BoosterError as error:
         raise click.ClickException(str(error)) from error
     if as_json:

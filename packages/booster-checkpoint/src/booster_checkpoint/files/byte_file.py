@@ -13,57 +13,44 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from booster_checkpoint.files.checksums import Kept
-from booster_checkpoint.files.read_ahead import GAP_BYTES, pieces_of
-from booster_checkpoint.storage import LocalFile, RemotePath
-from booster_checkpoint.storage.remote_path import REQUEST_BYTES
 from booster_core.state import as_bytes, box_shape, is_contiguous, runs_of, slices_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import torch
 
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.storage import RemoteFile
+    from booster_checkpoint.storage import OpenFile
     from booster_core.state import Box
-
-_LOCAL_WINDOW_BYTES = 1 << 20
-"""How much of a local file is read at a time to copy rows out of it: it stays in a processor's cache."""
-_LOCAL_GAP_BYTES = 1 << 15
-"""Bytes of a local file that are read and thrown away rather than left out by one call more."""
 
 
 class ByteFile:
     """The bytes of a file, read in ranges by any thread.
 
     Args:
-        path: The file.
+        file: The open file, which `close` closes.
         checks: Verifies what is read.
         in_memory: Read all of it at once when the first box is asked for, and take boxes from there.
 
     Attributes:
         size: Its size in bytes.
         is_in_memory: Whether boxes come from memory.
-        remote: The open file, if it is at a URL.
-
-    Raises:
-        CheckpointError: If it cannot be opened; see `LocalFile` for the kinds of failure.
     """
 
-    def __init__(self, path: Path, checks: CheckedReads | None = None, *, in_memory: bool = False) -> None:
-        self.path = path
-        self.remote: RemoteFile | None = path.open_ranges() if isinstance(path, RemotePath) else None
-        self._file = self.remote or LocalFile(path)
-        self.size: int = self._file.size
+    def __init__(self, file: OpenFile, checks: CheckedReads | None = None, *, in_memory: bool = False) -> None:
+        self.file = file
+        self.size = file.size
         self.is_in_memory = in_memory
         self._checks = checks
         self._content: memoryview | None = None
         self._lock = threading.Lock()
 
-    def extent(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range that is read where a range is asked for: up to the end of the block it ends in."""
-        return (start, stop) if self._checks is None else (start, self._checks.end_of_block(stop))
+    def ranges_of(self, offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of the file that `read_box` reads, checks included."""
+        for piece in pieces_of(shape, box, itemsize, self.file.window_bytes, self.file.gap_bytes):
+            start, stop = (offset + edge * itemsize for edge in span_of(shape, piece))
+            yield start, stop if self._checks is None else self._checks.end_of_block(stop)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill memory from a byte offset.
@@ -90,8 +77,7 @@ class ByteFile:
         if self.is_in_memory:
             np.copyto(target, as_array(self._whole(), offset, shape, itemsize)[slices_of(box)])
             return
-        has_large_gaps = self.remote is None and _gap_of(shape, box) * itemsize > _LOCAL_GAP_BYTES
-        if has_large_gaps or is_contiguous(shape, box):
+        if _gap_of(shape, box) * itemsize > self.file.gap_bytes or is_contiguous(shape, box):
             starts, length = runs_of(shape, box)
             memory, run_bytes = as_bytes(out), length * itemsize
             for number, start in enumerate(starts):
@@ -99,7 +85,7 @@ class ByteFile:
             return
         strides = tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
         window = memoryview(b"")
-        for piece in self._pieces_of(shape, box, itemsize):
+        for piece in pieces_of(shape, box, itemsize, self.file.window_bytes, self.file.gap_bytes):
             first, last = (edge * itemsize for edge in span_of(shape, piece))
             part = target[slices_of(piece, box)]
             if is_contiguous(shape, piece):
@@ -112,19 +98,14 @@ class ByteFile:
 
     def close(self) -> None:
         """Let go of the file."""
-        self._file.close()
+        self.file.close()
         self._content = None
-
-    def _pieces_of(self, shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Box]:
-        if self.remote is not None:
-            return pieces_of(shape, box, itemsize, REQUEST_BYTES, GAP_BYTES)
-        return pieces_of(shape, box, itemsize, _LOCAL_WINDOW_BYTES, _LOCAL_GAP_BYTES)
 
     def _read(self, target: memoryview, offset: int, kept: Kept | None = None) -> None:
         if self._checks is None:
-            self._file.read_into(target, offset)
+            self.file.read_into(target, offset)
         else:
-            self._checks.read(self._file.read_into, target, offset, kept)
+            self._checks.read(self.file.read_into, target, offset, kept)
 
     def _whole(self) -> memoryview:
         with self._lock:
@@ -133,6 +114,36 @@ class ByteFile:
                 self._read(content, 0)
                 self._content = content
             return self._content
+
+
+def pieces_of(shape: tuple[int, ...], box: Box, itemsize: int, window_bytes: int, gap_bytes: int) -> Iterator[Box]:
+    """Cut a box of a row-major tensor in a file into boxes, the span of each of which is worth reading whole.
+
+    They follow each other in the box' own row-major order. Each is either one range of the file, or has rows with small
+    gaps between them and a span of at most a window, or of one row.
+
+    Args:
+        shape: Shape of the whole tensor.
+        box: The part to read; not empty.
+        itemsize: Bytes per element.
+        window_bytes: Most bytes to read at a time, where there are gaps in between.
+        gap_bytes: The largest gap that is read, too.
+    """
+    if is_contiguous(shape, box):
+        yield box
+        return
+    row_bytes = math.prod(shape[1:]) * itemsize
+    first, last = span_of(shape[1:], box[1:])
+    start, stop = box[0]
+    is_row_solid = is_contiguous(shape[1:], box[1:]) or row_bytes <= window_bytes
+    if is_row_solid and row_bytes - (last - first) * itemsize <= gap_bytes:
+        step = max(window_bytes // row_bytes, 1)
+        for begin in range(start, stop, step):
+            yield ((begin, min(begin + step, stop)), *box[1:])
+        return
+    for index in range(start, stop):
+        for inner in pieces_of(shape[1:], box[1:], itemsize, window_bytes, gap_bytes):
+            yield ((index, index + 1), *inner)
 
 
 def _gap_of(shape: tuple[int, ...], box: Box) -> int:

@@ -8,6 +8,7 @@ loaded is verified once, and no rank needs to know what others read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -15,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from booster_checkpoint.files.read_ahead import contents_of
-from booster_checkpoint.storage import LocalFile, RemotePath
 from booster_core.errors import CheckpointDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
+    from booster_checkpoint.storage import Location
     from booster_core.state import Box
 
     Read = Callable[[memoryview, int], None]
@@ -100,31 +99,21 @@ class BlockHasher:
         self._digest: Any = xxhash.xxh3_64()
 
 
-def blocks_of_file(path: Path, sizes: Sequence[int], begin: int = 0) -> list[Block]:
+def blocks_of_file(place: Location, sizes: Sequence[int], begin: int = 0) -> list[Block]:
     """Return blocks of a file that follow each other, with their checksums; fewer, if the file is too short.
 
     Args:
-        path: The file; as little memory is used as a block takes.
+        place: The file, of which little is in memory at a time.
         sizes: The sizes of the blocks.
         begin: Where the first one begins.
 
     Raises:
         CheckpointError: If the file cannot be read.
     """
-    hasher, stop = BlockHasher(sizes), begin + sum(sizes)
-    if isinstance(path, RemotePath):
-        for content in contents_of(path.open_ranges(), begin, stop):
+    hasher = BlockHasher(sizes)
+    with contextlib.closing(place.open()) as file:
+        for content in file.contents(begin, begin + sum(sizes)):
             hasher.update(content)
-        return hasher.blocks
-    file = LocalFile(path)
-    try:
-        buffer = memoryview(bytearray(min(stop - begin, _CACHED_BYTES)))
-        for start in range(begin, min(stop, file.size), _CACHED_BYTES):
-            part = buffer[: min(_CACHED_BYTES, stop - start, file.size - start)]
-            file.read_into(part, start)
-            hasher.update(part)
-    finally:
-        file.close()
     return hasher.blocks
 
 

@@ -25,13 +25,14 @@ from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.files.parts import MOST_DIMS, cost_of_tiling, is_tiling, read_common
 from booster_checkpoint.files.tensor_file import TensorFile
 from booster_checkpoint.files.torch_file import first_line, load_plainly, offset_of
-from booster_checkpoint.storage.range_stream import RangeStream
-from booster_core.errors import CheckpointDamagedError, CheckpointError, CheckpointUnreadableError
+from booster_checkpoint.storage.open_file import RangeStream
+from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from booster_checkpoint.storage import Location
 
 METADATA = ".metadata"
 _LARGEST = 1 << 62
@@ -97,19 +98,19 @@ class Table:
     slices: Mapping[tuple[str, bytes | None], Slice]
 
 
-def read_table(folder: Path) -> Table:
+def read_table(folder: Location) -> Table:
     """Return the table of a DCP folder.
 
     Raises:
+        CheckpointAbsentError: If there is none.
         CheckpointDamagedError: If it is damaged, or holds anything but a table.
-        CheckpointUnreadableError: If its file cannot be read.
+        CheckpointUnreadableError, StorageUnreachableError: If its file cannot be read.
     """
     path = folder / METADATA
-    try:
-        pickled = path.read_bytes()
-    except OSError as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointUnreadableError(msg) from error
+    pickled = path.read_bytes()
+    if pickled is None:
+        msg = f"There is no '{path}'."
+        raise CheckpointAbsentError(msg)
     try:
         content = load_plain(pickled)
     except pickle.UnpicklingError as error:
@@ -140,7 +141,7 @@ class _TableChecks:
     def __init__(self, nbytes: int) -> None:
         self._left = _FREE_WORK + _WORK_OF_A_BYTE * nbytes
 
-    def table(self, content: Record, path: Path) -> Table:
+    def table(self, content: Record, path: Location) -> Table:
         """Return the table."""
         tensors: dict[str, TensorEntry] = {}
         values: list[str] = []
@@ -259,12 +260,13 @@ class DCPFile(TensorFile):
     Args:
         path: The folder.
         kind: Which part: ``"model"`` or ``"optimizer"``.
+        sizes: The sizes of its files, as far as they are known.
 
     Raises:
         CheckpointError: If the folder is damaged, incomplete, or uses extensions of its writer.
     """
 
-    def __init__(self, path: Path, kind: str = MODEL) -> None:
+    def __init__(self, path: Location, kind: str = MODEL, sizes: Mapping[str, int | None] | None = None) -> None:
         self.path = path
         self._table = read_table(path)
         self._paths = _paths_of(self._table, kind)
@@ -274,7 +276,8 @@ class DCPFile(TensorFile):
         self._chunks: dict[tuple[str, bytes], tuple[ByteFile, int]] = {}
         self._lock = threading.Lock()
         try:
-            self._check_files()
+            self._open_files(sizes or {})
+            self._check_ends()
             for fqn, entry in self._table.tensors.items():
                 if fqn not in self._paths:
                     continue
@@ -317,26 +320,28 @@ class DCPFile(TensorFile):
             file.close()
         self._files = {}
 
-    def _check_files(self) -> None:
-        for (fqn, _), place in self._table.slices.items():
-            name = place.file
+    def _open_files(self, sizes: Mapping[str, int | None]) -> None:
+        names = dict.fromkeys(place.file for place in self._table.slices.values())
+        for name in names:
             if "/" in name or name in ("", ".", "..") or "\0" in name:
                 msg = (
                     f"The table in '{self.path}' names the file '{name}', which is not in its folder: damaged or "
                     "hostile."
                 )
                 raise CheckpointDamagedError(msg)
+        for file in self.path.open_files({name: sizes.get(name) for name in names}):
+            self._files[file.place.name] = ByteFile(file)
+
+    def _check_ends(self) -> None:
+        for (fqn, _), place in self._table.slices.items():
             if place.extensions:
                 msg = f"'{fqn}' in '{self.path}' was written through an extension ({', '.join(place.extensions)})."
                 raise CheckpointDamagedError(msg)
-            if name not in self._files:
-                self._files[name] = ByteFile(self.path / name)
-            size = self._files[name].size
+            size = self._files[place.file].size
             if place.offset + place.length > size:
                 msg = (
                     f"'{fqn}' is at bytes {place.offset} to {place.offset + place.length} of "
-                    f"'{self.path / name}', "
-                    f"which has {size} bytes. It is truncated."
+                    f"'{self.path / place.file}', which has {size} bytes. It is truncated."
                 )
                 raise CheckpointDamagedError(msg)
 

@@ -23,12 +23,12 @@ from booster_core.errors import CheckpointDamagedError
 from booster_core.state import Box, TensorMeta, intersect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
     from booster_checkpoint.files.checksums import CheckedReads
+    from booster_checkpoint.storage import Location
 
 _NAME = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 _PLACES, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"
@@ -45,7 +45,7 @@ class RankShards(TensorFile):
 
     Args:
         path: The folder.
-        names: The files in it.
+        sizes: The files in it, and their sizes.
         in_memory: Read each file as a whole, once.
         checks: Returns what verifies a file while it is read, by its path.
 
@@ -55,11 +55,11 @@ class RankShards(TensorFile):
 
     def __init__(
         self,
-        path: Path,
-        names: Sequence[str],
+        path: Location,
+        sizes: Mapping[str, int | None],
         *,
         in_memory: bool = False,
-        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+        checks: Callable[[Location], CheckedReads | None] = lambda _: None,
     ) -> None:
         self.path = path
         self.tensors = {}
@@ -67,8 +67,8 @@ class RankShards(TensorFile):
         self._files: list[SafetensorsFile] = []
         self._parts: dict[str, list[tuple[Box, SafetensorsFile]]] = {}
         try:
-            for name in names:
-                file = SafetensorsFile(path / name, in_memory=in_memory, checks=checks(path / name))
+            for opened in path.open_files(sizes):
+                file = SafetensorsFile(opened, in_memory=in_memory, checks=checks(opened.place))
                 self._files.append(file)
                 begins = _begins_in(file)
                 for key, meta in file.tensors.items():

@@ -24,10 +24,10 @@ from booster_core.state import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
     from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.storage import Location, OpenFile
     from booster_core.state import Box
 
 DTYPE_NAMES = {
@@ -106,7 +106,7 @@ class SafetensorsFile(TensorFile):
     """Reads a safetensors file, in the parts that are asked for.
 
     Args:
-        path: The file.
+        file: The open file, which is closed with this one, or if this fails.
         in_memory: Read all of it at once.
         checks: Verifies what is read.
 
@@ -117,15 +117,15 @@ class SafetensorsFile(TensorFile):
         CheckpointDamagedError: If the file is truncated, its header is damaged, or its tensors overlap or leave it.
     """
 
-    def __init__(self, path: Path, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
-        self.path = path
-        self._bytes = ByteFile(path, checks, in_memory=in_memory)
+    def __init__(self, file: OpenFile, *, in_memory: bool = False, checks: CheckedReads | None = None) -> None:
+        self.path = file.place
+        self._bytes = ByteFile(file, checks, in_memory=in_memory)
         try:
             self._size = self._bytes.size
             header, self._start = self._read_header()
             metadata = header.pop(METADATA, None)
             self.metadata: Mapping[str, Any] = {} if metadata is None else metadata
-            self.values = {} if metadata is None else _values_in(path, metadata)
+            self.values = {} if metadata is None else _values_in(self.path, metadata)
             self._offsets: dict[str, int] = {}
             self.tensors = {key: self._check_entry(key, entry) for key, entry in header.items()}
             self._check_overlaps()
@@ -236,7 +236,7 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def _values_in(path: Path, metadata: Any) -> dict[str, Any]:
+def _values_in(path: Location, metadata: Any) -> dict[str, Any]:
     """Return our values among the metadata."""
     if not isinstance(metadata, dict):
         msg = f"The header of '{path}' is damaged: its metadata is {_shown(metadata)}."

@@ -9,18 +9,19 @@ from booster_core.state import full_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import torch
 
     from booster_checkpoint.files.byte_file import ByteFile
+    from booster_checkpoint.storage import Location
     from booster_core.state import Box, TensorMeta
 
 
 class TensorFile(ABC):
     """An open file of tensors. Its directory has been read and checked; no values have."""
 
-    path: Path
+    path: Location
+    """The file, or the folder of several that are read as one."""
     tensors: Mapping[str, TensorMeta]
     """What the file says of its tensors."""
     values: Mapping[str, Any]

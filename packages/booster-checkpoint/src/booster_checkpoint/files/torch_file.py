@@ -23,13 +23,14 @@ from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.frame import FileFrame
 from booster_checkpoint.files.pickle_check import PickleGrowsError, check_pickle
 from booster_checkpoint.files.tensor_file import TensorFile
-from booster_core.errors import CheckpointDamagedError, CheckpointError, CheckpointUnreadableError
+from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.storage import OpenFile
     from booster_core.state import Box
 
 _LEGACY_PICKLES = 5
@@ -87,7 +88,7 @@ class TorchFile(TensorFile):
     1.6, or one with views that leave out or repeat values, is read as a whole instead.
 
     Args:
-        path: The file.
+        file: The open file, which is closed with this one, or if this fails.
         in_memory: Read all values at once.
 
     Raises:
@@ -95,26 +96,33 @@ class TorchFile(TensorFile):
             executed to be read.
     """
 
-    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
-        self.path = path
+    def __init__(self, file: OpenFile, *, in_memory: bool = False) -> None:
+        self.path = file.place
         self._bytes: ByteFile | None = None
+        self._offsets: dict[str, int] = {}
         self._orders: dict[str, tuple[int, ...] | None] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        is_zip = _is_zip(path)
-        content = _load(path, describe=is_zip and not in_memory)
-        self._collect(content)
-        if is_zip and not in_memory:
-            try:
-                self._offsets = {name: offset_of(tensor) for name, tensor in self._tensors.items()}
-            except ValueError as error:
-                msg = f"'{path}' is damaged or hostile: {error}."
-                raise CheckpointDamagedError(msg) from error
-            self._orders = {name: _order_of(tensor) for name, tensor in self._tensors.items()}
-            if None not in self._orders.values():
-                self._bytes = ByteFile(path)
-                self._check_sizes()
-            else:
-                self._collect(_load(path, describe=False))
+        try:
+            if in_memory or not _is_zip(file) or not self._describe(file):
+                self._collect(_load(file, describe=False))
+        finally:
+            if self._bytes is None:
+                file.close()
+
+    def _describe(self, file: OpenFile) -> bool:
+        """Find out where the tensors' values are; return whether they can be read from there."""
+        self._collect(_load(file, describe=True))
+        try:
+            self._offsets = {name: offset_of(tensor) for name, tensor in self._tensors.items()}
+        except ValueError as error:
+            msg = f"'{self.path}' is damaged or hostile: {error}."
+            raise CheckpointDamagedError(msg) from error
+        self._orders = {name: _order_of(tensor) for name, tensor in self._tensors.items()}
+        if None in self._orders.values():
+            return False
+        self._check_sizes(file.size)
+        self._bytes = ByteFile(file)
+        return True
 
     @override
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
@@ -167,12 +175,10 @@ class TorchFile(TensorFile):
             name: TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
         }
 
-    def _check_sizes(self) -> None:
-        size = self.path.stat().st_size
+    def _check_sizes(self, size: int) -> None:
         for name, meta in self.tensors.items():
             nbytes = math.prod(meta.shape) * meta.dtype.itemsize
             if nbytes and self._offsets[name] + nbytes > size:
-                self.close()
                 msg = (
                     f"'{name}' is beyond the end of '{self.path}', which has {size} bytes. It is truncated or damaged."
                 )
@@ -193,9 +199,8 @@ def offset_of(tensor: torch.Tensor) -> int:
     return int(offset) + int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
+def _is_zip(file: OpenFile) -> bool:
+    return file.stream().read(2) == b"PK"
 
 
 def load_plainly(stream: IO[bytes], *, describe: bool = False) -> Any:
@@ -244,11 +249,11 @@ def _order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(order) if tensor.permute(order).is_contiguous() else None
 
 
-def _load(path: Path, *, describe: bool) -> Any:
+def _load(file: OpenFile, *, describe: bool) -> Any:
     """Return the content of a file, read or described (tensors without values)."""
+    path = file.place
     try:
-        with path.open("rb") as stream:  # not by its path, where torch would go by the name's ending
-            return load_plainly(stream, describe=describe)
+        return load_plainly(file.stream(), describe=describe)
     except PickleGrowsError as error:
         msg = f"'{path}' was not loaded: {error}. It is damaged or hostile."
         raise CheckpointDamagedError(msg) from error
@@ -258,9 +263,6 @@ def _load(path: Path, *, describe: bool) -> Any:
             f"program. Convert it where you trust it. ({first_line(error)})"
         )
         raise CheckpointDamagedError(msg) from error
-    except OSError as error:
-        msg = f"'{path}' cannot be read: {error.strerror or error}."
-        raise CheckpointUnreadableError(msg) from error
     except _DAMAGED as error:
         msg = f"'{path}' cannot be read: {first_line(error)}. It is damaged, truncated or another kind of file."
         raise CheckpointDamagedError(msg) from error

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from booster_checkpoint.session import Progress
-from booster_checkpoint.storage import RemotePath
-from booster_core.state import Region, regions_of, unpack
+from booster_checkpoint.session import timed
+from booster_core.state import Region, TensorShard, regions_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
     from booster_checkpoint.load.source import Source
     from booster_checkpoint.session import Session
-    from booster_core.state import Box, TensorMeta, TensorShard
+    from booster_checkpoint.storage import Location
+    from booster_core.state import Box, TensorMeta
 
 _PIECE_BYTES = 4 << 20
 """Pieces of this size begin where blocks with checksums do."""
@@ -50,7 +49,7 @@ class Fill:
 
     session: Session
     call: str
-    path: Path
+    path: Location
     source: Source
     named: ReadableTensors
     homes: Mapping[str, str]
@@ -72,32 +71,35 @@ class Fill:
         """
         metas = [self.named.tensors[key] for key in self.homes.values()]
         total_bytes = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)
-        what = self.call.removeprefix("load_")
-        with Progress(f"Loading {what}", total_bytes, is_shown=self.session.rank == 0) as progress:
-            if isinstance(self.path, RemotePath):
-                self._run_at_url(shards, progress.advance, keeps_values=keeps_values)
+        with timed(self.call, self.path, total_bytes):
+            if not self.path.is_cached_by_host:
+                self._run_by_requests(shards, keeps_values=keeps_values)
                 return
             if keeps_values and self.session.world_size > 1:
-                self._take_turns(shards)
+                shards = self._take_turns(shards)
             with self.session.together(self.call, self.path, for_long=True):
-                self._fill(shards(), progress.advance)
+                self._fill(shards())
 
-    def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> None:
-        """Let ranks of a host that read the same, through one page cache, verify every block once between them."""
+    def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> Callable[[], Iterable[TensorShard]]:
+        """Let ranks of a host that read the same, through one page cache, verify every block once between them.
+
+        Returns:
+            What returns the shards that are loaded, which have been listed once: that takes as long as reading some.
+        """
         from booster_checkpoint.load.host_exchange import digest_of
 
-        session = self.session
+        session, listed = self.session, list[TensorShard]()
 
         def look() -> str:
-            return digest_of(filter(self._is_loaded, shards()), self.homes)
+            listed.extend(filter(self._is_loaded, shards()))
+            return digest_of(listed, self.homes)
 
         told = list(zip(session.hosts(), session.gather(self.call, self.path, look), strict=True))
         mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
         self.source.take_turns(mates.index(session.rank), len(mates))
+        return lambda: listed
 
-    def _run_at_url(
-        self, shards: Callable[[], Iterable[TensorShard]], progress: Callable[[int], None], *, keeps_values: bool
-    ) -> None:
+    def _run_by_requests(self, shards: Callable[[], Iterable[TensorShard]], *, keeps_values: bool) -> None:
         from booster_checkpoint.load.host_exchange import Exchange, digests_of, mates_by_kind
 
         session = self.session
@@ -114,14 +116,14 @@ class Fill:
         with session.together(self.call, self.path):
             for kind, ranks in sorted(mates[session.rank].items()):
                 if len(ranks) > 1:
-                    exchanges.append(Exchange(self, kinds.pop(kind), ranks, progress))
+                    exchanges.append(Exchange(self, kinds.pop(kind), ranks))
         with session.together(self.call, self.path, for_long=True):
             failures = [exchange.run(group) for exchange in exchanges]
             for failure in filter(None, failures):
                 raise failure
-            self._fill(self._in_file_order(itertools.chain.from_iterable(kinds.values())), progress)
+            self._fill(self._in_file_order(itertools.chain.from_iterable(kinds.values())))
             if not keeps_values:
-                self._fill(shards(), progress)
+                self._fill(shards())
 
     def _in_file_order(self, shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
         """Start to read what shards need, and return them in the order in which that arrives."""
@@ -139,17 +141,17 @@ class Fill:
         read_ahead(located, self.bucket_bytes)
         return [each.shard for each in located]
 
-    def _fill(self, shards: Iterable[TensorShard], progress: Callable[[int], None]) -> None:
-        with self.reader(self.bucket_bytes, progress) as reader:
+    def _fill(self, shards: Iterable[TensorShard]) -> None:
+        with self.reader(self.bucket_bytes) as reader:
             for shard in filter(self._is_loaded, shards):
                 reader.fill(shard, self.homes[shard.key])
 
     def _is_loaded(self, shard: TensorShard) -> bool:
         return shard.key in self.homes and shard.numel > 0
 
-    def reader(self, most_bytes: int, progress: Callable[[int], None]) -> ShardReader:
+    def reader(self, most_bytes: int) -> ShardReader:
         """Return a reader of the checkpoint."""
-        return ShardReader(self.named, most_bytes, num_threads=self.num_threads, progress=progress)
+        return ShardReader(self.named, most_bytes, num_threads=self.num_threads)
 
     def stored_bytes(self, shard: TensorShard) -> int:
         """Return how many bytes of the checkpoint a shard takes."""
@@ -189,7 +191,6 @@ class ShardReader:
         source: The checkpoint.
         bucket_bytes: Most memory to use besides the shards' own, in bytes.
         num_threads: How many parts of a shard are read at once.
-        progress: Told the number of bytes after each read.
     """
 
     def __init__(
@@ -198,14 +199,12 @@ class ShardReader:
         bucket_bytes: int,
         *,
         num_threads: int = 1,
-        progress: Callable[[int], None] | None = None,
     ) -> None:
         self._source = source
         self._stage_bytes = max(bucket_bytes // num_threads, 16)
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, "checkpoint reader") if num_threads > 1 else None
         self._stages: list[torch.Tensor] = []
-        self._progress = progress
 
     def __enter__(self) -> Self:
         return self
@@ -236,8 +235,6 @@ class ShardReader:
                 fill(key, meta, data, part)
 
             list(self._pool.map(fill_in_stream, parts))
-        if self._progress is not None:
-            self._progress(shard.numel * meta.dtype.itemsize)
 
     def _cut(self, regions: list[Region], itemsize: int, *, is_direct: bool) -> list[Region]:
         """Cut regions into parts for threads, and below the size of a stage where one is used."""

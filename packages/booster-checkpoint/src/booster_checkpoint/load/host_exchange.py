@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster_checkpoint.files.read_ahead import ReadAhead, byte_ranges
 from booster_checkpoint.save.fragments import DeviceCopies
+from booster_checkpoint.storage.stored_file import ReadAhead, StoredFile
 from booster_core.ranks import digest
 from booster_core.state import regions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.load.fill import Fill, ShardReader
     from booster_checkpoint.load.source import Source
-    from booster_checkpoint.storage import RemoteFile
     from booster_core.ranks import Host
     from booster_core.state import TensorShard
 
@@ -88,16 +87,12 @@ class Exchange:
         fill: What is loaded.
         shards: The shards, the same on each of the ranks.
         ranks: The ranks.
-        progress: Told the number of bytes after each read.
     """
 
-    def __init__(
-        self, fill: Fill, shards: Iterable[TensorShard], ranks: Sequence[int], progress: Callable[[int], None]
-    ) -> None:
+    def __init__(self, fill: Fill, shards: Iterable[TensorShard], ranks: Sequence[int]) -> None:
         self._fill = fill
         self._ranks = ranks
         self._place = ranks.index(fill.session.rank)
-        self._progress = progress
         self._failure: Exception | None = None
         # A quarter of the bucket for what is sent, one for what is received, half for what is fetched.
         window_bytes = fill.bucket_bytes // 4
@@ -129,7 +124,7 @@ class Exchange:
         partners = [((self._place - step) % count, (self._place + step) % count) for step in range(1, count)]
         most_bytes = self._fill.bucket_bytes // 2
         read_ahead(self._part, most_bytes)
-        with self._fill.reader(most_bytes, self._progress) as reader:
+        with self._fill.reader(most_bytes) as reader:
             for number in range(max(map(len, self._windows))):
                 mine = self._window(self._place, number)
                 self._read(mine, reader)
@@ -165,7 +160,6 @@ class Exchange:
         """Fill shards with what has been received."""
         for shard, begin in window:
             shard.data.detach().view(-1).copy_(_packed(shard, begin, self._incoming))
-            self._progress(self._fill.stored_bytes(shard))
 
 
 def _windows(shards: Iterable[TensorShard], window_bytes: int) -> Iterator[_Window]:
@@ -201,7 +195,7 @@ class Located:
     """
 
     shard: TensorShard
-    ranges: tuple[tuple[RemoteFile, int, int], ...] = ()
+    ranges: tuple[tuple[StoredFile, int, int], ...] = ()
 
 
 def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, str]) -> list[Located]:
@@ -217,19 +211,19 @@ def locate(source: Source, shards: Iterable[TensorShard], stored: Mapping[str, s
     others = []
     for shard in shards:
         place = source.place_of(stored[shard.key]) if shard.key in stored else None
-        if place is None or place[0].remote is None or place[0].is_in_memory:
+        if place is None or place[0].is_in_memory:
             others.append(Located(shard))
             continue
-        file, offset = place
-        remote = file.remote
-        assert remote is not None, "asked above"
+        bytes_of_file, offset = place
+        file = bytes_of_file.file
+        assert isinstance(file, StoredFile), "at a URL"
         meta = source.tensors[stored[shard.key]]
         ranges = tuple(
-            (remote, *file.extent(start, stop))
+            (file, start, stop)
             for region in regions_of(shard.box, shard.flat)
-            for start, stop in byte_ranges(offset, meta.shape, meta.dtype.itemsize, region.box)
+            for start, stop in bytes_of_file.ranges_of(offset, meta.shape, meta.dtype.itemsize, region.box)
         )
-        placed.append(((files.setdefault(id(remote), len(files)), ranges[0][1]), Located(shard, ranges)))
+        placed.append(((files.setdefault(id(file), len(files)), ranges[0][1]), Located(shard, ranges)))
     placed.sort(key=lambda entry: entry[0])
     return [*(located for _, located in placed), *others]
 

@@ -28,7 +28,6 @@ from booster_core.state import OptimizerInfo, parse_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import ExitStack
-    from pathlib import Path
 
     from booster_checkpoint.files.checksums import CheckedReads
     from booster_checkpoint.load.fill import ReadableTensors
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from booster_core.checkpoint_io import LoadReport, LoadRequest, ModelState
     from booster_core.state import StateAdapter
 
-    Checks = Callable[[Path], CheckedReads | None]
+    Checks = Callable[[Location], CheckedReads | None]
     """Returns what verifies a file while it is read; ``None`` for a file without checksums."""
 
 
@@ -105,7 +104,7 @@ class ModelLoad:
         self._metas = {name: self._named.tensors[key] for name, key in homes.items()}
         stored = {name: single for name, key in homes.items() if (single := self._named.layouts[key].single)}
         self._fill = Fill(
-            session, request.call, path.as_path(), source, self._named, homes, stored, request.num_threads, bucket_bytes
+            session, request.call, path, source, self._named, homes, stored, request.num_threads, bucket_bytes
         )
 
     def run(self) -> LoadReport:
@@ -172,9 +171,7 @@ class OptimizerLoad:
         check_states(self._path, self._tensors, [(list(self._tensors), misfits)])
         stored = {key: key for key in self._tensors} if named is source else {}
         homes = {key: key for key in self._tensors}
-        self._fill = Fill(
-            session, request.call, path.as_path(), source, named, homes, stored, request.num_threads, bucket_bytes
-        )
+        self._fill = Fill(session, request.call, path, source, named, homes, stored, request.num_threads, bucket_bytes)
 
     def run(self) -> None:
         """Read the values.

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.composed import ComposedTensors, Layout
-from booster_checkpoint.load.transformers_names import converted
+from booster_checkpoint.files.transformers import named_in_model
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state import tensor_references
 
@@ -50,7 +50,7 @@ def as_model_names(
             raise CheckpointError(msg)
         layouts[name] = Layout.of(key, meta)
     values = {new_name(key): key for key in source.values}
-    layouts = converted(module, layouts, known)
+    layouts = named_in_model(module, layouts, known)
     is_out = excluder(exclude)
     return ComposedTensors(
         source,

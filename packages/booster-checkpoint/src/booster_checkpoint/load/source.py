@@ -29,7 +29,7 @@ from booster_checkpoint.files.names import (
 from booster_checkpoint.files.opening import open_tensor_file
 from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
 from booster_checkpoint.files.tensor_file import read_whole
-from booster_checkpoint.storage import Location, locate, read_heads
+from booster_checkpoint.storage import Location, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
 from booster_core.state import decode_extra_state, tensor_references
 
@@ -235,7 +235,7 @@ class Source:
         kind: str,
         *,
         in_memory: bool = False,
-        checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+        checks: Callable[[Location], CheckedReads | None] = lambda _: None,
         listed: Mapping[str, int | None] | None = None,
     ) -> None:
         self.path = locate(path)
@@ -258,7 +258,7 @@ class Source:
         listed: Mapping[str, int | None] | None,
         *,
         in_memory: bool,
-        checks: Callable[[Path], CheckedReads | None],
+        checks: Callable[[Location], CheckedReads | None],
     ) -> None:
         folder, size = self.path, self.path.size() if listed is None else None
         if size is not None:
@@ -273,23 +273,21 @@ class Source:
             if not listed and not folder.is_folder():
                 msg = f"There is no {kind} checkpoint at '{self.path}'. Expected {_FORMS}."
                 raise CheckpointAbsentError(msg)
-            paths = folder.as_path(listed)
             if listed.get(_DCP_TABLE) is not None:
                 from booster_checkpoint.files.dcp import DCPFile
 
-                self._add(DCPFile(paths, kind), None)
+                self._add(DCPFile(folder, kind, listed), None)
                 return
             shards = _rank_shards(folder, kind, listed)
             if shards:
-                read_heads([paths / name for name in shards])
-                self._add(RankShards(paths, shards, in_memory=in_memory, checks=checks), None)
+                sizes = {name: listed[name] for name in shards}
+                self._add(RankShards(folder, sizes, in_memory=in_memory, checks=checks), None)
                 return
             found = _find(folder, kind, listed)
         self.index = None if found.index is None else folder / found.index
-        paths = folder.as_path(listed)
-        read_heads([paths / name for name in found.files])
-        for name, expected in found.files.items():
-            self._add(open_tensor_file(paths / name, in_memory=in_memory, checks=checks(paths / name)), expected)
+        opened = folder.open_files({name: listed.get(name) for name in found.files})
+        for file, expected in zip(opened, found.files.values(), strict=True):
+            self._add(open_tensor_file(file, in_memory=in_memory, checks=checks(file.place)), expected)
 
     def _remember(self, reads: CheckedReads | None) -> CheckedReads | None:
         if reads is not None:
@@ -340,7 +338,7 @@ class Source:
         """Return where a tensor is read from; see `TensorFile.place_of`."""
         return self._home[key].place_of(key)
 
-    def home_of(self, key: str) -> Path:
+    def home_of(self, key: str) -> Location:
         """Return the file that holds a tensor."""
         return self._home[key].path
 
@@ -386,7 +384,7 @@ def open_source(
     kind: str,
     *,
     in_memory: bool = False,
-    checks: Callable[[Path], CheckedReads | None] = lambda _: None,
+    checks: Callable[[Location], CheckedReads | None] = lambda _: None,
     listed: Mapping[str, int | None] | None = None,
 ) -> Iterator[Source]:
     """Open a checkpoint for the body, in any of its forms; see `Source`."""

@@ -21,8 +21,6 @@ from booster_checkpoint.run.manifest import MANIFEST, Manifest, ReadChecks, dama
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.run.save_step import forget_model
 from booster_checkpoint.run.training_part import TENSORS, VALUES, SavedTraining
-from booster_checkpoint.storage import LocalLocation
-from booster_checkpoint.storage.local_file import read_error
 from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import (
     CheckpointAbsentError,
@@ -170,7 +168,7 @@ def _read_manifest(session: Session, folder: Location, call: str) -> tuple[Manif
     def look() -> tuple[bytes | None, tuple[int, ...]]:
         if session.rank != reader:
             return None, ()
-        return (folder / MANIFEST).read_bytes(), _same_disk(folder)
+        return (folder / MANIFEST).read_bytes(), (folder / MANIFEST).stamp()
 
     told = session.gather(call, folder, look)
     written, disk = told[reader]
@@ -178,18 +176,6 @@ def _read_manifest(session: Session, folder: Location, call: str) -> tuple[Manif
     with session.together(call, folder):
         manifest = Manifest.parse(written, folder)
     return manifest, mates
-
-
-def _same_disk(folder: Location) -> tuple[int, ...]:
-    """Return numbers that are equal where hosts see one file, whatever it is called on each; at a URL, all do."""
-    if not isinstance(folder, LocalLocation):
-        return ()
-    path = (folder / MANIFEST).path
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise read_error(error, path) from error
-    return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _restore(

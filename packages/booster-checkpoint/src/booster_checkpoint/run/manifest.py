@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from booster_checkpoint.storage.location import Location
+    from booster_checkpoint.storage import Location
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 3
@@ -185,7 +185,7 @@ class Manifest:
         problems = []
         for name in names:
             saved, begin = self.files[name].blocks, 0
-            found = blocks_of_file((folder / name).as_path(), [block.nbytes for block in saved])
+            found = blocks_of_file(folder / name, [block.nbytes for block in saved])
             for block, other in zip(saved, found, strict=False):
                 if block != other:
                     problems.append(difference(name, begin, block, other.checksum))
@@ -212,7 +212,7 @@ class ReadChecks:
         self._folder = f"{folder}/".replace(os.sep, "/")
         self._is_shared = is_shared
 
-    def __call__(self, path: Path) -> CheckedReads | None:
+    def __call__(self, path: Location) -> CheckedReads | None:
         """Return what verifies a file while it is read; ``None`` for one that is verified ahead."""
         name = str(path).replace(os.sep, "/").removeprefix(self._folder)
         entry = self._files.get(name)
@@ -221,7 +221,7 @@ class ReadChecks:
         return CheckedReads(name, entry.blocks, is_shared=self._is_shared, on_damage=self.problems.append)
 
 
-def verify_folder(folder: Path | str | Location) -> None:
+def verify_folder(folder: Path | Location) -> None:
     """Check a saved training state against its manifest, every byte.
 
     Raises:

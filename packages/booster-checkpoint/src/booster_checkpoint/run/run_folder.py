@@ -46,7 +46,7 @@ _TEXTS_IN_THE_MAKING = temporary_pattern(f"{LATEST}|{re.escape(LEASE)}")
 _Place = TypeVar("_Place", bound=Location)
 
 
-def open_run(root: str | Path) -> RunFolder:
+def open_run(root: str | Path | Location) -> RunFolder:
     """Return the folder of a run at a path or a URL, which need not exist.
 
     Raises:

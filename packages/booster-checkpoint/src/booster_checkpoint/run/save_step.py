@@ -86,7 +86,7 @@ def save_step(
         run.commit(folder, options, lambda: leases.hold(run))
 
     parts = _parts_of(state, training, request.size_per_shard << 20)
-    target = target_at(folder.as_path(), is_fresh=True)
+    target = target_at(folder, is_fresh=True)
     saver.save(parts, target, call, use_async=request.use_async, checksums=True, commit=commit)
     if state.model.module is not None:
         _last_saved[run.root.identity] = options.step, weakref.ref(state.model.module)

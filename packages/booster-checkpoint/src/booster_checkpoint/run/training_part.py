@@ -19,7 +19,7 @@ from booster_checkpoint.run.registered import (
     RegisteredStates,
     chosen_states,
 )
-from booster_checkpoint.save.parts import Part, whole_shards
+from booster_checkpoint.save.parts import MergedPart, Part, whole_shards
 from booster_core.checkpoint_io import LOADER, GlobalPosition
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import (
@@ -82,7 +82,6 @@ class TrainingPart(Part):
             "dataloader": None if position is None else encode_json(position, "dataloader"),
         }
         self._step = step
-        self._content: dict[str, Any] = {}
 
     @property
     def keeps_values(self) -> bool:
@@ -91,11 +90,11 @@ class TrainingPart(Part):
     def owned_shards(self) -> Iterator[TensorShard]:
         yield from whole_shards(self._tensors)
 
-    def local_facts(self) -> list[Any]:
+    def facts(self) -> list[Any]:
         return [self._shared, self._extra, self._random, self._registered.facts]
 
-    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
-        del rank
+    def merge(self, facts: Sequence[Sequence[Any]], rank: int) -> MergedPart:
+        del rank  # all ranks write the same
         shared, extra, *_ = facts[0]
         for other, (theirs, *_) in enumerate(facts):
             for name, value in theirs.items():
@@ -105,7 +104,7 @@ class TrainingPart(Part):
                         f"{_cut(shared[name])}. Step schedulers and loaders alike on all ranks."
                     )
                     raise CheckpointError(msg)
-        self._content = {
+        content = {
             "format_version": FORMAT_VERSION,
             "step": self._step,
             **shared,
@@ -113,12 +112,7 @@ class TrainingPart(Part):
             "random": [own for _, _, own, _ in facts],
             "registered": RegisteredStates.merge([states for *_, states in facts]),
         }
-
-    def values(self) -> dict[str, Any]:
-        return {}
-
-    def texts(self) -> dict[str, str]:
-        return {VALUES: json.dumps(self._content, indent=1) + "\n"}
+        return MergedPart(texts={VALUES: json.dumps(content, indent=1) + "\n"})
 
 
 _ENTRIES = ("lr_schedulers", "loss_scaler", "dataloader", "extra", "random")
@@ -157,7 +151,7 @@ class SavedTraining:
                 f"'{self._where}' is damaged: it lacks {', '.join(absent) or 'lists of schedulers and random states'}."
             )
             raise CheckpointDamagedError(msg)
-        self._tensors = (folder / TENSORS).as_path()
+        self._tensors = folder / TENSORS
         self._states: Mapping[str, Sequence[Any]] = {}
         self.extra: Any = None
 
@@ -242,7 +236,7 @@ class SavedTraining:
     def _read_tensors(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         if not keys:
             return {}
-        file = open_tensor_file(self._tensors)
+        file = open_tensor_file(self._tensors.open())
         try:
             tensors = {}
             for key in keys:

@@ -38,9 +38,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
-from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
-from booster_checkpoint.save.specs import OwnedTensors, SpecTables
-from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.save.parts import MergedPart, ModelPart, OptimizerPart, Part
+from booster_checkpoint.save.tables import OwnedTensors, SpecTables
+from booster_checkpoint.storage import LocalLocation, locate
 from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
 from booster_core.errors import CheckpointError, ConfigError, name_ranks
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from booster_checkpoint.session import Session
+    from booster_checkpoint.storage import Location
     from booster_core.state import TensorShard
 
 _PathInState = tuple[Any, ...]
@@ -202,14 +203,14 @@ def _save(tensor: torch.Tensor, stream: IO[bytes]) -> None:
         raise
 
 
-def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
+def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
     """Write a model or an optimizer as a DCP folder.
 
     Args:
         name: What the user called.
         session: The ranks.
         part: The model or optimizer.
-        path: The folder; one that holds another kind of files is refused.
+        folder: The folder; one that holds another kind of files is refused.
 
     Raises:
         ConfigError: If the folder is at a URL.
@@ -217,12 +218,13 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
 
     Collective: every rank.
     """
-    if isinstance(path, RemotePath):
+    if not isinstance(folder, LocalLocation):
         msg = (
-            f"torch writes folders of `torch.distributed.checkpoint` to file systems, and '{path}' is a URL. Save to a "
-            "local folder and upload it, its '.metadata' last; or save in another form, which goes there directly."
+            f"torch writes folders of `torch.distributed.checkpoint` to file systems, and '{folder}' is a URL. Save "
+            "to a local folder and upload it, its '.metadata' last; or save in another form, which goes there directly."
         )
         raise ConfigError(msg)
+    path = folder.path
     made: list[Path] = []
     temporary: Path | None = None
 
@@ -238,7 +240,7 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
             clear_temporaries(path)
         owned = OwnedTensors.of(part, part.owned_shards())
         mine = (new_token(), (path / METADATA).exists()) if session.rank == 0 else None
-        return [*part.local_facts(), tables.tell(part, owned), part.aliases(), mine]
+        return [*part.facts(), tables.tell(part, owned), part.aliases(), mine]
 
     try:
         gathered = session.gather_each(name, path, tell)
@@ -249,11 +251,11 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
             )
             raise CheckpointError(msg)
         temporary = path.parent / f".{path.name}.{token}{TEMPORARY}"
-        part.learn([entries[:-3] for entries in gathered], session.rank)
-        tables.merge(part, owned, [entries[-3] for entries in gathered], None)
+        merged = part.merge([entries[:-3] for entries in gathered], session.rank)
+        tables.merge(part, owned, [entries[-3] for entries in gathered], merged.specs, None)
         aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
         with session.together(name, path):
-            planner = _make_planner(part, session.rank)
+            planner = _make_planner(part, merged, session.rank)
             file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
         group = session.cpu_group() if session.world_size > 1 else None
         # Inside of `together` although it communicates: torch carries a failure on one rank to all of them.
@@ -272,9 +274,9 @@ def save_dcp(name: str, session: Session, part: Part, path: Path) -> None:
     except BaseException:
         if session.rank == 0 and temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made:
+        for above in made:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                above.rmdir()
         raise
 
 
@@ -307,7 +309,7 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
     if not (path / ".metadata").is_file():
         msg = f"'{path}' holds other files; `gather_dtensor=False` replaces the whole folder. Pass another path."
         raise CheckpointError(msg)
-    table = read_table(path)
+    table = read_table(locate(path))
     kinds = {key.split(".")[0] for key in (*table.tensors, *table.values)}
     if (GROUPS in kinds) != is_optimizer:
         held = "an optimizer" if GROUPS in kinds else "a model"
@@ -342,8 +344,8 @@ def _put_in_place(temporary: Path, path: Path) -> None:
                 entry.unlink(missing_ok=True)
 
 
-def _make_planner(part: Part, rank: int) -> _ShardPlanner:
-    """Return what this rank writes of a part that has learned from all ranks."""
+def _make_planner(part: Part, merged: MergedPart, rank: int) -> _ShardPlanner:
+    """Return what this rank writes of a part."""
     chunks: dict[MetadataIndex, _Chunk] = {}
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     paths: dict[str, _PathInState] = {}
@@ -361,19 +363,20 @@ def _make_planner(part: Part, rank: int) -> _ShardPlanner:
             index = MetadataIndex(fqn, torch.Size(0 for _ in shard.global_shape))
             chunks[index] = _Chunk(shard, dtype, 0, shard.global_shape)
     values: dict[str, Any] = {}
-    for path, value in _values_of(part, rank).items():
+    for path, value in _values_of(part, merged, rank).items():
         fqn = ".".join(str(step) for step in path)
         values[fqn] = value
         paths[fqn] = path
     return _ShardPlanner(chunks, sizes, values, paths)
 
 
-def _values_of(part: Part, rank: int) -> dict[_PathInState, Any]:
+def _values_of(part: Part, merged: MergedPart, rank: int) -> dict[_PathInState, Any]:
     if isinstance(part, ModelPart):
-        return {(name,): value for name, value in part.extra_here().items()}
+        here = part.extra_state()
+        return {(name,): here[name] for name in merged.mine}
     if rank != 0:
         return {}
-    info = OptimizerInfo.from_json(part.values()["optimizer"], "the optimizer")
+    info = OptimizerInfo.from_json(merged.values["optimizer"], "the optimizer")
     values: dict[_PathInState, Any] = {}
     for index, group in enumerate(info.groups):
         values[GROUPS, index, "params"] = list(group.params)

@@ -14,20 +14,19 @@ import torch
 
 from booster_checkpoint.files.checksums import blocks_of_file
 from booster_checkpoint.save.fragments import DeviceCopies, fill_buckets
+from booster_checkpoint.storage import LocalLocation
 from booster_core.state import as_bytes, is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
     from booster_checkpoint.files.frame import FileFrame
     from booster_checkpoint.save.fragments import Fragment
-    from booster_checkpoint.save.plan import SavePlan, Sums
+    from booster_checkpoint.save.plan import SavePlan, Sums, WriteJob
     from booster_checkpoint.save.targets import FolderTarget
-    from booster_checkpoint.session import Session
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
@@ -38,57 +37,40 @@ _SYNC_BYTES = 32 << 20
 _to_disk = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 
-def write_in_place(
-    session: Session,
-    call: str,
-    plan: SavePlan,
-    target: FolderTarget,
-    fragments: Iterable[Fragment],
-    *,
-    bucket_bytes: int,
-    checksums: bool,
-    progress: Callable[[int], None],
-    group: ProcessGroup | None,
-) -> Sums:
+def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
     """Write all ranks' fragments into the files of a plan, which have been created, and wait until they are on disk.
 
     Args:
-        session: The ranks.
-        call: What the user called.
-        plan: The plan.
-        target: Where its files are.
-        fragments: What this rank writes; one is read before the next is asked for.
-        bucket_bytes: Most memory to use besides the fragments.
-        checksums: Compute checksums.
-        progress: Told the number of bytes after each write.
-        group: The group to communicate in; the default group when ``None``.
+        job: What is written.
+        target: Where the files are.
 
     Returns:
         The sizes of the files of tensors, and their blocks where checksums are asked for, on rank 0.
 
     Collective: every rank.
     """
+    session, plan = job.session, job.plan
 
     def path_of(name: str) -> Path:
         return target.written(plan, name)
 
-    with session.together(f"{call} (write)", target.path, for_long=True):
-        paths = write_ranges(plan, fragments, path_of, bucket_bytes, progress)
+    with session.together(f"{job.call} (write)", target.path, for_long=True):
+        paths = write_ranges(plan, job.fragments, path_of, job.bucket_bytes)
     sums: Sums = {}
     with (
-        session.together(f"{call} (sync)", target.path, for_long=True),
+        session.together(f"{job.call} (sync)", target.path, for_long=True),
         ThreadPoolExecutor(1, "checkpoint sync") as pool,
     ):
         syncing = pool.submit(_sync_files, paths)
-        if checksums:
+        if job.checksums:
             sums = _read_back(plan, path_of, session.rank, session.world_size)
         elif session.rank == 0:
             sums = {file.name: (path_of(file.name).stat().st_size, ()) for file in plan.files}
         syncing.result()
-    if not checksums:
+    if not job.checksums:
         return sums
     merged: Sums = {}
-    for told in session.gather_to_first(sums, group):
+    for told in session.gather_to_first(sums, job.group):
         for name, (nbytes, blocks) in told.items():  # each rank has blocks that follow those of the rank before
             merged[name] = nbytes, (*merged.get(name, (0, ()))[1], *blocks)
     return merged
@@ -108,7 +90,7 @@ def _read_back(plan: SavePlan, path_of: Callable[[str], Path], rank: int, world_
                 first = begin if not mine else first
                 mine.append(block)
             begin += block
-        sums[file.name] = size, tuple(blocks_of_file(path, mine, first - (begin - size)))
+        sums[file.name] = size, tuple(blocks_of_file(LocalLocation(path), mine, first - (begin - size)))
     return sums
 
 
@@ -117,7 +99,6 @@ def write_ranges(
     fragments: Iterable[Fragment],
     path_of: Callable[[str], Path],
     bucket_bytes: int,
-    progress: Callable[[int], None],
 ) -> list[Path]:
     """Write this rank's fragments at their offsets, straight from their memory; `_sync_files` puts them on disk.
 
@@ -126,7 +107,6 @@ def write_ranges(
         path_of: Tells under which path a file of a name was created.
         fragments: Those in other memory or of another dtype pass through a bucket.
         bucket_bytes: Size of the bucket.
-        progress: Told the number of bytes after each write.
 
     Returns:
         The files that this rank has written to.
@@ -157,7 +137,6 @@ def write_ranges(
                     _write_fragment(path, descriptors[index], frames[index].offsets[fragment.key], fragment)
                     num_bytes = fragment.numel * fragment.dtype.itemsize
                     early.note(descriptors[index], num_bytes)
-                    progress(num_bytes)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
 from booster_checkpoint.save.fragments import DeviceCopies
-from booster_checkpoint.save.targets import StoreTarget
+from booster_checkpoint.save.targets import FolderTarget, StoreTarget
 from booster_checkpoint.session import swap_bytes
 from booster_core.errors import CheckpointError
 from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import TensorSpec
     from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
-    from booster_checkpoint.save.plan import PlannedFile, SavePlan, Sums
+    from booster_checkpoint.save.plan import PlannedFile, SavePlan, Sums, WriteJob
     from booster_checkpoint.save.targets import Target
     from booster_checkpoint.session import Session
     from booster_core.ranks import Host
@@ -61,82 +61,53 @@ class FileStream(Protocol):
 
 
 def write_by_owners(
-    session: Session,
-    call: str,
-    plan: SavePlan,
-    target: Target,
-    fragments: Iterable[Fragment],
-    *,
-    buffers: SnapshotBuffers | None,
-    shared_filesystem: bool | None,
-    bucket_bytes: int,
-    checksums: bool,
-    progress: Callable[[int], None],
-    group: ProcessGroup | None,
+    job: WriteJob, target: Target, *, buffers: SnapshotBuffers | None, shared_filesystem: bool | None
 ) -> Sums:
     """Let one rank write each file of tensors, whoever has its values.
 
     Args:
-        session: The ranks.
-        call: What the user called.
-        plan: The plan.
+        job: What is written.
         target: Where the files go; prepared.
-        fragments: What this rank holds.
         buffers: Memory for a copy of fragments that do not stay until the end; ``None`` where they do.
-        shared_filesystem: See `_choose_owners`.
-        bucket_bytes: Most memory to use besides the fragments.
-        checksums: Compute checksums.
-        progress: Told the number of bytes after each write.
-        group: The group to communicate in; the default group when ``None``.
+        shared_filesystem: ``True`` refuses a folder that some ranks do not see; ``False`` leaves all to rank 0.
 
     Returns:
         The sizes of the files of tensors, and their blocks where checksums are asked for, on rank 0.
 
     Collective: every rank.
     """
-    own_group = group or (session.cpu_group() if session.world_size > 1 else None)
-    owners = _choose_owners(session, call, plan, target, shared_filesystem=shared_filesystem, group=group)
+    session, call = job.session, job.call
+    own_group = job.group or (session.cpu_group() if session.world_size > 1 else None)
+    owners = _choose_owners(job, target, shared_filesystem=shared_filesystem)
     try:
         with session.together(f"{call} (list values)", target.path, for_long=True):
-            job = OwnerWrite(
-                plan,
-                fragments if buffers is None else buffers.take(fragments),
+            write = OwnerWrite(
+                job.plan,
+                job.fragments if buffers is None else buffers.take(job.fragments),
                 owners,
                 rank=session.rank,
                 world_size=session.world_size,
-                bucket_bytes=bucket_bytes,
-                want_checksums=checksums,
-                progress=progress,
-                open_file=functools.partial(target.open, plan),
+                bucket_bytes=job.bucket_bytes,
+                want_checksums=job.checksums,
+                open_file=functools.partial(target.open, job.plan),
             )
         with session.together(f"{call} (write)", target.path, for_long=True):
-            told = job.run(own_group)
+            told = write.run(own_group)
     finally:
         if buffers is not None:
             buffers.release()
-    return {name: each for sums in session.gather_to_first(told, group) for name, each in sums.items()}
+    return {name: each for sums in session.gather_to_first(told, job.group) for name, each in sums.items()}
 
 
-def _choose_owners(
-    session: Session,
-    call: str,
-    plan: SavePlan,
-    target: Target,
-    *,
-    shared_filesystem: bool | None,
-    group: ProcessGroup | None,
-) -> list[int]:
+def _choose_owners(job: WriteJob, target: Target, *, shared_filesystem: bool | None) -> list[int]:
     """Return the ranks that write files, in the order in which files are given to them.
 
     Those are all ranks that see the target as rank 0 sees it, the first of each host before the second of any.
 
     Args:
-        session: The ranks.
-        call: What the user called.
-        plan: The plan.
+        job: What is written.
         target: Where the files go.
-        shared_filesystem: ``True`` refuses a folder that some ranks do not see; ``False`` leaves all to rank 0.
-        group: The group to communicate in; the default group when ``None``.
+        shared_filesystem: See `write_by_owners`.
 
     Raises:
         CheckpointError: If some ranks do not see what all have to see: a storage, or a folder where
@@ -144,13 +115,15 @@ def _choose_owners(
 
     Collective: every rank.
     """
+    session, group = job.session, job.group
     hosts = session.hosts(group)
     if isinstance(target, StoreTarget):
-        _check_that_all_see(session, call, target, group)
+        _check_that_all_see(session, job.call, target, group)
         return spread_over_hosts(hosts, range(session.world_size))
     if shared_filesystem is False:
         return [0]
-    seeing = session.ranks_that_see(target.path, plan.token, group)
+    assert isinstance(target, FolderTarget), "there are two kinds"
+    seeing = session.ranks_that_see(target.path, job.plan.token, group)
     blind = [rank for rank in range(session.world_size) if rank not in seeing]
     if shared_filesystem and blind:
         msg = (
@@ -325,7 +298,6 @@ class OwnerWrite:
         world_size: Number of ranks.
         bucket_bytes: Most memory to use besides the fragments, in bytes.
         want_checksums: Compute checksums.
-        progress: Told the number of bytes after each write.
         open_file: Opens a file of this rank's, given its name and size.
     """
 
@@ -339,7 +311,6 @@ class OwnerWrite:
         world_size: int,
         bucket_bytes: int,
         want_checksums: bool,
-        progress: Callable[[int], None],
         open_file: Callable[[str, int], FileStream],
     ) -> None:
         self._plan = plan
@@ -349,7 +320,6 @@ class OwnerWrite:
         # Where each step of a round sends to, and receives from.
         self._partners = [((rank - step) % world_size, (rank + step) % world_size) for step in range(1, world_size)]
         self._want_checksums = want_checksums
-        self._progress = progress
         self._held: dict[int, _Held] = {owner: {} for owner in owners}
         for fragment in fragments:
             index = plan.homes[fragment.part][fragment.key]
@@ -462,7 +432,6 @@ class OwnerWrite:
             self._stream = self._open(file)
         nbytes = (cut.stop - cut.start) * cut.spec.dtype.itemsize
         self._stream.write(cut, as_bytes(self._filled[cut.begin : cut.begin + nbytes]))
-        self._progress(nbytes)
 
     def _finish_files(self, up_to: int | None = None) -> None:
         """End the file that is being written, and write those before another one that hold no values."""

@@ -1,7 +1,7 @@
 """The parts of a save: a model's or an optimizer's state, as named tensors and other values.
 
-A part is asked on every rank for what it owns there, told what all ranks said, and then asked for values and shards.
-Which tensors all ranks own together is found in `booster_checkpoint.save.specs`.
+Every rank tells the others what they have to know of its part, and what all have told is merged. Which tensors all
+ranks own together is found in `booster_checkpoint.save.tables`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -29,17 +30,36 @@ from booster_core.state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import torch
     from torch import nn
 
     from booster_checkpoint.files.names import FileNames
-    from booster_checkpoint.save.transformers_files import PretrainedNames
+    from booster_checkpoint.files.transformers import PretrainedNames
     from booster_core.state import StateAdapter
 
 OwnedSpec = tuple[str, tuple[int, ...], "torch.dtype", int]
 """A tensor's name, shape, dtype in the file, and number of elements that a rank writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedPart:
+    """What all ranks together write of a part, besides the tensors that they own, and what of it this rank has.
+
+    Args:
+        values: Encoded JSON, which goes into the first file.
+        texts: Further files and their content.
+        specs: Tensors inside of values. Several ranks may have one; one of them writes it.
+        mine: Names of the values that this rank was the first to have.
+        elsewhere: Names of tensors inside of values that this rank has, and another one writes.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    specs: Sequence[OwnedSpec] = ()
+    mine: Sequence[str] = ()
+    elsewhere: Collection[str] = ()
 
 
 class Part(ABC):
@@ -88,12 +108,8 @@ class Part(ABC):
         """Yield the shards that this rank writes."""
 
     def extra_shards(self) -> Iterator[TensorShard]:
-        """Yield small tensors inside of values, which several ranks may have; one of them writes them."""
+        """Yield the small tensors inside of values that `facts` has found."""
         yield from ()
-
-    def extra_elsewhere(self) -> set[str]:
-        """Return the names of those `extra_shards` that another rank writes; known when all have heard from all."""
-        return set()
 
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         """Return the element type that a shard's tensor has in the file."""
@@ -104,24 +120,24 @@ class Part(ABC):
         return {}
 
     @abstractmethod
-    def local_facts(self) -> list[Any]:
-        """Return what the other ranks have to know, as many entries on every rank; each is pickled on the way."""
+    def facts(self) -> list[Any]:
+        """Look at the state, and return what the other ranks have to know.
+
+        Returns:
+            As many entries on every rank; each is pickled on the way.
+        """
 
     @abstractmethod
-    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
-        """Take in what every rank said, in rank order; entries that are equal are the same object."""
+    def merge(self, facts: Sequence[Sequence[Any]], rank: int) -> MergedPart:
+        """Return what all ranks together write.
 
-    def learned_specs(self) -> list[OwnedSpec]:
-        """Return the tensors that ranks own only since all have heard from all."""
-        return []
+        Args:
+            facts: What `facts` returned on every rank, in rank order; entries that are equal are the same object.
+            rank: This rank.
 
-    @abstractmethod
-    def values(self) -> dict[str, Any]:
-        """Return the values, as encoded JSON, that go into the first file."""
-
-    def texts(self) -> dict[str, str]:
-        """Return further files and their content."""
-        return {}
+        Raises:
+            CheckpointError: If ranks contradict each other.
+        """
 
 
 class ModelPart(Part):
@@ -158,10 +174,7 @@ class ModelPart(Part):
         self._dtype = dtype
         self._dtype_of: dict[str, torch.dtype] = {}  # by the names in files
         self._texts = dict(texts or {})
-        self._extra: dict[str, Any] = {}
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self._learned: list[OwnedSpec] = []
-        self._mine: list[str] = []
         self._names_in_files: PretrainedNames | None = None
 
     @property
@@ -190,11 +203,6 @@ class ModelPart(Part):
             yield from whole_shards(tensors)
 
     @override
-    def extra_elsewhere(self) -> set[str]:
-        elsewhere = self._extra_tensors.keys() - set(self._mine)
-        return {key for name in elsewhere for key in self._extra_tensors[name]}
-
-    @override
     def file_dtype(self, shard: TensorShard) -> torch.dtype:
         is_state = any(shard.name in tensors for tensors in self._extra_tensors.values())
         return shard.dtype if is_state else self._dtype_of.get(shard.name) or self._dtype_in_file(shard)
@@ -205,13 +213,13 @@ class ModelPart(Part):
         return self._dtype.get(shard.name, shard.dtype) if isinstance(self._dtype, Mapping) else self._dtype
 
     @override
-    def local_facts(self) -> list[Any]:
+    def facts(self) -> list[Any]:
         if self._module is not None:
             check_model_is_saved_whole(self._module)
             if self.has_folder:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
                 if _is_of_transformers(self._module):
-                    from booster_checkpoint.save.transformers_files import PretrainedNames
+                    from booster_checkpoint.files.transformers import PretrainedNames
 
                     self._names_in_files = PretrainedNames.of(self._module)
         self._extra_tensors = {}
@@ -234,35 +242,26 @@ class ModelPart(Part):
         return next((at for name, at in self._dtype.items() if name not in buffers and at.is_floating_point), None)
 
     @override
-    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
-        self._extra, self._mine, self._learned = {}, [], []
+    def merge(self, facts: Sequence[Sequence[Any]], rank: int) -> MergedPart:
+        values, mine, specs = dict[str, Any](), list[str](), list[OwnedSpec]()
         for owner, (encoded, shapes) in enumerate(facts):
             for name, value in encoded.items():
-                if name not in self._extra:  # of modules that are everywhere, the first rank writes
-                    self._extra[name] = value
-                    self._mine += [name] if owner == rank else []
-                    self._learned += [(key, shape, dtype, math.prod(shape)) for key, shape, dtype in shapes[name]]
-
-    @override
-    def learned_specs(self) -> list[OwnedSpec]:
-        return self._learned
+                if name not in values:  # of modules that are everywhere, the first rank writes
+                    values[name] = value
+                    mine += [name] if owner == rank else []
+                    specs += [(key, shape, dtype, math.prod(shape)) for key, shape, dtype in shapes[name]]
+        elsewhere = {key for name, tensors in self._extra_tensors.items() if name not in mine for key in tensors}
+        return MergedPart(
+            values=dict(sorted(values.items())), texts=self._texts, specs=specs, mine=mine, elsewhere=elsewhere
+        )
 
     @override
     def aliases(self) -> Mapping[str, str]:
         return self._adapter.tied_names()
 
-    def extra_here(self) -> dict[str, Any]:
-        """Return the extra state that this rank writes, not encoded."""
-        here = self._adapter.extra_state()
-        return {name: here[name] for name in self._mine}
-
-    @override
-    def values(self) -> dict[str, Any]:
-        return dict(sorted(self._extra.items()))
-
-    @override
-    def texts(self) -> dict[str, str]:
-        return self._texts
+    def extra_state(self) -> Mapping[str, Any]:
+        """Return the extra state of this rank's modules, not encoded."""
+        return self._adapter.extra_state()
 
 
 def whole_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorShard]:
@@ -294,7 +293,6 @@ class OptimizerPart(Part):
     ) -> None:
         super().__init__(names, max_bytes=max_bytes, file_name=file_name, folder=folder)
         self._adapter = adapter
-        self._info: dict[str, Any] = {}
 
     @property
     @override
@@ -308,22 +306,16 @@ class OptimizerPart(Part):
                 yield shard
 
     @override
-    def local_facts(self) -> list[Any]:
+    def facts(self) -> list[Any]:
         check_optimizer_is_saved_whole(self._adapter)
         return OptimizerInfo.of(self._adapter).entries()
 
     @override
-    def learn(self, facts: Sequence[Sequence[Any]], rank: int) -> None:
-        del rank
-        self._info = OptimizerInfo.merge(facts).to_json()
-
-    @override
-    def values(self) -> dict[str, Any]:
-        return {} if self.is_divided else {"optimizer": self._info}
-
-    @override
-    def texts(self) -> dict[str, str]:
-        return {self.names.groups: json.dumps(self._info, indent=1) + "\n"} if self.is_divided else {}
+    def merge(self, facts: Sequence[Sequence[Any]], rank: int) -> MergedPart:
+        info = OptimizerInfo.merge(facts).to_json()
+        if self.is_divided:
+            return MergedPart(texts={self.names.groups: json.dumps(info, indent=1) + "\n"})
+        return MergedPart(values={"optimizer": info})
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

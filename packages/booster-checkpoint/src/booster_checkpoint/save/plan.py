@@ -16,12 +16,15 @@ from booster_core.errors import ConfigError
 from booster_core.state import tensor_references
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import FileFrame, TensorSpec
-    from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.save.fragments import Fragment
+    from booster_checkpoint.save.parts import MergedPart, Part
+    from booster_checkpoint.session import Session
 
 
 def split_into_files(specs: Iterable[TensorSpec], max_bytes: int | None) -> list[tuple[TensorSpec, ...]]:
@@ -61,7 +64,7 @@ class PlannedFile:
     name: str
     suffix: str
     specs: tuple[TensorSpec, ...]
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def frame(self) -> FileFrame:
         """Return the file without its tensors' values; recomputed by each call.
@@ -127,7 +130,7 @@ class SavePlan:
     texts: dict[str, str]
     last: tuple[str, ...]
     homes: tuple[dict[str, int], ...]
-    elsewhere: tuple[set[str], ...]
+    elsewhere: tuple[Collection[str], ...]
     obsolete: Callable[[str], bool]
     marks: tuple[str, ...] = ()
     healed: Mapping[str, str] = field(default_factory=dict)
@@ -152,15 +155,44 @@ class SavePlan:
         return sorted({name.rpartition("/")[0] for name in self.names})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WriteJob:
+    """What ranks write together, in place or by owners.
+
+    Args:
+        session: The ranks.
+        call: What the user called.
+        plan: The plan.
+        fragments: What this rank holds; one is read before the next is asked for.
+        bucket_bytes: Most memory to use besides the fragments.
+        checksums: Compute checksums.
+        group: The group to communicate in; the default group when ``None``.
+    """
+
+    session: Session
+    call: str
+    plan: SavePlan
+    fragments: Iterable[Fragment]
+    bucket_bytes: int
+    checksums: bool
+    group: ProcessGroup | None
+
+
 def make_plan(
-    where: Path, token: str, parts: Sequence[Part], specs: Sequence[Sequence[TensorSpec]], texts: Mapping[str, str]
+    where: object,
+    token: str,
+    parts: Sequence[Part],
+    merged: Sequence[MergedPart],
+    specs: Sequence[Sequence[TensorSpec]],
+    texts: Mapping[str, str],
 ) -> SavePlan:
     """Return where everything goes, from what all ranks know alike.
 
     Args:
         where: The folder, for messages.
         token: Text that no other save uses.
-        parts: The parts; they have learned what all ranks said.
+        parts: The parts.
+        merged: What all ranks write of each besides the tensors that they own.
         specs: For each part, its whole tensors, in natural order.
         texts: Further files and their content.
 
@@ -169,19 +201,19 @@ def make_plan(
     """
     files: list[PlannedFile] = []
     homes, all_texts, last = [], dict(sorted(texts.items())), []
-    for part, part_specs in zip(parts, specs, strict=True):
+    for part, said, part_specs in zip(parts, merged, specs, strict=True):
         divided = split_into_files(part_specs, part.max_bytes)
         home: dict[str, int] = {}
         names = dict[str, str]()  # of tensors' files, in the part's folder
         for number, file_specs in enumerate(divided, start=1):
             name = part.names.part(number, len(divided)) if part.is_divided else part.file_name or part.names.single
-            values = part.values() if number == 1 else {}
+            values = said.values if number == 1 else {}
             home |= {spec.key: len(files) for spec in file_specs}
             names |= {spec.key: name for spec in file_specs}
             ordered = _in_torch_order(file_specs, values) if part.names.suffix == TORCH else file_specs
             files.append(PlannedFile(name=part.place_of(name), suffix=part.names.suffix, specs=ordered, values=values))
         homes.append(home)
-        part_texts = dict(part.texts())
+        part_texts = dict(said.texts)
         if part.is_divided:
             part_texts[part.names.index] = index_text(names, part_specs)
             last.append(part.place_of(part.names.index))
@@ -206,7 +238,7 @@ def make_plan(
         texts=all_texts,
         last=tuple(last),
         homes=tuple(homes),
-        elsewhere=tuple(part.extra_elsewhere() for part in parts),
+        elsewhere=tuple(said.elsewhere for said in merged),
         obsolete=is_obsolete,
         marks=tuple(part.names.mark for part in parts if part.has_folder),
         healed={names.mark: names.index for names in (*replaced, *in_one_file)},

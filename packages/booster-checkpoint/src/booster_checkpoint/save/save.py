@@ -17,10 +17,10 @@ from booster_checkpoint.save.background import BackgroundWriter
 from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
 from booster_checkpoint.save.in_place import write_in_place
 from booster_checkpoint.save.owners import write_by_owners
-from booster_checkpoint.save.plan import Sums, WrittenFile, make_plan
-from booster_checkpoint.save.specs import OwnedTensors, SpecTables
+from booster_checkpoint.save.plan import Sums, WriteJob, WrittenFile, make_plan
+from booster_checkpoint.save.tables import OwnedTensors, SpecTables
 from booster_checkpoint.save.targets import FolderTarget, StoreTarget
-from booster_checkpoint.session import Progress
+from booster_checkpoint.session import timed
 from booster_checkpoint.storage.temporary import new_token
 from booster_core.errors import CheckpointError
 from booster_core.ranks import current_world
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
-    from booster_checkpoint.save.parts import Part
+    from booster_checkpoint.save.parts import MergedPart, Part
     from booster_checkpoint.save.plan import SavePlan
     from booster_checkpoint.save.targets import Target
     from booster_checkpoint.session import Session
@@ -48,7 +48,6 @@ class _Save:
 
     Args:
         values: What this rank writes.
-        is_shown: Whether a progress bar may be shown.
         group: The group that a save in the background communicates in.
     """
 
@@ -59,7 +58,6 @@ class _Save:
     texts: Mapping[str, str]
     checksums: bool
     commit: Callable[[list[WrittenFile]], None] | None
-    is_shown: bool
     group: ProcessGroup | None = None
 
 
@@ -146,7 +144,6 @@ class Saver:
             texts=texts or {},
             checksums=checksums,
             commit=commit,
-            is_shown=session.rank == 0,
         )
         if not use_async:
             return self._write(job)
@@ -154,7 +151,7 @@ class Saver:
         # its own: this rank is through when its values are copied.
         copied = _CopiedValues(values, self.buffers)
         group = session.cpu_group() if session.world_size > 1 else None
-        job = replace(job, values=copied, is_shown=False, group=group)
+        job = replace(job, values=copied, group=group)
         number = next(current_world().jobs)
 
         def run() -> None:
@@ -179,16 +176,21 @@ class Saver:
             with session.together(f"{save.call} (prepare)", target.path, for_long=True):
                 if session.rank == 0:
                     target.prepare(plan, creates_files=is_here)
-            fragments = (each for each in save.values.fragments() if each.key not in plan.elsewhere[each.part])
-            with Progress("Saving", plan.total_bytes // session.world_size, is_shown=save.is_shown) as progress:
-                options: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "checksums": save.checksums}
-                options |= {"progress": progress.advance, "group": save.group}
+            job = WriteJob(
+                session=session,
+                call=save.call,
+                plan=plan,
+                fragments=(each for each in save.values.fragments() if each.key not in plan.elsewhere[each.part]),
+                bucket_bytes=self._bucket_bytes,
+                checksums=save.checksums,
+                group=save.group,
+            )
+            with timed(save.call, target.path, plan.total_bytes):
                 if isinstance(target, FolderTarget) and is_here:
-                    sums = write_in_place(session, save.call, plan, target, fragments, **options)
+                    sums = write_in_place(job, target)
                 else:
-                    options |= {"shared_filesystem": self._shared_filesystem}
-                    options |= {"buffers": None if save.values.stay else self.buffers}
-                    sums = write_by_owners(session, save.call, plan, target, fragments, **options)
+                    buffers = None if save.values.stay else self.buffers
+                    sums = write_by_owners(job, target, buffers=buffers, shared_filesystem=self._shared_filesystem)
             return self._publish(save, plan, sums)
         except BaseException:
             target.discard()
@@ -212,12 +214,14 @@ class Saver:
         texts: dict[str, str] = {}
         for rank_texts in distinct(entries[-2] for entries in gathered):
             texts = rank_texts | texts  # the lowest rank's of equal names
+        merged: list[MergedPart] = []
         specs = []
         ends = list(itertools.accumulate(map(len, told), initial=0))
         for part, held, (begin, end) in zip(save.parts, owned, itertools.pairwise(ends), strict=True):
-            part.learn([entries[begin + 1 : end] for entries in gathered], session.rank)
-            specs.append(self._tables.merge(part, held, [entries[begin] for entries in gathered], save.group))
-        return make_plan(folder, gathered[0][-1], save.parts, specs, texts)
+            merged.append(part.merge([entries[begin + 1 : end] for entries in gathered], session.rank))
+            of_ranks = [entries[begin] for entries in gathered]
+            specs.append(self._tables.merge(part, held, of_ranks, merged[-1].specs, save.group))
+        return make_plan(folder, gathered[0][-1], save.parts, merged, specs, texts)
 
     def _publish(self, save: _Save, plan: SavePlan, sums: Sums) -> list[WrittenFile]:
         """Show the files and commit them. What rank 0 alone does one after the other takes one meeting."""
@@ -283,7 +287,7 @@ class _OwnedValues:
         """Return, for each part, what this rank tells the others, and the tensors that it owns parts of."""
         facts = []
         for index, part in enumerate(self._parts):
-            told = part.local_facts()
+            told = part.facts()
             if part.keeps_values:
                 self._listed[index] = list(part.owned_shards())
             facts.append((told, OwnedTensors.of(part, self._owned(index))))

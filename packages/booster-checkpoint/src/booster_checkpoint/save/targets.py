@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from booster_checkpoint.save.in_place import LocalStream, create_file
-from booster_checkpoint.storage import RemotePath
-from booster_checkpoint.storage.location import StoredLocation, sync_folder
+from booster_checkpoint.storage import LocalLocation, StoredLocation, locate
+from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError
 from booster_core.log import ANY_RANK, log
@@ -30,23 +30,25 @@ if TYPE_CHECKING:
 
     from booster_checkpoint.save.owners import FileStream
     from booster_checkpoint.save.plan import SavePlan, Sums
-    from booster_checkpoint.storage import WriteStream
+    from booster_checkpoint.storage import Location, WriteStream
 
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
 _MOST_THREADS = 8
 
 
-def target_at(path: Path, *, is_fresh: bool = False, check: Callable[[], None] | None = None) -> Target:
+def target_at(folder: Location | Path, *, is_fresh: bool = False, check: Callable[[], None] | None = None) -> Target:
     """Return the target of a folder, for one save.
 
     Args:
-        path: The folder, or that at a URL; made if it does not exist.
+        folder: The folder; made if it does not exist.
         check: Raises, on rank 0, what stands in the way of a save there.
         is_fresh: Nobody looks at the folder before the save is committed, and nothing is in it: a new step's.
     """
-    if isinstance(path, RemotePath):
-        return StoreTarget(StoredLocation(path.storage, path.url), is_fresh=is_fresh, check=check)
-    return FolderTarget(path, is_fresh=is_fresh, check=check)
+    place = locate(folder)
+    if isinstance(place, StoredLocation):
+        return StoreTarget(place, is_fresh=is_fresh, check=check)
+    assert isinstance(place, LocalLocation), "there are two kinds"
+    return FolderTarget(place.path, is_fresh=is_fresh, check=check)
 
 
 class Target(ABC):
@@ -65,7 +67,9 @@ class Target(ABC):
     is_local: bool
     reveals_on_all: bool
 
-    def __init__(self, path: Path, *, is_fresh: bool = False, check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, path: Path | Location, *, is_fresh: bool = False, check: Callable[[], None] | None = None
+    ) -> None:
         self.path = path
         self.check = check
         self._is_fresh = is_fresh
@@ -115,6 +119,7 @@ class FolderTarget(Target):
 
     is_local = True
     reveals_on_all = False
+    path: Path
 
     def __init__(self, path: Path, *, is_fresh: bool = False, check: Callable[[], None] | None = None) -> None:
         super().__init__(path, is_fresh=is_fresh, check=check)
@@ -257,7 +262,7 @@ class StoreTarget(Target):
     def __init__(
         self, folder: StoredLocation, *, is_fresh: bool = False, check: Callable[[], None] | None = None
     ) -> None:
-        super().__init__(folder.as_path(), is_fresh=is_fresh, check=check)
+        super().__init__(folder, is_fresh=is_fresh, check=check)
         self._folder = folder
         self._requests = ThreadPoolExecutor(_MOST_THREADS, "checkpoint writer")
         self._streams: list[WriteStream] = []
@@ -303,7 +308,7 @@ class StoreTarget(Target):
     @override
     def open(self, plan: SavePlan, name: str, nbytes: int) -> FileStream:
         """Begin to upload a file, while the end of the one before may still be on its way."""
-        stream = (self.path / name).open_write(nbytes)  # type: ignore[attr-defined]
+        stream = (self._folder / name).open_write(nbytes)
         self._streams.append(stream)
         return UploadStream(stream)
 

@@ -1,22 +1,17 @@
-"""Files at URLs: the interface `Storage`, the drivers behind it, and paths to files and folders there."""
+"""Where files are: `Location`, on a disk or at a URL; and the interface `Storage` with the drivers behind it."""
 
 from booster_checkpoint.storage.interface import Storage, WriteStream, leaves_folder, storage_for
-from booster_checkpoint.storage.local_file import LocalFile
 from booster_checkpoint.storage.location import LocalLocation, Location, StoredLocation, locate
-from booster_checkpoint.storage.remote_path import RemoteFile, RemotePath, path_at, read_heads
+from booster_checkpoint.storage.open_file import OpenFile
 
 __all__ = [
-    "LocalFile",
     "LocalLocation",
     "Location",
-    "RemoteFile",
-    "RemotePath",
+    "OpenFile",
     "Storage",
     "StoredLocation",
     "WriteStream",
     "leaves_folder",
     "locate",
-    "path_at",
-    "read_heads",
     "storage_for",
 ]

@@ -74,23 +74,32 @@ def storage_errors(url: str, verb: str) -> Iterator[None]:
         raise failure_of(error, url, verb) from error
 
 
-def as_checkpoint_error(error: Exception, path: object) -> Exception:
-    """Return an error of the operating system as one that says what it means for a checkpoint."""
+def as_checkpoint_error(error: Exception, call: str, path: object) -> Exception:
+    """Return an error of the operating system as one that says what it means for a checkpoint.
+
+    That a checkpoint cannot be read was told where it was read. This is of a save's writes, or of files of others: of
+    a registered object, or of state that is offloaded to a disk.
+
+    Args:
+        error: Any exception; others are returned as they are.
+        call: What the user called, and in brackets which step of it failed.
+        path: The checkpoint.
+    """
     if isinstance(error, BoosterError) or not isinstance(error, OSError):
         return error
     remedies = {
-        errno.ENOSPC: "The disk is full: free some space, or save elsewhere.",
-        errno.EDQUOT: "The disk quota is used up: free some space, or save elsewhere.",
+        errno.ENOSPC: "The disk is full: free some space, or use another one.",
+        errno.EDQUOT: "The disk quota is used up: free some space, or use another disk.",
         errno.EACCES: "Permission is denied: check the folder's owner and mode.",
         errno.EPERM: "Permission is denied: check the folder's owner and mode.",
-        errno.EROFS: "The file system is read-only: save elsewhere.",
+        errno.EROFS: "The file system is read-only: use another one.",
         errno.EEXIST: "A part of the path is a file, not a folder: pass another path.",
         errno.ENOTDIR: "A part of the path is a file, not a folder: pass another path.",
     }
-    where = error.filename or path
+    where = f" ('{error.filename}')" if error.filename else ""
     reason = error.strerror or str(error)
     remedy = remedies.get(error.errno or 0, "")
-    failure = CheckpointError(f"'{path}' cannot be written: {reason} ('{where}'). {remedy}".rstrip())
+    failure = CheckpointError(f"{call} failed at '{path}': {reason}{where}. {remedy}".rstrip())
     failure.__cause__ = error
     return failure
 

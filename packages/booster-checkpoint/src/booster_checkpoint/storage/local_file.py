@@ -12,6 +12,9 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
+from booster_checkpoint.storage.open_file import OpenFile
 from booster_core.errors import (
     CheckpointAbsentError,
     CheckpointDamagedError,
@@ -20,7 +23,7 @@ from booster_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from booster_checkpoint.storage.location import LocalLocation
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB per call."""
@@ -34,41 +37,33 @@ _REMEDIES = {
 }
 
 
-class LocalFile:
-    """A local file, open for reads of ranges from several threads.
-
-    Its descriptor is closed while many other files are in use, and opened again by the next read.
+class LocalFile(OpenFile):
+    """A file of the file system. Its descriptor is closed while many others are in use, and opened by the next read.
 
     Args:
-        path: The file.
-
-    Attributes:
-        size: Its size in bytes.
+        place: Where it is.
 
     Raises:
         CheckpointAbsentError: If there is none.
         CheckpointUnreadableError: If it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    window_bytes = 1 << 20  # stays in a processor's cache until it is copied or hashed
+    gap_bytes = 1 << 15
+
+    def __init__(self, place: LocalLocation) -> None:
+        self.path = place.path
         self._identity: tuple[int, ...] | None = None
         try:
             _OPEN.take(self)
             _OPEN.give_back(self)
         except OSError as error:
-            raise read_error(error, path) from error
+            raise read_error(error, self.path) from error
         assert self._identity is not None, "known since it was opened"
-        self.size: int = self._identity[2]
+        super().__init__(place, self._identity[2])
 
+    @override
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill ``target`` from a byte offset on.
-
-        Raises:
-            CheckpointDamagedError: If the file ends before that, or another one has taken its place.
-            CheckpointAbsentError: If it is gone.
-            CheckpointUnreadableError: If its disk or its permissions refuse it.
-        """
         try:
             descriptor = _OPEN.take(self)
             try:
@@ -86,8 +81,8 @@ class LocalFile:
         except OSError as error:
             raise read_error(error, self.path, offset) from error
 
+    @override
     def close(self) -> None:
-        """Let go of the file, until it is read again."""
         _OPEN.close(self)
 
     def open(self) -> int:

@@ -14,23 +14,24 @@ import shutil
 import stat
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self, override
 
 from booster_checkpoint.storage.failures import storage_errors
 from booster_checkpoint.storage.interface import leaves_folder, storage_for
-from booster_checkpoint.storage.local_file import read_error
-from booster_checkpoint.storage.remote_path import REQUESTS_IN_FLIGHT, RemotePath
+from booster_checkpoint.storage.local_file import LocalFile, read_error
+from booster_checkpoint.storage.stored_file import REQUESTS_IN_FLIGHT, Requests, StoredFile
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.checkpoint_io import local_path, scheme_of
-from booster_core.errors import CheckpointDamagedError
+from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from booster_checkpoint.storage.interface import Storage
+    from booster_checkpoint.storage.interface import Storage, WriteStream
+    from booster_checkpoint.storage.open_file import OpenFile
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 """What says that nothing is there. A name too long for the file system is that of no file."""
@@ -44,8 +45,6 @@ def locate(path: str | Path | Location) -> Location:
     """
     if isinstance(path, Location):
         return path
-    if isinstance(path, RemotePath):
-        return StoredLocation(path.storage, path.url)
     path = local_path(path)
     scheme = scheme_of(path)
     if scheme is None:
@@ -55,6 +54,9 @@ def locate(path: str | Path | Location) -> Location:
 
 class Location(ABC):
     """A file or folder, which need not exist. Not collective; each rank asks for itself."""
+
+    is_cached_by_host: ClassVar[bool]
+    """Whether what one rank has read is in memory for all ranks of its host."""
 
     @abstractmethod
     def __str__(self) -> str:
@@ -66,6 +68,11 @@ class Location(ABC):
         """The last part of the path."""
 
     @property
+    def suffix(self) -> str:
+        """The name's ending, with its dot; empty where it has none."""
+        return PurePosixPath(self.name).suffix
+
+    @property
     @abstractmethod
     def parent(self) -> Self:
         """The folder that this is in."""
@@ -74,14 +81,6 @@ class Location(ABC):
     @abstractmethod
     def identity(self) -> str:
         """Text that is the same however the path is spelled, as by way of a link."""
-
-    @abstractmethod
-    def as_path(self, files: Mapping[str, int | None] | None = None) -> Path:
-        """Return the path that files are opened by.
-
-        Args:
-            files: The sizes of files below, where they are known; at a URL, none is asked for then.
-        """
 
     @abstractmethod
     def _joined(self, key: str) -> Self: ...
@@ -115,6 +114,10 @@ class Location(ABC):
         """
 
     @abstractmethod
+    def stamp(self) -> tuple[int, ...]:
+        """Return numbers that are equal where hosts see one file, whatever each calls it; none at a URL: all see it."""
+
+    @abstractmethod
     def children(self) -> dict[str, int | None]:
         """Return the names in a folder, sorted, with the sizes of files; empty where there is no folder.
 
@@ -135,12 +138,51 @@ class Location(ABC):
         """
 
     @abstractmethod
+    def open(self, size: int | None = None) -> OpenFile:
+        """Open a file for reads of ranges.
+
+        Args:
+            size: Its size, where that is known; at a URL, it is not asked for then.
+
+        Raises:
+            CheckpointAbsentError: If there is none.
+            CheckpointUnreadableError, StorageUnreachableError: If it can't be opened.
+        """
+
+    def open_files(self, sizes: Mapping[str, int | None]) -> Iterator[OpenFile]:
+        """Open files of this folder, each when it is asked for; at a URL, their beginnings are read together.
+
+        Args:
+            sizes: Their names, with their sizes where these are known.
+
+        Raises:
+            CheckpointError: As `open` does.
+        """
+        for name, size in sizes.items():
+            yield (self / name).open(size)
+
+    @abstractmethod
+    def open_write(self, nbytes: int) -> WriteStream:
+        """Return a stream that writes a file atomically and durably; its folder exists. See `Storage.open_write`.
+
+        Raises:
+            OSError, CheckpointError: If it can't be written; the stream's methods raise them, too.
+        """
+
     def write_bytes(self, content: bytes) -> None:
         """Write a small file, atomically and durably, in place of an older one; its folder exists.
 
         Raises:
             OSError, CheckpointError: If it can't be written.
         """
+        stream = self.open_write(len(content))
+        try:
+            stream.write(memoryview(content))
+            stream.close()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                stream.discard()
+            raise
 
     @abstractmethod
     def remove(self) -> None:
@@ -161,6 +203,8 @@ class LocalLocation(Location):
     Args:
         path: Its path.
     """
+
+    is_cached_by_host = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -185,10 +229,6 @@ class LocalLocation(Location):
         return os.path.realpath(self.path)
 
     @override
-    def as_path(self, files: Mapping[str, int | None] | None = None) -> Path:
-        return self.path
-
-    @override
     def _joined(self, key: str) -> Self:
         return type(self)(self.path / key)
 
@@ -196,6 +236,11 @@ class LocalLocation(Location):
     def size(self) -> int | None:
         status = _status(self.path)
         return None if status is None or stat.S_ISDIR(status.st_mode) else status.st_size
+
+    @override
+    def stamp(self) -> tuple[int, ...]:
+        status = _status(self.path)
+        return () if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
 
     @override
     def children(self) -> dict[str, int | None]:
@@ -220,17 +265,12 @@ class LocalLocation(Location):
         return None
 
     @override
-    def write_bytes(self, content: bytes) -> None:
-        temporary = self.path.with_name(temporary_name(self.path.name))
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(self.path.parent)
+    def open(self, size: int | None = None) -> OpenFile:
+        return LocalFile(self)
+
+    @override
+    def open_write(self, nbytes: int) -> WriteStream:
+        return _LocalWrite(self.path)
 
     @override
     def remove(self) -> None:
@@ -243,6 +283,33 @@ class LocalLocation(Location):
                 shutil.rmtree(self.path)  # once more, for the reason
         else:
             self.path.unlink(missing_ok=True)
+
+
+class _LocalWrite:
+    """Writes a file under a temporary name, until it is on the disk.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._temporary = path, path.with_name(temporary_name(path.name))
+        self._stream = self._temporary.open("wb")
+
+    def write(self, values: memoryview) -> None:
+        self._stream.write(values)
+
+    def close(self) -> None:
+        with self._stream:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        self._temporary.replace(self._path)
+        sync_folder(self._path.parent)
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # of what is not wanted any more
+            self._stream.close()
+        self._temporary.unlink(missing_ok=True)
 
 
 def _status(path: Path, *, follows: bool = True) -> os.stat_result | None:
@@ -283,6 +350,8 @@ class StoredLocation(Location):
         url: The URL, without a ``/`` at its end.
     """
 
+    is_cached_by_host = False
+
     def __init__(self, storage: Storage, url: str) -> None:
         self.storage = storage
         self.url = url
@@ -299,18 +368,14 @@ class StoredLocation(Location):
     @property
     @override
     def parent(self) -> Self:
-        return type(self)(self.storage, self.url.rpartition("/")[0])
+        above = self.url.rpartition("/")[0]
+        return self if above.endswith("/") else type(self)(self.storage, above)  # the scheme's own
 
     @property
     @override
     def identity(self) -> str:
         scheme, mark, rest = self.url.partition("://")
         return scheme.lower() + mark + rest
-
-    @override
-    def as_path(self, files: Mapping[str, int | None] | None = None) -> Path:
-        known = None if files is None else {name: size for name, size in files.items() if size is not None}
-        return RemotePath(self.storage, self.url, known)
 
     @override
     def _joined(self, key: str) -> Self:
@@ -322,6 +387,10 @@ class StoredLocation(Location):
         with storage_errors(self.url, "looked for"):
             found: int | None = ask(self.url) if ask is not None else self.storage.list(self.url).get("")
         return found
+
+    @override
+    def stamp(self) -> tuple[int, ...]:
+        return ()
 
     @override
     def children(self) -> dict[str, int | None]:
@@ -365,16 +434,28 @@ class StoredLocation(Location):
         return bytes(memory)
 
     @override
-    def write_bytes(self, content: bytes) -> None:
-        with storage_errors(self.url, "written"):
-            stream = self.storage.open_write(self.url, len(content))
+    def open(self, size: int | None = None, requests: Requests | None = None) -> StoredFile:
+        size = self.size() if size is None else size
+        if size is None:
+            msg = f"There is no '{self}'."
+            raise CheckpointAbsentError(msg)
+        return StoredFile(self, size, requests or Requests())
+
+    @override
+    def open_files(self, sizes: Mapping[str, int | None]) -> Iterator[OpenFile]:
+        requests = Requests()
+        files = [(self / name).open(size, requests) for name, size in sizes.items()]
+        if len(files) > 1:
             try:
-                stream.write(memoryview(content))
-                stream.close()
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    stream.discard()
-                raise
+                list(requests.pool.map(StoredFile.head, files))
+            finally:
+                requests.close()
+        yield from files
+
+    @override
+    def open_write(self, nbytes: int) -> WriteStream:
+        with storage_errors(self.url, "written"):
+            return _StoredWrite(self.storage.open_write(self.url, nbytes), self.url)
 
     @override
     def remove(self) -> None:
@@ -387,3 +468,28 @@ class StoredLocation(Location):
             return super().sizes(names)
         with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "checkpoint reader") as pool:
             return list(pool.map(StoredLocation.size, [self / name for name in names]))
+
+
+class _StoredWrite:
+    """A stream whose errors name the URL.
+
+    Args:
+        stream: The storage's.
+        url: The file.
+    """
+
+    def __init__(self, stream: WriteStream, url: str) -> None:
+        self._stream = stream
+        self._url = url
+
+    def write(self, values: memoryview) -> None:
+        with storage_errors(self._url, "written"):
+            self._stream.write(values)
+
+    def close(self) -> None:
+        with storage_errors(self._url, "written"):
+            self._stream.close()
+
+    def discard(self) -> None:
+        with storage_errors(self._url, "removed"):
+            self._stream.discard()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
 
 from booster_checkpoint.files.dcp import METADATA, kinds_in, left_out_of, read_table
 from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
@@ -19,52 +19,52 @@ from booster_checkpoint.save.parts import ModelPart, OptimizerPart, Part
 from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
-from booster_checkpoint.storage import RemotePath
+from booster_checkpoint.storage import LocalLocation
 from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import temporary_name
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError, shorten
 from booster_core.log import log
 from booster_core.ranks import DistCoordinator
-from booster_core.state import read_json
+from booster_core.state import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     import torch
 
-_COPY_BYTES = 8 << 20
+    from booster_checkpoint.storage import Location
+
 DCP = "dcp"
 FORMS = {"safetensors": SAFETENSORS, "bin": TORCH, DCP: DCP}
 
 
-def kinds_at(path: Path) -> list[str]:
+def kinds_at(path: Location) -> list[str]:
     """Return what is at a path: ``"model"``, ``"optimizer"``, or both of them.
 
     Raises:
         CheckpointError: If it is neither, or damaged.
     """
-    if path.is_dir() and (path / MANIFEST).is_file():
+    if (path / MANIFEST).size() is not None:
         msg = f"'{path}' holds a whole training state. Pass '{path / MODEL}' or '{path / OPTIMIZER}'."
         raise CheckpointError(msg)
     if is_dcp_folder(path):
         return kinds_in(read_table(path))
-    if path.is_file() or not path.exists():
+    names = [name for name, size in path.children().items() if size is not None]
+    if not names:
         source = Source(path, OPTIMIZER if path.name.startswith(OPTIMIZER) else MODEL)
         try:
             return [OPTIMIZER if "optimizer" in source.values or path.name.startswith(OPTIMIZER) else MODEL]
         finally:
             source.close()
-    names = [entry.name for entry in path.iterdir()]
     has_optimizer = any(name.startswith((f"{OPTIMIZER}.", f"{OPTIMIZER}-")) for name in names)
     has_model = any(name.endswith((SAFETENSORS, TORCH)) and not name.startswith(OPTIMIZER) for name in names)
     return [MODEL] * (has_model or not has_optimizer) + [OPTIMIZER] * has_optimizer
 
 
 def convert(
-    source: Path, target: Path, form: str, *, size_per_shard: int = 1024, dtype: torch.dtype | None = None
-) -> list[Path]:
+    source: Location, target: Location, form: str, *, size_per_shard: int = 1024, dtype: torch.dtype | None = None
+) -> dict[str, int]:
     """Write a checkpoint again in another form.
 
     Args:
@@ -76,7 +76,7 @@ def convert(
         dtype: Convert a model's floating tensors to this dtype. An optimizer's stay as they are.
 
     Returns:
-        The files that were written.
+        The sizes of the files that were written, by name.
 
     Raises:
         ConfigError: If form and target do not fit, or there is no model for ``dtype``.
@@ -88,37 +88,52 @@ def convert(
     kinds = kinds_at(source)
     file_name = target.name if target.suffix in (SAFETENSORS, TORCH, ".pt", ".pth") else None
     _check(source, target, form, kinds, file_name, dtype)
-    if target.exists():
+    if target.size() is not None or target.is_folder():
         msg = f"'{target}' exists already. Remove it, or pass another path."
         raise CheckpointError(msg)
     if is_dcp_folder(source) and (left_out := left_out_of(read_table(source))):
         log.warning("'%s' also holds %s, which no other form has room for.", source, shorten(left_out))
-    if isinstance(target, RemotePath):
-        folder = target if file_name is None else target.parent
+    with _folder_of(target, file_name) as folder:
         _write_from(source, kinds, folder, suffix, file_name, size_per_shard, dtype)
-        if file_name is None and form != DCP and source.is_dir():
-            _copy_others(source, target, dtype)
-        written = target.alone()
-        return [written] if written.is_file() else sorted(written / key for key in written.files())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    clear_temporaries(target)
-    temporary = target.parent / temporary_name(target.name)
+        if file_name is None and form != DCP and source.is_folder():
+            _copy_others(source, folder, dtype)
+    written = {target.name: target.size()} if file_name is not None else target.children()
+    return {name: size for name, size in written.items() if size is not None}
+
+
+@contextmanager
+def _folder_of(target: Location, file_name: str | None) -> Iterator[Location]:
+    """Yield the folder to write to; on a disk, one of another name, which gets its own when all of it is there.
+
+    Args:
+        target: The folder; or the file, if it has a name.
+        file_name: The file's name.
+    """
+    if not isinstance(target, LocalLocation):
+        yield target if file_name is None else target.parent
+        return
+    path = target.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clear_temporaries(path)
+    temporary = path.parent / temporary_name(path.name)
     try:
-        _write_from(source, kinds, temporary, suffix, file_name, size_per_shard, dtype)
-        if file_name is None and form != DCP and source.is_dir():
-            _copy_others(source, temporary, dtype)
-        (temporary / file_name if file_name is not None else temporary).rename(target)
-        sync_folder(target.parent)
+        yield LocalLocation(temporary)
+        (temporary / file_name if file_name is not None else temporary).rename(path)
+        sync_folder(path.parent)
     except OSError as error:
         msg = f"'{target}' cannot be written: {error.strerror or error}."
         raise CheckpointError(msg) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
 
 
 def _check(
-    source: Path, target: Path, form: str, kinds: Sequence[str], file_name: str | None, dtype: torch.dtype | None
+    source: Location,
+    target: Location,
+    form: str,
+    kinds: Sequence[str],
+    file_name: str | None,
+    dtype: torch.dtype | None,
 ) -> None:
     """Raise `ConfigError` where what is asked for contradicts itself, or what is there."""
     suffix = FORMS[form]
@@ -140,9 +155,9 @@ def _check(
 
 
 def _write_from(
-    source: Path,
+    source: Location,
     kinds: Sequence[str],
-    folder: Path,
+    folder: Location,
     suffix: str,
     file_name: str | None,
     size_per_shard: int,
@@ -157,7 +172,7 @@ def _write_from(
 
 def _write(
     sources: dict[str, Source],
-    folder: Path,
+    folder: Location,
     suffix: str,
     file_name: str | None,
     size_per_shard: int,
@@ -181,47 +196,39 @@ def _write(
         Saver(session, BUCKET_BYTES, shared_filesystem=None).save(parts, target_at(folder), "convert")
 
 
-def _copy_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+def _copy_others(source: Location, folder: Location, dtype: torch.dtype | None) -> None:
     """Copy a folder's files that are neither tensors nor about tensors; ``config.json`` names the new dtype."""
     converted = {METADATA}
     if is_dcp_folder(source):
         converted |= {place.file for place in read_table(source).slices.values()}
-    for path in sorted(source.iterdir()):
-        is_tensors = path.suffix in (SAFETENSORS, TORCH) or ".index." in path.name or path.name in converted
-        is_described = path.name.startswith(("param_groups", "."))
-        if not path.is_file() or is_tensors or is_described:
+    for name, size in source.children().items():
+        is_tensors = name.endswith((SAFETENSORS, TORCH)) or ".index." in name or name in converted
+        is_described = name.startswith(("param_groups", "."))
+        if size is None or is_tensors or is_described:
             continue
-        config = _with_dtype(read_json(path), dtype) if path.name == "config.json" and dtype is not None else None
+        config = _with_dtype(source / name, dtype) if name == "config.json" and dtype is not None else None
         if config is not None:
-            (folder / path.name).write_bytes(config)
+            (folder / name).write_bytes(config)
         else:
-            _copy(path, folder / path.name)
+            _copy(source / name, folder / name)
 
 
-def _copy(path: Path, target: Path) -> None:
+def _copy(place: Location, target: Location) -> None:
     """Copy a file of any size, which may be a data set or an optimizer's state of another library."""
-    with path.open("rb") as content:
-        if not isinstance(target, RemotePath):
-            with target.open("wb") as stream:
-                shutil.copyfileobj(content, stream, _COPY_BYTES)
-            return
-        upload = target.open_write(path.stat().st_size)
+    with closing(place.open()) as file:
+        stream = target.open_write(file.size)
         try:
-            while chunk := content.read(_COPY_BYTES):
-                upload.write(memoryview(chunk))
-            upload.close()
+            for content in file.contents(0, file.size):
+                stream.write(content)
+            stream.close()
         finally:
-            upload.discard()
+            stream.discard()
 
 
-def _with_dtype(config: Any, dtype: torch.dtype) -> bytes | None:
+def _with_dtype(place: Location, dtype: torch.dtype) -> bytes | None:
     """Return a model's configuration with another dtype; ``None`` if it is none."""
+    config = parse_json(place.read_bytes() or b"", str(place))
     if not isinstance(config, dict):
         return None
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     return (json.dumps({**config, name: str(dtype).removeprefix("torch.")}, indent=2) + "\n").encode()
-
-
-def written_names(paths: Sequence[Path], target: Path) -> list[str]:
-    """Return paths as they are shown: below the target."""
-    return [path.relative_to(target).as_posix() if path != target else path.name for path in paths]

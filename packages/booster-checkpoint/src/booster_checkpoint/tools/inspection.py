@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,13 @@ from booster_checkpoint.load.source import Source
 from booster_checkpoint.run.manifest import MANIFEST, Manifest
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.run.training_part import TENSORS, VALUES
-from booster_checkpoint.storage import RemotePath, locate
 from booster_checkpoint.tools.convert import kinds_at
 from booster_core.checkpoint_io import LATEST, parse_step_name
-from booster_core.errors import CheckpointError
-from booster_core.state import read_json, tensor_references
+from booster_core.errors import CheckpointAbsentError, CheckpointError
+from booster_core.state import parse_json, tensor_references
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from booster_checkpoint.storage import Location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class Inspection:
     tensors: list[TensorRow] = field(default_factory=list)
 
 
-def is_root(path: Path) -> bool:
+def is_root(path: Location) -> bool:
     """Whether a folder holds steps of training states."""
     return open_run(path).exists()
 
 
-def inspect(path: Path) -> Inspection:
+def inspect(path: Location) -> Inspection:
     """Describe what is at a path. No tensor's values are read.
 
     Raises:
@@ -69,19 +69,19 @@ def inspect(path: Path) -> Inspection:
     """
     if is_root(path):
         return _inspect_root(path)
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).size() is not None:
         return _inspect_step(path)
     kinds = kinds_at(path)
     facts: dict[str, Any] = {}
     tensors: list[TensorRow] = []
     for kind in kinds:
-        more, rows = _inspect_part(path, kind, path if path.is_dir() else path.parent)
+        more, rows = _inspect_part(path, kind, path if path.is_folder() else path.parent)
         facts |= more
         tensors += rows
     return Inspection(kind=" and ".join(kinds), facts=facts, tensors=tensors)
 
 
-def _inspect_root(path: Path) -> Inspection:
+def _inspect_root(path: Location) -> Inspection:
     run = open_run(path)
     facts: dict[str, Any] = {"latest": run.latest_name()}
     for name in run.steps():
@@ -95,16 +95,16 @@ def _inspect_root(path: Path) -> Inspection:
     return Inspection(kind="root", facts=facts)
 
 
-def _inspect_step(path: Path) -> Inspection:
-    manifest = Manifest.read(locate(path))
+def _inspect_step(path: Location) -> Inspection:
+    manifest = Manifest.read(path)
     facts: dict[str, Any] = {"step": manifest.step, **manifest.facts}
     tensors: list[TensorRow] = []
     for kind in (MODEL, OPTIMIZER):
-        if (path / kind).is_dir():
+        if (path / kind).is_folder():
             more, rows = _inspect_part(path / kind, kind, path)
             facts |= more
             tensors += rows
-    saved = read_json(path / VALUES)
+    saved = _read_json(path / VALUES)
     facts["lr_schedulers"] = [content["scheduler"] for content in saved["lr_schedulers"]]
     facts["loss_scale"] = saved["loss_scaler"] and saved["loss_scaler"]["scale"]
     facts["dataloader"] = saved["dataloader"]
@@ -114,7 +114,7 @@ def _inspect_step(path: Path) -> Inspection:
     return Inspection(kind="training state", facts=facts, tensors=tensors)
 
 
-def _inspect_part(path: Path, kind: str, base: Path) -> tuple[dict[str, Any], list[TensorRow]]:
+def _inspect_part(path: Location, kind: str, base: Location) -> tuple[dict[str, Any], list[TensorRow]]:
     source = Source(path, kind)
     try:
         rows = [
@@ -137,9 +137,9 @@ def _inspect_part(path: Path, kind: str, base: Path) -> tuple[dict[str, Any], li
         else:
             if source.values:
                 facts["extra state"] = sorted(source.values)
-            config = (path if path.is_dir() else path.parent) / "config.json"
-            if path.is_dir() and config.is_file():
-                content = read_json(config)
+            config = path / "config.json"
+            if config.size() is not None:
+                content = _read_json(config)
                 known = ("architectures", "model_type", "dtype", "transformers_version")
                 facts["config"] = {key: content[key] for key in known if key in content}
         return facts, rows
@@ -147,11 +147,19 @@ def _inspect_part(path: Path, kind: str, base: Path) -> tuple[dict[str, Any], li
         source.close()
 
 
-def _relative(path: Path, base: Path) -> str:
-    return path.relative_to(base).as_posix() if path != base else path.name
+def _relative(path: Location, base: Location) -> str:
+    return str(path).removeprefix(str(base)).replace(os.sep, "/").removeprefix("/") or path.name
 
 
-def check(path: Path) -> tuple[list[str], str]:
+def _read_json(path: Location) -> Any:
+    written = path.read_bytes()
+    if written is None:
+        msg = f"There is no '{path}'."
+        raise CheckpointAbsentError(msg)
+    return parse_json(written, str(path))
+
+
+def check(path: Location) -> tuple[list[str], str]:
     """Check what is at a path as far as possible.
 
     Returns:
@@ -162,12 +170,11 @@ def check(path: Path) -> tuple[list[str], str]:
     try:
         if is_root(path):
             return _check_root(path)
-        if (path / MANIFEST).is_file():
+        if (path / MANIFEST).size() is not None:
             return _check_step(path), "sizes and checksums of all files, headers, and indices"
         problems = [problem for kind in kinds_at(path) for problem in _part_problems(path, kind)]
-        above = path.parent / MANIFEST
-        if (above.alone() if isinstance(above, RemotePath) else above).is_file():
-            folder = locate(path.parent)
+        folder = path.parent
+        if (folder / MANIFEST).size() is not None:
             manifest = Manifest.read(folder)
             names = manifest.below([path.name])
             problems += manifest.size_problems(folder, names) or manifest.content_problems(folder, names)
@@ -177,23 +184,22 @@ def check(path: Path) -> tuple[list[str], str]:
     return problems, "sizes, headers and indices; there is no manifest with checksums"
 
 
-def _check_root(path: Path) -> tuple[list[str], str]:
+def _check_root(path: Location) -> tuple[list[str], str]:
     run, problems = open_run(path), list[str]()
     try:
         run.find(LATEST)
     except CheckpointError as error:
         problems.append(str(error))
-    for entry in sorted(path.iterdir()):
-        if parse_step_name(entry.name) and entry.is_dir():
-            problems += [f"{entry.name}: {problem}" for problem in check(entry)[0]]
+    for name, size in path.children().items():
+        if parse_step_name(name) and size is None:
+            problems += [f"{name}: {problem}" for problem in check(path / name)[0]]
     return problems, f"sizes and checksums of all files of {len(run.steps())} steps, headers, and indices"
 
 
-def _check_step(path: Path) -> list[str]:
-    folder = locate(path)
+def _check_step(folder: Location) -> list[str]:
     manifest = Manifest.read(folder)
     problems = manifest.size_problems(folder, list(manifest.files))
-    present = [name for name in manifest.files if (path / name).is_file()]
+    present = [name for name in manifest.files if (folder / name).size() is not None]
     problems += [
         problem
         for problem in manifest.content_problems(folder, present)
@@ -201,13 +207,13 @@ def _check_step(path: Path) -> list[str]:
     ]
     for kind in (MODEL, OPTIMIZER):
         if any(name.startswith(f"{kind}/") for name in manifest.files):
-            problems += _part_problems(path / kind, kind)
-    if not (path / VALUES).is_file() or not (path / TENSORS).is_file():
+            problems += _part_problems(folder / kind, kind)
+    if None in folder.sizes([VALUES, TENSORS]):
         problems.append(f"'{VALUES}' or '{TENSORS}' is missing")
     return problems
 
 
-def _part_problems(path: Path, kind: str) -> list[str]:
+def _part_problems(path: Location, kind: str) -> list[str]:
     """Return what is wrong with headers and index; opening the files checks each header against its file."""
     try:
         source = Source(path, kind)

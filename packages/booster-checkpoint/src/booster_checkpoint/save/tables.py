@@ -94,14 +94,20 @@ class SpecTables:
         return (*owned.digests(), known)
 
     def merge(
-        self, part: Part, owned: OwnedTensors, told: Sequence[_Told], group: ProcessGroup | None
+        self,
+        part: Part,
+        owned: OwnedTensors,
+        told: Sequence[_Told],
+        inside: Sequence[OwnedSpec],
+        group: ProcessGroup | None,
     ) -> list[TensorSpec]:
         """Return the whole tensors that all ranks' shards of a part make up, in natural order.
 
         Args:
-            part: The part, which has learned what all ranks said.
+            part: The part.
             owned: What this rank owns of it.
             told: What every rank told.
+            inside: The tensors inside of the part's values, which all ranks know alike.
             group: The group to communicate in; the default group when ``None``.
 
         Raises:
@@ -120,10 +126,9 @@ class SpecTables:
             specs = _merged((key, tuple(shape), getattr(torch, dtype), n) for (key, shape, dtype), n in entries)
             self._known[part.names.index] = together, specs
         _, specs = self._known[part.names.index]
-        learned = part.learned_specs()
-        if not learned:
+        if not inside:
             return specs
-        return _merged([*((spec.key, spec.shape, spec.dtype, math.prod(spec.shape)) for spec in specs), *learned])
+        return _merged([*((spec.key, spec.shape, spec.dtype, math.prod(spec.shape)) for spec in specs), *inside])
 
 
 def _merged(owned: Iterable[OwnedSpec]) -> list[TensorSpec]:

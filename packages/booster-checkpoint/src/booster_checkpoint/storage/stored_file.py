@@ -1,4 +1,4 @@
-"""Reading files at URLs: which ranges of bytes are worth a request each, and reading them ahead of their use.
+"""A file at a URL that is open for reads of ranges, and what is read ahead of its use.
 
 A request takes as long as the transfer of a few MiB, so ranges with small gaps between them are read as one, and
 several requests are on their way at a time.
@@ -7,67 +7,118 @@ several requests are on their way at a time.
 from __future__ import annotations
 
 import bisect
-import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.storage.remote_path import HEAD_BYTES, REQUEST_BYTES, REQUESTS_IN_FLIGHT
-from booster_core.state import is_contiguous, span_of
+from typing_extensions import override
+
+from booster_checkpoint.storage.failures import storage_errors
+from booster_checkpoint.storage.open_file import OpenFile
+from booster_core.errors import CheckpointDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
 
-    from booster_checkpoint.storage.remote_path import RemoteFile
-    from booster_core.state import Box
+    from booster_checkpoint.storage.location import StoredLocation
 
-GAP_BYTES = 1 << 20
-"""Bytes that are read and thrown away rather than left out by one request more."""
+REQUEST_BYTES = 8 << 20
+"""Larger ranges are read by several requests at a time."""
+REQUESTS_IN_FLIGHT = 8
+HEAD_BYTES = 1 << 16
+"""What is read of a file first, and kept: most headers are smaller."""
 
 
-def pieces_of(shape: tuple[int, ...], box: Box, itemsize: int, window_bytes: int, gap_bytes: int) -> Iterator[Box]:
-    """Cut a box of a row-major tensor in a file into boxes, the span of each of which is worth reading whole.
+class Requests:
+    """Threads for requests, shared by the files of a checkpoint, and made when they are first needed."""
 
-    They follow each other in the box' own row-major order. Each is either one range of the file, or has rows with small
-    gaps between them and a span of at most a window, or of one row.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "checkpoint reader")
+            return self._pool
+
+    def close(self) -> None:
+        """End the threads, until they are needed again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+
+class StoredFile(OpenFile):
+    """A file at a URL.
 
     Args:
-        shape: Shape of the whole tensor.
-        box: The part to read; not empty.
-        itemsize: Bytes per element.
-        window_bytes: Most bytes to read at a time, where there are gaps in between.
-        gap_bytes: The largest gap that is read, too.
+        place: Where it is.
+        size: Its size in bytes.
+        requests: Threads, which may serve other files as well.
+
+    Attributes:
+        ahead: Reads ahead of this file, where somebody knows what will be asked for.
     """
-    if is_contiguous(shape, box):
-        yield box
-        return
-    row_bytes = math.prod(shape[1:]) * itemsize
-    first, last = span_of(shape[1:], box[1:])
-    start, stop = box[0]
-    is_row_solid = is_contiguous(shape[1:], box[1:]) or row_bytes <= window_bytes
-    if is_row_solid and row_bytes - (last - first) * itemsize <= gap_bytes:
-        step = max(window_bytes // row_bytes, 1)
-        for begin in range(start, stop, step):
-            yield ((begin, min(begin + step, stop)), *box[1:])
-        return
-    for index in range(start, stop):
-        for inner in pieces_of(shape[1:], box[1:], itemsize, window_bytes, gap_bytes):
-            yield ((index, index + 1), *inner)
 
+    window_bytes = REQUEST_BYTES
+    gap_bytes = 1 << 20
 
-def byte_ranges(offset: int, shape: tuple[int, ...], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file at a URL that are read for a box of the tensor whose values begin at an offset."""
-    for piece in pieces_of(shape, box, itemsize, REQUEST_BYTES, GAP_BYTES):
-        first, last = span_of(shape, piece)
-        yield offset + first * itemsize, offset + last * itemsize
+    def __init__(self, place: StoredLocation, size: int, requests: Requests) -> None:
+        super().__init__(place, size)
+        self.ahead: ReadAhead | None = None
+        self.requests = requests
+        self._storage, self._url = place.storage, place.url
+        self._head: bytes | None = None
+
+    def head(self) -> bytes:
+        """Return the beginning of the file, which is read once."""
+        if self._head is None:
+            content = bytearray(min(self.size, HEAD_BYTES))
+            self.request(memoryview(content), 0)
+            self._head = bytes(content)
+        return self._head
+
+    @override
+    def read_into(self, target: memoryview, offset: int) -> None:
+        if offset + len(target) > self.size:
+            msg = f"'{self.place}' ended at byte {self.size} while it was being read. Did something truncate it?"
+            raise CheckpointDamagedError(msg)
+        if offset + len(target) <= HEAD_BYTES:
+            target[:] = self.head()[offset : offset + len(target)]
+        elif self.ahead is None or not self.ahead.take(self, target, offset):
+            cut = range(0, len(target), REQUEST_BYTES)
+            if len(cut) == 1:
+                self.request(target, offset)
+            else:
+                parts = [(target[start : start + REQUEST_BYTES], offset + start) for start in cut]
+                list(self.requests.pool.map(lambda part: self.request(*part), parts))
+
+    def request(self, target: memoryview, offset: int) -> None:
+        """Fill ``target`` by one request."""
+        with storage_errors(self._url, "read"):
+            self._storage.read(self._url, offset, target)
+
+    @override
+    def contents(self, begin: int, end: int) -> Iterator[memoryview]:
+        ReadAhead([(self, begin, min(end, self.size))], REQUESTS_IN_FLIGHT * REQUEST_BYTES)
+        yield from super().contents(begin, end)
+
+    @override
+    def close(self) -> None:
+        self.requests.close()
 
 
 @dataclass(eq=False)
 class _Request:
     """A range of a file that is read at once, and dropped when all of it that is wanted has been taken."""
 
-    file: RemoteFile
+    file: StoredFile
     start: int
     stop: int
     wanted: int
@@ -88,7 +139,7 @@ class ReadAhead:
         most_bytes: Memory for what has been read and not been taken.
     """
 
-    def __init__(self, uses: Iterable[tuple[RemoteFile, int, int]], most_bytes: int) -> None:
+    def __init__(self, uses: Iterable[tuple[StoredFile, int, int]], most_bytes: int) -> None:
         piece = max(min(REQUEST_BYTES, most_bytes // REQUESTS_IN_FLIGHT), 1 << 16)
         self._requests: list[_Request] = []
         for file, start, stop in uses:
@@ -108,10 +159,10 @@ class ReadAhead:
         self._position = 0
         self._lock = threading.Lock()
 
-    def _add(self, file: RemoteFile, start: int, stop: int, piece: int) -> None:
+    def _add(self, file: StoredFile, start: int, stop: int, piece: int) -> None:
         """Put a range into the last request as far as there is room, and into new ones."""
         last = self._requests[-1] if self._requests else None
-        if last is not None and last.file is file and last.start <= start <= last.stop + min(GAP_BYTES, piece):
+        if last is not None and last.file is file and last.start <= start <= last.stop + min(file.gap_bytes, piece):
             end = min(stop, max(last.start + piece, last.stop))
             if end > start:
                 last.stop = max(last.stop, end)
@@ -122,7 +173,7 @@ class ReadAhead:
             self._requests.append(_Request(file, start, end, end - start))
             start = end
 
-    def take(self, file: RemoteFile, target: memoryview, offset: int) -> bool:
+    def take(self, file: StoredFile, target: memoryview, offset: int) -> bool:
         """Fill ``target`` where all of it is being read ahead; return whether that is so."""
         found = list(self._covering(file, offset, offset + len(target)))
         if sum(stop - start for _, start, stop in found) != len(target):
@@ -133,7 +184,7 @@ class ReadAhead:
             self._take_from(request, stop - start)
         return True
 
-    def _covering(self, file: RemoteFile, start: int, stop: int) -> Iterator[tuple[_Request, int, int]]:
+    def _covering(self, file: StoredFile, start: int, stop: int) -> Iterator[tuple[_Request, int, int]]:
         starts = self._starts.get(id(file), [])
         requests = self._by_file.get(id(file), [])
         for index in range(max(bisect.bisect_right(starts, start) - 1, 0), len(requests)):
@@ -150,7 +201,7 @@ class ReadAhead:
             self._start_some()
             if request.content is None:  # out of turn, or once more
                 self._held += request.stop - request.start
-                request.content = request.file.pool.submit(request.run)
+                request.content = request.file.requests.pool.submit(request.run)
             return request.content
 
     def _take_from(self, request: _Request, nbytes: int) -> None:
@@ -172,7 +223,7 @@ class ReadAhead:
                     if self._held and self._held + nbytes > self._most_bytes:
                         return
                 self._held += nbytes
-                request.content = request.file.pool.submit(request.run)
+                request.content = request.file.requests.pool.submit(request.run)
             self._next += 1
 
     def _drop_passed(self) -> None:
@@ -181,17 +232,3 @@ class ReadAhead:
             if request.content is not None and request.content.done():
                 request.content, request.wanted = None, 0
                 self._held -= request.stop - request.start
-
-
-def contents_of(file: RemoteFile, begin: int, end: int) -> Iterator[memoryview]:
-    """Yield a range of a file from front to back, in memory that is used again, while more of it is on its way."""
-    end = min(end, file.size)
-    ReadAhead([(file, begin, end)], REQUESTS_IN_FLIGHT * REQUEST_BYTES)
-    memory = memoryview(bytearray(max(min(REQUEST_BYTES, end - begin), 0)))
-    try:
-        for start in range(begin, end, REQUEST_BYTES):
-            part = memory[: min(REQUEST_BYTES, end - start)]
-            file.read_into(part, start)
-            yield part
-    finally:
-        file.close()

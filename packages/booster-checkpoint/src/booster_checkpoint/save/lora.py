@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_checkpoint.save.save import Saver
+    from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import ModelState, SaveRequest
     from booster_core.state import StateAdapter, TensorShard
 
@@ -52,7 +53,7 @@ def save_adapters(
     saver: Saver,
     model: PeftModel,
     state: ModelState,
-    folder: Path,
+    folder: Location,
     request: SaveRequest,
     *,
     selected: Sequence[str] | None,
@@ -93,8 +94,9 @@ def save_adapters(
             texts={_CONFIG: _config_text(model, name)},
         )
 
-        def drop_other_form(_written: object, stale: Path = home / f"{_FILE}{other}") -> None:
-            stale.unlink(missing_ok=True)  # peft reads safetensors, where both are there
+        def drop_other_form(_written: object, stale: Location = home / f"{_FILE}{other}") -> None:
+            if stale.size() is not None:
+                stale.remove()  # peft reads safetensors, where both are there
 
         saver.save([part], target_at(home), request.call, commit=drop_other_form)
 
