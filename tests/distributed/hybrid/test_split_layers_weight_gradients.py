@@ -29,7 +29,7 @@ def count_hooks(model):
 
 
 def split_parameters(model):
-    """Return the names of what the column- and row-parallel layers hold, and train without a hook of their own."""
+    """Return the names of what the column- and row-parallel layers hold, and train without a sum of their own."""
     layers = {
         name: each
         for name, each in model.named_modules()
@@ -39,8 +39,14 @@ def split_parameters(model):
         f"{layer}.{name}"
         for layer, module in layers.items()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and not parameter._backward_hooks
+        if parameter.requires_grad and any(parameter is each for each in used_by(module))
     }
+
+
+def used_by(module):
+    """Return what a split layer computes with: its parameters, or what sums the gradients of those that ranks share."""
+    forward = split_forward(module)
+    return forward.siblings.parameters(module) if isinstance(forward, ColumnForward) else (module.weight, module.bias)
 
 
 def split_forward(module):

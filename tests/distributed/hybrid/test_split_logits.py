@@ -97,6 +97,45 @@ def test_split_outputs_look_whole():
     run_on_ranks(compare_facts, 3)
 
 
+def largest():
+    """Return logits, whole and split, whose largest are told apart by fp64 alone, are equal, or are no numbers."""
+    whole = torch.zeros(4, 7, dtype=torch.float64)
+    whole[0, 5], whole[0, 1] = 1.0 + 1e-12, 1.0
+    whole[1, 3] = whole[1, 6] = torch.nan
+    whole[2] = torch.inf
+    whole[3] = -torch.inf
+    sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = whole.to(dtype)
+        split = split_logits(logits.split(sizes, -1)[rank].clone(), sizes, TensorGroup.of(None))
+        assert torch.equal(split.argmax(-1), logits.argmax(-1)), dtype
+
+
+def test_the_largest_logit_is_that_of_whole_logits_in_every_format():
+    run_on_ranks(largest, 2)
+
+
+FACTORS = {"scalar": (), "one element": (1, 1, 1), "vector": (7,), "of each position": (5, 1)}
+
+
+def compare_factors(shape):
+    labels = torch.randint(7, (10,), generator=torch.Generator().manual_seed(1))
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    whole, _, split, _ = make()
+    found = []
+    for logits in (whole, split):
+        factor = torch.nn.Parameter(values.clone())
+        scaled = factor * (logits / factor) * factor
+        functional.cross_entropy(scaled.flatten(0, 1), labels).backward()
+        found.append(factor.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@matrix(1, shape=list(FACTORS))
+def test_a_trained_factor_has_its_whole_gradient(shape):
+    run_on_ranks(compare_factors, 2, FACTORS[shape])
+
+
 LABELS = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))
 WHOLE = {
     "softmax": lambda logits: logits.softmax(-1),

@@ -86,10 +86,8 @@ def differing_gradient(
 def _completed(own: Sequence[Tensor], name: str, splits: Sequence[TensorParallelModel]) -> list[Tensor]:
     """Return the gradient of a whole parameter that each rank ends up with, or all together do."""
     if name in splits[0].splits:
-        parts = [each.splits[name].spread(part, owned_only=False) for each, part in zip(splits, own, strict=True)]
+        parts = [each.splits[name].spread(part, owned_only=True) for each, part in zip(splits, own, strict=True)]
         return [torch.stack(parts).sum(0)]
-    if name in splits[0].summed:
-        return [torch.stack(list(own)).sum(0)]
     return list(own)
 
 

@@ -29,7 +29,7 @@ from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
-from booster_hybrid.tensor_parallel.whole_tensors import summed
+from booster_hybrid.tensor_parallel.summed_use import SummedUse, sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -157,9 +157,14 @@ def split_layers(
         for layer in layers:
             for block in _blocks(layer):
                 kept |= _split_block(layer, block, lengths, stream, group, alone, split)
-        for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
-                parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+        parts = {
+            id(each)
+            for layer in layers
+            for each in layer.parameters()
+            if id(each) not in kept and names[id(each)] not in done
+        }
+        for module in (module for layer in layers for module in layer.modules()):
+            sum_where_used(module, dict.fromkeys(parts), group, [module])
         for index, layer in enumerate(layers):
             hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
@@ -169,7 +174,13 @@ def split_layers(
 
 def _is_leaf(block: nn.Module) -> bool:
     """Return whether a block was left as it is: it has no submodules, and no forward of ours."""
-    return "forward" not in vars(block) and not any(True for _ in block.children())
+    return not _patched(block) and not any(True for _ in block.children())
+
+
+def _patched(block: nn.Module) -> dict[nn.Module, Any]:
+    """Return the forwards of ours in a block that split something."""
+    found = {module: vars(module).get("forward") for module in block.modules()}
+    return {module: each for module, each in found.items() if each is not None and not isinstance(each, SummedUse)}
 
 
 def _blocks(layer: nn.Module) -> list[nn.Module]:
@@ -190,7 +201,7 @@ def _split_block(
     split: TensorParallelModel,
 ) -> set[int]:
     """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
-    patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
+    patched = _patched(block)
     if _is_leaf(block):
         return set()  # a norm, a dropout: each position by itself, which is checked in the first forward
     if not patched or not all(map(_is_plain, patched.values())):

@@ -18,7 +18,7 @@ from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.magnitudes import SplitMagnitude
-from booster_hybrid.tensor_parallel.whole_tensors import summed
+from booster_hybrid.tensor_parallel.summed_use import sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -183,13 +183,14 @@ def _sum_gradients(
 ) -> None:
     """Sum the gradients of adapters of a layer that is whole and works on split activations."""
     inside = {id(parameter) for parameter in base.parameters()}
-    for parameter in layer.parameters():
-        own = names.names_of[id(parameter)]
-        if id(parameter) in inside or not summed_names.isdisjoint(own):
-            continue
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
-        summed_names.update(own)
+    new = [
+        id(parameter)
+        for parameter in layer.parameters()
+        if id(parameter) not in inside and summed_names.isdisjoint(names.names_of[id(parameter)])
+    ]
+    sum_where_used(layer, dict.fromkeys(new), group)
+    for each in new:
+        summed_names.update(names.names_of[each])
 
 
 def _check(layer: Any, base: nn.Module, name: str, size: int) -> None:

@@ -27,7 +27,7 @@ from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings,
 from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
-from booster_hybrid.tensor_parallel.whole_tensors import summed
+from booster_hybrid.tensor_parallel.summed_use import sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,8 +118,21 @@ class _Applier:
         self._result.adapters = split_adapters(
             self._names, self._result.splits, self._result.summed, self._group, self._keep
         )
+        self._sum_shares()
         self._separate_random_numbers(found)
         return self._result
+
+    def _sum_shares(self) -> None:
+        """Sum the gradients of what several ranks hold."""
+        shared: dict[int, Split | None] = {key: split for key, split in self._done.items() if split.is_shared}
+        if not shared:
+            return
+        for module in self._model.modules():
+            forward = vars(module).get("forward")
+            if isinstance(forward, ColumnForward):
+                forward.siblings.share(module, shared)
+            else:
+                sum_where_used(module, shared, self._group, [module])
 
     def _check_splits_layers(self, found: list[tuple[ModuleRule, str]]) -> None:
         """Refuse a policy all of whose rules for layers are optional and match nothing: it is another model's."""
@@ -192,6 +205,19 @@ class _Applier:
                 "Conv1D can be split; leave it whole, or give its parameters rules of their own."
             )
             raise ConfigError(msg)
+        self._check_parameters(name, module)
+
+    def _check_parameters(self, name: str, module: Any) -> None:
+        """Refuse a layer that computes its weight or bias: a part of it can't be computed from a part."""
+        own = module._parameters  # noqa: SLF001 - a parametrization is no part of `named_parameters`
+        computed = [each for each in ("weight", "bias") if getattr(module, each, None) is not None and each not in own]
+        if computed:
+            msg = (
+                f"The policy of {type(self._model).__name__} splits '{name}', whose `{computed[0]}` is no parameter of "
+                "its own but computed from others, as by weight or spectral normalization or another parametrization. "
+                "Leave the layer whole, or remove the parametrization before `boost`."
+            )
+            raise ConfigError(msg)
 
     def _apply_columns(self, members: list[tuple[ModuleRule, str]]) -> None:
         # Layers with other numbers of inputs read another tensor, as the projections of latent queries and keys do.
@@ -243,18 +269,25 @@ class _Applier:
         module.forward = RowForward(module, self._group, splits)
 
     def _apply_vocabulary(self, rule: ModuleRule, name: str, module: Any) -> None:
+        self._check_parameters(name, module)
+        for option in ("scale_grad_by_freq", "max_norm"):
+            if getattr(module, option, None):
+                msg = (
+                    f"The embedding '{name}' of {type(self._model).__name__} has `{option}={getattr(module, option)}`, "
+                    "which depends on rows that other tensor parallel ranks hold or look up. Leave the option out, or "
+                    "leave the embedding whole by a `custom_policy` without a rule for it."
+                )
+                raise ConfigError(msg)
         split = self._cut(module.weight, 0, rule, name)
         module.forward = VocabularyForward(module, split.ranges[0][0], split.global_shape[0], self._group)
 
     def _sum_gradients(self, name: str) -> None:
         parameter = self._parameters.get(name)
-        held = self._modules[name].parameters() if parameter is None else [parameter]
-        for parameter in held:
-            if parameter.requires_grad:
-                parameter.register_hook(  # type: ignore[no-untyped-call]
-                    lambda gradient: summed(gradient, self._group)
-                )
-            self._result.summed.update(self._names_of[id(parameter)])
+        reader = self._modules[name.rpartition(".")[0] if parameter is not None else name]
+        held = [*reader.parameters()] if parameter is None else [parameter]
+        sum_where_used(reader, dict.fromkeys(map(id, held)), self._group)
+        for each in held:
+            self._result.summed.update(self._names_of[id(each)])
 
     def _cut(self, parameter: nn.Parameter, dim: int, rule: ModuleRule, name: str) -> Split:
         """Replace a parameter's values by this rank's part of them; a tied one is cut once."""
@@ -276,10 +309,6 @@ class _Applier:
     def _keep(self, parameter: nn.Parameter, split: Split) -> None:
         """Replace a parameter's values by this rank's part of them, and know them by it."""
         parameter.data = split.take(parameter.data)
-        if split.is_shared and parameter.requires_grad:
-            parameter.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: _summed_shares(gradient, split, self._group)
-            )
         self._done[id(parameter)] = split
         for each in self._names_of[id(parameter)]:
             self._result.splits[each] = split
@@ -364,18 +393,6 @@ def _set_size(module: Any, *, inputs: int | None = None, outputs: int | None = N
         for name in names:
             if size is not None and hasattr(module, name):
                 setattr(module, name, size)
-
-
-def _summed_shares(gradient: Tensor, split: Split, group: TensorGroup) -> Tensor:
-    """Return the gradient of a tensor of which ranks share parts, summed over these.
-
-    All ranks reduce the whole tensor, which is small, instead of each set of sharers its part in a group of its own.
-
-    Collective: the group.
-    """
-    total = split.spread(gradient, owned_only=False)
-    group.all_reduce(total).wait()
-    return split.take(total)
 
 
 def _experts_forward(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:

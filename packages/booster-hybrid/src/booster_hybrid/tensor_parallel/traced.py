@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_hybrid.tensor_parallel.split import Split
+
 
 @torch.library.custom_op("booster_hybrid::sum_over_ranks", mutates_args=())
 def _sum_over_ranks(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -62,6 +64,25 @@ class _Enter(torch.autograd.Function):
         """Return the sum of the ranks' gradients."""
         total: Tensor = _sum_over_ranks(gradient, ctx.name)
         return total, None
+
+
+class _Share(torch.autograd.Function):
+    # Given no objects, which the compiler of torch 2.10 does not pass on.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: list[int], dim: int, bounds: list[int], name: str) -> Tensor:
+        ctx.shape, ctx.dim, ctx.bounds, ctx.name = shape, dim, bounds, name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        whole, position = gradient.new_zeros(ctx.shape), 0
+        ranges = list(zip(ctx.bounds[::2], ctx.bounds[1::2], strict=True))
+        for start, stop in ranges:
+            whole.narrow(ctx.dim, start, stop - start).copy_(gradient.narrow(ctx.dim, position, stop - start))
+            position += stop - start
+        total: Tensor = _sum_over_ranks(whole, ctx.name)
+        parts = [total.narrow(ctx.dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, ctx.dim), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -111,6 +132,17 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     Collective: the group, in backward.
     """
     result: Tensor = _Enter.apply(tensor, group.name)  # type: ignore[no-untyped-call]
+    return result
+
+
+def share(tensor: Tensor, split: Split, group: TensorGroup) -> Tensor:
+    """Return a part of a parameter that several ranks hold; its gradient is summed over these.
+
+    Collective: the group, in backward.
+    """
+    bounds = [bound for both in split.ranges for bound in both]
+    shape = list(split.global_shape)
+    result: Tensor = _Share.apply(tensor, shape, split.dim, bounds, group.name)  # type: ignore[no-untyped-call]
     return result
 
 
