@@ -11,10 +11,10 @@ from model_zoo import get_model
 
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
@@ -73,11 +73,10 @@ def split_model(name, *, is_sequence_split=False, before=None):
     model = zoo.seeded()
     if before is not None:
         before(model)
-    policy, group = policy_for(model), TensorGroup.of(None)
+    policy, group = policy_for(model), RankGroup.of(None)
     split = parallelize(model, policy, group, parallel_output=False)
     if is_sequence_split:
-        alone = [torch.distributed.new_group([rank]) for rank in range(group.size)][group.rank]
-        split_between_blocks(model, policy.layers, group, alone, split)
+        split_between_blocks(model, policy.layers, group, split)
     return zoo, model
 
 

@@ -19,7 +19,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -35,7 +35,7 @@ def make(shape=(2, 5)):
     whole = torch.randn(*shape, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     start = sum(sizes[:rank])
     local = whole.detach()[..., start : start + sizes[rank]].clone().requires_grad_()
-    return whole, local, split_logits(local * 1, sizes, TensorGroup.of(None)), slice(start, start + sizes[rank])
+    return whole, local, split_logits(local * 1, sizes, RankGroup.of(None)), slice(start, start + sizes[rank])
 
 
 def losses(logits, labels):
@@ -107,7 +107,7 @@ def largest():
     sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         logits = whole.to(dtype)
-        split = split_logits(logits.split(sizes, -1)[rank].clone(), sizes, TensorGroup.of(None))
+        split = split_logits(logits.split(sizes, -1)[rank].clone(), sizes, RankGroup.of(None))
         assert torch.equal(split.argmax(-1), logits.argmax(-1)), dtype
 
 

@@ -11,8 +11,8 @@ from torch.nn.utils import weight_norm as old_weight_norm
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.tensor_parallel.plan import parallelize
 
 NORMS = {
     "weight_norm": parametrizations.weight_norm,
@@ -23,7 +23,7 @@ NORMS = {
 
 
 def split(model, *rules):
-    parallelize(model, ShardingPolicy(rules), TensorGroup(None, 0, 2))
+    parallelize(model, ShardingPolicy(rules), RankGroup(None, 0, 2))
 
 
 @pytest.mark.parametrize("style", [Style.COLUMN, Style.ROW])

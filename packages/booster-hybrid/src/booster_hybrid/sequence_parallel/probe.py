@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -39,11 +39,10 @@ class SdpaProbe:
     Args:
         layer: The layer.
         stack: What the layers share.
-        values: What the layer computes with in the place of its own floating tensors, by name; ``None`` for these.
     """
 
-    def __init__(self, layer: nn.Module, stack: Stack, values: Mapping[str, Tensor] | None = None) -> None:
-        self._layer, self._stack, self._values = layer, stack, values
+    def __init__(self, layer: nn.Module, stack: Stack) -> None:
+        self._layer, self._stack = layer, stack
         self._is_done = False
 
     def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> None:
@@ -124,8 +123,7 @@ class SdpaProbe:
             states, weights = layout.take(states, 1, rank), layout.take(weights, 1, rank)
             args, kwargs = stack.cut((args, kwargs), split)
         states = states.clone().requires_grad_()
-        own = dict(_floating(self._layer)) if self._values is None else self._values
-        wide = {f"layer.{name}": each.detach().double() for name, each in own.items()}
+        wide = {f"layer.{name}": each.detach().double() for name, each in _floating(self._layer)}
         with _WithoutDropout(), torch.autocast(states.device.type, enabled=False):
             stack.is_alone = split is None
             try:
@@ -164,8 +162,20 @@ def position_dims(value: Tensor, length: int) -> list[int]:
         value: The argument.
         length: Number of positions.
     """
-    found = [dim for dim, size in enumerate(value.shape) if size == length]
-    return [2, 3] if value.dim() == 4 and {2, 3} <= set(found) else found[:1]
+    last = value.dim() - 1
+    if last > 0 and tuple(value.shape[-2:]) == (length, length):
+        return [last - 1, last]
+    return [last] if is_of_keys(value, length) else [dim for dim, size in enumerate(value.shape) if size == length][:1]
+
+
+def is_of_keys(value: Tensor, length: int) -> bool:
+    """Return whether an argument is a mask of keys, alike for all queries, which attention needs whole.
+
+    Args:
+        value: The argument.
+        length: Number of positions.
+    """
+    return value.dim() == 4 and tuple(value.shape[-2:]) == (1, length)
 
 
 def _short(value: Tensor, length: int, short: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from booster_hybrid.rank_group import AloneRank
 from booster_hybrid.tensor_parallel import traced
 from booster_hybrid.tensor_parallel.collectives import (
     gather_last,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
 
 
@@ -176,7 +177,7 @@ class ColumnSiblings:
     elsewhere.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], group: TensorGroup) -> None:
+    def __init__(self, modules: Sequence[nn.Module], group: RankGroup) -> None:
         self.group = group
         self.is_transposed = is_transposed(modules[0])
         self._along: dict[nn.Module, list[Any]] = {module: list(modules) for module in modules}
@@ -325,7 +326,7 @@ class ColumnForward:
     weight_gradients: SplitBackward | None = None
 
     def __init__(
-        self, module: nn.Module, siblings: ColumnSiblings, group: TensorGroup, gathers: Sequence[int] | None = None
+        self, module: nn.Module, siblings: ColumnSiblings, group: RankGroup, gathers: Sequence[int] | None = None
     ) -> None:
         self._module, self._group = module, group
         self.siblings, self.gathers = siblings, gathers
@@ -353,7 +354,7 @@ class _Row(torch.autograd.Function):
         source: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: TensorGroup,
+        group: RankGroup,
         transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
         waiting: Waiting | None,
     ) -> Tensor:
@@ -408,7 +409,7 @@ class RowForward:
 
     weight_gradients: SplitBackward | None = None
 
-    def __init__(self, module: nn.Module, group: TensorGroup, splits: Sequence[int] | None = None) -> None:
+    def __init__(self, module: nn.Module, group: RankGroup, splits: Sequence[int] | None = None) -> None:
         self._module, self._group, self.splits = module, group, splits
 
     def __call__(self, source: Tensor) -> Tensor:
@@ -418,6 +419,8 @@ class RowForward:
             return self._eager(source)
         weight, bias = _parameters(self._module)
         partial = nn.functional.linear(source, weight.t() if is_transposed(self._module) else weight)
+        if isinstance(self._group, AloneRank):
+            return partial if bias is None or self._group.rank else partial + bias.to(partial.dtype)
         outputs = leave(partial, self._group)
         return outputs if bias is None else outputs + bias.to(outputs.dtype)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 _GATHERED = "logits that are split by vocabulary"
 
@@ -52,7 +52,7 @@ class SplitLogits(Tensor):
     """
 
     _sizes: tuple[int, ...]
-    _tensor_group: TensorGroup
+    _tensor_group: RankGroup
     _kept: Kept | None = None
 
     def local(self) -> Tensor:
@@ -106,7 +106,7 @@ class SplitLogits(Tensor):
         return on_whole(func, args, named, SplitLogits, found[0]._group(), _whole)  # noqa: SLF001
 
 
-def split_logits(local: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def split_logits(local: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return a part of logits that answers for the whole.
 
     Args:

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
 
 
 class _Used(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, split: Split | None, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
         ctx.split, ctx.group = split, group
         return parameter.view_as(parameter)
 
@@ -42,7 +43,7 @@ class _Used(torch.autograd.Function):
         return split.take(total), None, None
 
 
-def used(parameter: Tensor, split: Split | None, group: TensorGroup) -> Tensor:
+def used(parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
     """Return a parameter for one use, whose gradient is summed over ranks.
 
     Args:
@@ -75,7 +76,7 @@ class SummedUse:
             their name in it; ``None`` for whole ones.
     """
 
-    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
+    def __init__(self, module: nn.Module, group: RankGroup) -> None:
         self._forward: Callable[..., Any] = module.forward
         self._group = group
         self.splits: dict[tuple[nn.Module, str], Split | None] = {}
@@ -95,7 +96,8 @@ class SummedUse:
 def sum_where_used(
     module: nn.Module,
     splits: Mapping[int, Split | None],
-    group: TensorGroup,
+    group: RankGroup,
+    changes: Changes,
     holders: Iterable[nn.Module] | None = None,
 ) -> None:
     """Let a module sum the gradients of some parameters that it uses, in place.
@@ -104,6 +106,7 @@ def sum_where_used(
         module: The module whose forward reads them.
         splits: The parameters, by ``id``, as for `used`.
         group: The ranks.
+        changes: Notes what is replaced.
         holders: The modules that hold them; ``None`` looks at the module and all inside.
     """
     found = {
@@ -117,5 +120,5 @@ def sum_where_used(
     forward: Any = vars(module).get("forward")
     if not isinstance(forward, SummedUse):
         forward = SummedUse(module, group)
-        vars(module)["forward"] = forward
+        changes.forward(module, forward)
     forward.splits.update(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d
 
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.whole_tensors import gathered_last, own_part, summed
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def _(tensor: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
     return tensor.new_empty((*tensor.shape[:-1], sum(sizes)))
 
 
-def _group(name: str) -> TensorGroup:
+def _group(name: str) -> RankGroup:
     c10d: Any = distributed_c10d
-    return TensorGroup.of(c10d._resolve_process_group(name))  # noqa: SLF001 - as torch's own operations find theirs
+    return RankGroup.of(c10d._resolve_process_group(name))  # noqa: SLF001 - as torch's own operations find theirs
 
 
 class _Enter(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _Scatter(torch.autograd.Function):
         return _gather_last(gradient, ctx.sizes, ctx.name), None, None, None
 
 
-def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
+def enter(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return a replicated tensor for use by split layers; see `collectives.enter`.
 
     Collective: the group, in backward.
@@ -135,7 +135,7 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def share(tensor: Tensor, split: Split, group: TensorGroup) -> Tensor:
+def share(tensor: Tensor, split: Split, group: RankGroup) -> Tensor:
     """Return a part of a parameter that several ranks hold; its gradient is summed over these.
 
     Collective: the group, in backward.
@@ -146,7 +146,7 @@ def share(tensor: Tensor, split: Split, group: TensorGroup) -> Tensor:
     return result
 
 
-def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
+def leave(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return the sum over ranks of partial results; see `collectives.leave`.
 
     Collective: the group.
@@ -155,7 +155,7 @@ def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def gather_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return the ranks' parts of the last dimension, put together; see `collectives.gather_last`.
 
     Collective: the group.
@@ -164,7 +164,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
     return result
 
 
-def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def scatter_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return this rank's part of a replicated tensor's last dimension; see `collectives.scatter_last`.
 
     Collective: the group, in backward.
