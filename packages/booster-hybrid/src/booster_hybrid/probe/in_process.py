@@ -111,7 +111,8 @@ def on_ranks(size: int, run: Callable[[InProcessRank], T]) -> list[T]:
             rank.script.position, rank.script.stopped = 0, None
             try:
                 results.append(run(rank))
-            except _StoppedError:
+            except _StoppedError as stop:
+                stop.__traceback__ = None  # its frames hold all that the run has made
                 continue
             if rank.script.stopped is not None:
                 msg = "a layer catches `BaseException`, so that it can't be stopped where ranks would wait"

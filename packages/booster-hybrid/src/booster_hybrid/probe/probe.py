@@ -166,8 +166,11 @@ class _Probe:
                 readers += [names.modules[owner], *({names.outermost[owner]} - {names.modules[owner]})]
         model, values = self._plan.model, {}
         if any(is_repeated(parameter) for parameter in model.parameters()):  # a lazy model, without values yet
+            # Torch's own linear layers and embeddings take what stands in for values; other code may not.
+            plain = {id(each) for module in model.modules() if is_torchs_own(module) for each in module.parameters()}
+            every = {id(each) for each in model.parameters()}
             try:
-                values = random_values(model, self._device, torch.float32, {id(each) for each in model.parameters()})
+                values = random_values(model, self._device, torch.float32, every, plain)
             except NoValuesError as error:
                 return Recording(failure=str(error))
         split = {id(values[key]) if key in values else key: each for key, each in split.items()}

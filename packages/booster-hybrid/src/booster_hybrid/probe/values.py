@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import math
 import warnings
@@ -33,7 +34,11 @@ class NoValuesError(Exception):
 
 
 def random_values(
-    module: nn.Module, device: torch.device, dtype: torch.dtype, light: Collection[int]
+    module: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    light: Collection[int],
+    left_out: Collection[int] = (),
 ) -> dict[int, Tensor]:
     """Return values for the parameters of a module, by their ``id``, alike on ranks with the same kind of device.
 
@@ -42,12 +47,14 @@ def random_values(
         device: Where they are made.
         dtype: Of the values.
         light: Parameters, by ``id``, that may share memory, and then get no gradient, if they are large matrices.
+        left_out: Parameters, by ``id``, that get no values.
 
     Raises:
         NoValuesError: If a parameter holds no floating numbers.
     """
     generator = torch.Generator(device).manual_seed(_SEED)
-    parameters = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}
+    named = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in left_out]
+    parameters = {id(parameter): (name, parameter) for name, parameter in named}
     large = [key for key, (_, each) in parameters.items() if key in light and each.dim() > 1 and each.numel() > _LARGE]
     longest = max((parameters[key][1].numel() for key in large), default=0)
     buffer = _drawn((longest + _SHIFT * len(large),), device, dtype, generator)
@@ -145,6 +152,7 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 def return_memory() -> None:
     """Give freed memory back to the system: a model's values need it next, and the C library may keep it in pieces."""
+    gc.collect(1)  # what has just been made, and refers to itself
     with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

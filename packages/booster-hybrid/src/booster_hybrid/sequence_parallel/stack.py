@@ -55,6 +55,7 @@ class Stack:
         is_plain: Whether the layers attend by torch's function, and know nothing of transformers' conventions.
         is_probing: Whether a layer is checked, which gets what it is given as it is.
         is_alone: Whether a layer that is checked attends to what it has itself.
+        widths: Numbers of dimensions and last sizes of arguments that were cut; see `position_dims`.
         drops: Whether attention drops weights where it is asked to.
     """
 
@@ -70,6 +71,7 @@ class Stack:
         self.rings = (group,) if rings is None else tuple(rings)
         self.is_plain = self.is_probing = self.is_alone = False
         self.drops = True
+        self.widths: set[tuple[int, int]] = set()
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
         self.stream = Stream(group.rank)
@@ -96,10 +98,12 @@ class Stack:
             values: Nested tensors and others.
             length: Number of positions of the sequences.
         """
-        layout, find = self.layout(length), position_dims if self.is_plain else _sequence_dims
+        layout = self.layout(length)
 
         def part(value: Tensor) -> Tensor:
-            dims = find(value, length)
+            dims = position_dims(value, length, self.widths) if self.is_plain else _sequence_dims(value, length)
+            if value.dim() > 1 and len(dims) == 1:
+                self.widths.add((value.dim(), value.shape[-1]))
             is_whole = len(dims) != 1 or is_of_keys(value, length)
             return value if is_whole else layout.take(value, dims[0], self.group.rank)
 
