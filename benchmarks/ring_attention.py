@@ -24,10 +24,10 @@ import torch.distributed as dist
 from _results import compare
 from torch import nn
 
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def whole(inputs: list[Tensor], weights: Tensor, tokens: int) -> None:
 
 def ours(inputs: list[Tensor], weights: Tensor, tokens: int) -> None:
     """Attend from this rank's positions."""
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     layout = SequenceLayout(tokens, group.size, zigzag=True)
     outputs = ring_attention(*inputs, Visibility(None, is_causal=True), layout, group)
     torch.autograd.grad(outputs, inputs, weights)

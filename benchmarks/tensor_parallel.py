@@ -26,8 +26,8 @@ from torch import nn
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.registry import policy_for
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import close_ranks, peak_memory, run_on_ranks
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def silent(hidden: int, dtype: torch.dtype) -> Callable[[], None]:
     """Return our step without all-reduces: its results are wrong, but its computation is complete."""
     model: Any = make_model(hidden, dtype)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    group = TensorGroup(alone[dist.get_rank()], dist.get_rank(), dist.get_world_size())
+    group = RankGroup(alone[dist.get_rank()], dist.get_rank(), dist.get_world_size())
     parallelize(model, policy_for(model), group, parallel_output=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = make_tokens()

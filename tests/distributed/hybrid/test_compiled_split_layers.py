@@ -13,8 +13,8 @@ from torch import nn
 
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.registry import policy_for
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import run_on_ranks
 
 NAMES = ("llama_tied", "gpt2_lm", "qwen2", "opt", "phi", "cohere", "glm", "bert_masked_lm", "vit", "t5_generation")
@@ -25,17 +25,17 @@ class Counted:
     """Counts the sums over ranks while it is entered."""
 
     def __enter__(self):
-        self.number, self._sum = 0, TensorGroup.all_reduce
+        self.number, self._sum = 0, RankGroup.all_reduce
 
         def counted(group, tensor):
             self.number += group.size > 1
             return self._sum(group, tensor)
 
-        TensorGroup.all_reduce = counted
+        RankGroup.all_reduce = counted
         return self
 
     def __exit__(self, *_):
-        TensorGroup.all_reduce = self._sum
+        RankGroup.all_reduce = self._sum
 
 
 def make(name, dtype):
@@ -54,7 +54,7 @@ def make(name, dtype):
 
 def split(whole):
     model = copy.deepcopy(whole)
-    return model, parallelize(model, policy_for(whole), TensorGroup.of(None), parallel_output=False).splits
+    return model, parallelize(model, policy_for(whole), RankGroup.of(None), parallel_output=False).splits
 
 
 def compare(name):
@@ -111,7 +111,7 @@ def writes(autocasts):
     for frozen in (model.first, model.second):  # else plain PyTorch refuses it, too
         frozen.requires_grad_(False)
     whole = copy.deepcopy(model)
-    parallelize(model, WRITING, TensorGroup.of(None), parallel_output=False)
+    parallelize(model, WRITING, RankGroup.of(None), parallel_output=False)
     model.compile(backend="aot_eager")
     inputs = torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):

@@ -140,3 +140,36 @@ def train(sharding, options):
 def test_a_right_policy_trains(num_ranks, options):
     described = run_on_ranks(train, num_ranks, policy(), options)
     assert all("unchecked_layers={}" in each for each in described)
+
+
+class Told(Block):
+    """Needs more than hidden states."""
+
+    def forward(self, x, scale):
+        return super().forward(x * scale["all"])
+
+
+class TellingModel(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Told() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, {"all": torch.tensor(2.0)})
+        return self.head(x)
+
+
+def boost_unseen(options):
+    booster, *_ = boost(TellingModel(), policy(), **options)
+    return booster.plugin.describe()["unchecked_layers"]
+
+
+def test_what_no_batch_shows_raises_unless_it_is_allowed_or_an_example_is_given():
+    message = (
+        r"could not be checked whether 'blocks\.0' of TellingModel .*\(1 more.*no batch showed.*`unchecked='allow'`"
+    )
+    expect_on_ranks(ConfigError, message.replace("`unchecked", "unchecked"), boost_unseen, 2, {})
+    for unchecked in run_on_ranks(boost_unseen, 2, {"unchecked": "allow"}):
+        assert list(unchecked) == ["blocks.0", "blocks.1"]
+    assert run_on_ranks(boost_unseen, 2, {"example_batch": torch.zeros(2, 3, WIDTH)}) == [{}, {}]

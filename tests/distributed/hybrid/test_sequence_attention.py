@@ -9,11 +9,11 @@ from matrix import matrix
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_testing import expect_on_ranks, run_on_ranks
 
 BATCH, SIZE, VALUE_SIZE = 3, 4, 5
@@ -62,7 +62,7 @@ def mask_for(kind, length):
 
 
 def attends(mode, heads, key_heads, length, kind):
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     layout = SequenceLayout(length, group.size, zigzag=mode == "ring_attn")
     mask, tensor, is_causal = mask_for(kind, length)
     whole = [each.requires_grad_() for each in inputs(heads, key_heads, length)]
@@ -115,7 +115,7 @@ def test_only_the_exchange_of_heads_needs_heads_that_divide():
 
 def drops():
     """With an identity for values, outputs are the weights: dropped ones are zero, the others grow."""
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     length, dropout = 64, 0.25
     layout = SequenceLayout(length, group.size, zigzag=True)
     query, key = torch.zeros(1, 2, length, 4), torch.zeros(1, 2, length, 4)
@@ -155,7 +155,7 @@ def plainly(query, key, value, bias, sinks, softcap):
 
 def attends_across(mode, lengths, what):
     """From one sequence to another, which is split by its own length."""
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     layout, key_layout = (SequenceLayout(each, group.size, zigzag=mode == "ring_attn") for each in lengths)
     query, _, _, weights = inputs(4, 2, lengths[0])
     _, key, value, _ = inputs(4, 2, lengths[1])

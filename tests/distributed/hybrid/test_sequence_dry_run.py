@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +11,14 @@ from compiler_warnings import ignore_compiler_warnings
 from family_models import batch_of, build
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
 from booster_runtime import LazyInitContext, full_gradient
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
 HIDDEN, HEADS = 16, 4
@@ -78,12 +81,13 @@ def loader_of(length, samples=4):
 
 
 def refused(make, loader, first_batch):
-    """Return what `boost` raises with a loader, and what the first step raises without one, in both modes."""
+    """Return what `boost` raises with a loader, and what the first step raises where nothing was checked."""
     found = []
     for mode in MODES:
         with pytest.raises(ConfigError) as at_boost:
             boosted(make(), mode, loader)
-        _, model, _ = boosted(make(), mode, None)
+        with mock.patch("booster_hybrid.probe.sequences.check_sequences", return_value=None):
+            _, model, _ = boosted(make(), mode, None)
         with pytest.raises(ConfigError) as late:
             model(first_batch) if isinstance(first_batch, torch.Tensor) else model(**first_batch)
         found.append((str(at_boost.value), str(late.value)))
@@ -211,12 +215,11 @@ def compiled(mode):
     model = plain("own scores")
     for layer in model.blocks:
         layer.compile(backend="eager")
-    _, model, _ = boosted(model, mode, loader_of(16))
     with pytest.raises(ConfigError, match="computes something else from parts of a sequence"):
-        model(torch.zeros(3, 16, dtype=torch.long))
+        boosted(model, mode, loader_of(16))
 
 
-def test_compiled_layers_are_checked_in_the_first_step():
+def test_compiled_layers_are_checked_as_they_are_written():
     run_on_ranks(compiled, 2, "ring_attn", timeout_seconds=180.0)
 
 
@@ -237,3 +240,35 @@ def compared(options):
 @pytest.mark.parametrize("options", [{"mode": "all_to_all"}, {"mode": "ring_attn", "tp_size": 2, "zero_stage": 1}])
 def test_models_that_were_checked_train_as_one_process(options):
     run_on_ranks(compared, 2 * options.get("tp_size", 1), options)
+
+
+class Shifted(LlamaDecoderLayer):
+    """Mixes each position with the one before, as RWKV does."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        shifted = nn.functional.pad(hidden_states, (0, 0, 1, -1))
+        return super().forward(hidden_states + 0.5 * shifted, *args, **kwargs)
+
+
+def shifted(mode, loader):
+    model = tiny_llama(num_hidden_layers=2)
+    model.model.layers[1].__class__ = Shifted
+    boosted(model, mode, loader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loader", [None, loader_of(16)], ids=["dummy", "loader"])
+def test_a_layer_that_shifts_tokens_is_refused_whatever_its_family_is_called(mode, loader):
+    expect_on_ranks(ConfigError, f"{mode}.* changes what LlamaForCausalLM computes", shifted, 2, mode, loader)
+
+
+def unreadable(unchecked):
+    model = tiny_llama(num_hidden_layers=1)
+    model.__class__ = type("Undocumented", (type(model),), {"dummy_inputs": None})
+    loader = DataLoader([{"unknown": row} for row in range(4)], batch_size=2)
+    boosted(model, "ring_attn", loader, unchecked=unchecked)
+
+
+def test_a_model_that_no_batch_shows_is_refused_unless_that_is_allowed():
+    expect_on_ranks(ConfigError, r"could not be checked.*unchecked='allow'", unreadable, 2, "raise")
+    run_on_ranks(unreadable, 2, "allow")

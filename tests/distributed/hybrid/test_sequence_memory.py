@@ -9,11 +9,11 @@ import torch
 from allocations import peak_allocated
 from isolated_libraries import import_quietly
 
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_testing import run_on_ranks
 
 MODES = {"all_to_all": all_to_all_attention, "ring_attn": ring_attention}
@@ -56,7 +56,7 @@ def mask_of(kind, length):
 
 def attends(mode, kind, length, size, limit_bytes):
     """Attend with two samples and four heads, and compare the outputs of some queries, and all gradients of these."""
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     layout = SequenceLayout(length, group.size, zigzag=mode == "ring_attn")
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, heads, length, size, generator=generator) for heads in (4, 2, 2)]

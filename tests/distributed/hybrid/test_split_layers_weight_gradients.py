@@ -11,10 +11,10 @@ from model_zoo import get_model
 
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
@@ -29,7 +29,7 @@ def count_hooks(model):
 
 
 def split_parameters(model):
-    """Return the names of what the column- and row-parallel layers hold, and train without a hook of their own."""
+    """Return the names of what the column- and row-parallel layers hold, and train without a sum of their own."""
     layers = {
         name: each
         for name, each in model.named_modules()
@@ -39,8 +39,14 @@ def split_parameters(model):
         f"{layer}.{name}"
         for layer, module in layers.items()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and not parameter._backward_hooks
+        if parameter.requires_grad and any(parameter is each for each in used_by(module))
     }
+
+
+def used_by(module):
+    """Return what a split layer computes with: its parameters, or what sums the gradients of those that ranks share."""
+    forward = split_forward(module)
+    return forward.siblings.parameters(module) if isinstance(forward, ColumnForward) else (module.weight, module.bias)
 
 
 def split_forward(module):
@@ -67,11 +73,10 @@ def split_model(name, *, is_sequence_split=False, before=None):
     model = zoo.seeded()
     if before is not None:
         before(model)
-    policy, group = policy_for(model), TensorGroup.of(None)
+    policy, group = policy_for(model), RankGroup.of(None)
     split = parallelize(model, policy, group, parallel_output=False)
     if is_sequence_split:
-        alone = [torch.distributed.new_group([rank]) for rank in range(group.size)][group.rank]
-        split_between_blocks(model, policy.layers, group, alone, split)
+        split_between_blocks(model, policy.layers, group, split)
     return zoo, model
 
 

@@ -19,7 +19,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
 from booster_core.ranks.world import current_world
 from booster_hybrid import HybridParallelPlugin, SplitLogits
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -35,7 +35,7 @@ def make(shape=(2, 5)):
     whole = torch.randn(*shape, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     start = sum(sizes[:rank])
     local = whole.detach()[..., start : start + sizes[rank]].clone().requires_grad_()
-    return whole, local, split_logits(local * 1, sizes, TensorGroup.of(None)), slice(start, start + sizes[rank])
+    return whole, local, split_logits(local * 1, sizes, RankGroup.of(None)), slice(start, start + sizes[rank])
 
 
 def losses(logits, labels):
@@ -95,6 +95,45 @@ def compare_facts():
 
 def test_split_outputs_look_whole():
     run_on_ranks(compare_facts, 3)
+
+
+def largest():
+    """Return logits, whole and split, whose largest are told apart by fp64 alone, are equal, or are no numbers."""
+    whole = torch.zeros(4, 7, dtype=torch.float64)
+    whole[0, 5], whole[0, 1] = 1.0 + 1e-12, 1.0
+    whole[1, 3] = whole[1, 6] = torch.nan
+    whole[2] = torch.inf
+    whole[3] = -torch.inf
+    sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = whole.to(dtype)
+        split = split_logits(logits.split(sizes, -1)[rank].clone(), sizes, RankGroup.of(None))
+        assert torch.equal(split.argmax(-1), logits.argmax(-1)), dtype
+
+
+def test_the_largest_logit_is_that_of_whole_logits_in_every_format():
+    run_on_ranks(largest, 2)
+
+
+FACTORS = {"scalar": (), "one element": (1, 1, 1), "vector": (7,), "of each position": (5, 1)}
+
+
+def compare_factors(shape):
+    labels = torch.randint(7, (10,), generator=torch.Generator().manual_seed(1))
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    whole, _, split, _ = make()
+    found = []
+    for logits in (whole, split):
+        factor = torch.nn.Parameter(values.clone())
+        scaled = factor * (logits / factor) * factor
+        functional.cross_entropy(scaled.flatten(0, 1), labels).backward()
+        found.append(factor.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@matrix(1, shape=list(FACTORS))
+def test_a_trained_factor_has_its_whole_gradient(shape):
+    run_on_ranks(compare_factors, 2, FACTORS[shape])
 
 
 LABELS = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(1))

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from booster_core.errors import GradientError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel import linear
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -103,7 +103,7 @@ def make(kind="bias", depth=2, dtype=torch.float64, before=None):
     if before is not None:
         before(whole)
     model = copy.deepcopy(whole)
-    split = parallelize(model, POLICY, TensorGroup.of(None))
+    split = parallelize(model, POLICY, RankGroup.of(None))
     return whole, model, split.splits
 
 
@@ -368,7 +368,7 @@ def test_three_projections_share_one_sum(kind):
 def sums_of_a_mixture(name):
     zoo = get_model(name)
     model = zoo.seeded()
-    parallelize(model, policy_for(model), TensorGroup.of(None), parallel_output=False)
+    parallelize(model, policy_for(model), RankGroup.of(None), parallel_output=False)
     with Calls() as calls:
         zoo.loss_of(model, zoo.whole(0, 1, 4)).backward()
     return len(calls.numels), model.config.num_hidden_layers
@@ -439,7 +439,7 @@ def after_in_place():
             source.mul_(2.0)
             found.append((first.detach(), attention.k(source).detach(), attention.v(source).detach()))
     for ours, theirs in zip(found[1], found[0], strict=True):
-        rank = TensorGroup.of(None).rank
+        rank = RankGroup.of(None).rank
         torch.testing.assert_close(ours, theirs.chunk(2, -1)[rank])
 
 
@@ -457,7 +457,7 @@ def after_update():
         with torch.no_grad():
             attention.k.weight.mul_(3.0)
         found.append(attention.k(source).detach())
-    torch.testing.assert_close(found[1], found[0].chunk(2, -1)[TensorGroup.of(None).rank])
+    torch.testing.assert_close(found[1], found[0].chunk(2, -1)[RankGroup.of(None).rank])
 
 
 def test_column_results_of_changed_weights_are_discarded():

@@ -11,9 +11,9 @@ from matrix import matrix
 from torch import nn
 
 from booster_hybrid.policy.registry import policy_for
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_hybrid.tensor_parallel.whole_tensors import gathered_last
 from booster_testing import peak_memory, run_on_ranks
 
@@ -39,11 +39,11 @@ def llama(hidden=512, layers=3, vocabulary=4096):
 
 def splits_and_frees():
     small = llama(64, 1, 64)  # what imports take
-    parallelize(small, policy_for(small), TensorGroup.of(None))
+    parallelize(small, policy_for(small), RankGroup.of(None))
     with peak_memory() as used:
         model = llama()
         before = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters() if parameter.dim() > 1]
-        split = parallelize(model, policy_for(model), TensorGroup.of(None))
+        split = parallelize(model, policy_for(model), RankGroup.of(None))
     gc.collect()
     kept = [each() for each in before]
     assert all(each is None for each in kept), sum(each is not None for each in kept)
@@ -62,7 +62,7 @@ TOKENS, VOCABULARY = 4096, 8192
 
 
 def loss_of_split_logits(dtype):
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     width = VOCABULARY // group.size
     torch.manual_seed(0)
     labels = torch.randint(VOCABULARY, (TOKENS,))
@@ -85,7 +85,7 @@ def test_the_loss_needs_no_copy_of_the_logits(dtype):
 
 
 def same_loss(dtype, size):
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     torch.manual_seed(0)
     vocabulary, num_tokens = 1001, 600  # several blocks, uneven parts
     labels = torch.randint(vocabulary, (num_tokens,))
@@ -110,7 +110,7 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones(dtype, size):
 
 
 def large_and_small_logits():
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     whole = torch.tensor(
         [[1e4, -1e4, 0.0, 9.9e3], [-3e38, -3e38, -3e38, -3e38], [float("-inf"), float("-inf"), 1.0, 2.0]]
     )
@@ -128,7 +128,7 @@ def test_extreme_logits_have_finite_losses():
 
 
 def gathers_in_blocks(sizes, num_rows):
-    group = TensorGroup.of(None)
+    group = RankGroup.of(None)
     cuts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     whole = torch.arange(num_rows * sum(sizes), dtype=torch.float32).view(num_rows, sum(sizes))
     part = whole[:, cuts[group.rank] : cuts[group.rank + 1]]

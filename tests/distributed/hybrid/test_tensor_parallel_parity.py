@@ -13,8 +13,8 @@ from model_zoo import get_model
 from booster_core.errors import ConfigError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.policy.registry import policy_for
-from booster_hybrid.tensor_parallel.apply import parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import expect_on_ranks, run_on_ranks
 
 SPLIT = (
@@ -91,7 +91,7 @@ def compare(names):
         if hasattr(whole.config, "_experts_implementation"):
             whole.config._experts_implementation = "eager"  # the grouped kernel has no fp64
         model = copy.deepcopy(whole)
-        split = parallelize(model, policy_for(whole), TensorGroup.of(None), parallel_output=False)
+        split = parallelize(model, policy_for(whole), RankGroup.of(None), parallel_output=False)
         assert split.splits, name
         batch = in_double(zoo.whole(0, 1, 4))
         expected, found = zoo.loss_of(whole, batch), zoo.loss_of(model, batch)
@@ -116,7 +116,7 @@ def with_logits_split():
     zoo = get_model("transformers/llama_tied")
     whole = zoo.seeded()
     model = copy.deepcopy(whole)
-    parallelize(model, policy_for(whole), TensorGroup.of(None))
+    parallelize(model, policy_for(whole), RankGroup.of(None))
     batch = zoo.whole(0, 1, 4)
     batch["labels"][0, :3] = -100  # tokens that don't count, in one sample only
     expected, output = whole(**batch), model(**batch)
@@ -174,7 +174,7 @@ def custom_model():
     torch.manual_seed(0)
     whole = Custom().double()
     model = copy.deepcopy(whole)
-    split = parallelize(model, POLICY, TensorGroup.of(None))
+    split = parallelize(model, POLICY, RankGroup.of(None))
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     whole(x).square().sum().backward()
     model(x).square().sum().backward()
@@ -200,7 +200,7 @@ def test_six_heads_of_a_fused_projection_are_split_whole(num_ranks, heads):
 def too_few_heads():
     zoo = get_model("transformers/llama")
     model = zoo.seeded()
-    parallelize(model, policy_for(model), TensorGroup.of(None))
+    parallelize(model, policy_for(model), RankGroup.of(None))
 
 
 def test_sizes_that_cannot_be_split_are_named_with_one_that_can():
@@ -210,7 +210,7 @@ def test_sizes_that_cannot_be_split_are_named_with_one_that_can():
 
 
 def wrong_name():
-    parallelize(Custom(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), TensorGroup.of(None))
+    parallelize(Custom(), ShardingPolicy(rules=(ModuleRule("blocks.*.fc", Style.COLUMN),)), RankGroup.of(None))
 
 
 def another_models_policy():
@@ -218,7 +218,7 @@ def another_models_policy():
         ModuleRule("encoder.*.up", Style.COLUMN, is_optional=True),
         ModuleRule("head", Style.HEAD, is_optional=True),
     )
-    parallelize(Custom(), ShardingPolicy(rules=rules), TensorGroup.of(None))
+    parallelize(Custom(), ShardingPolicy(rules=rules), RankGroup.of(None))
 
 
 def test_a_policy_that_splits_no_layer_raises():
@@ -258,7 +258,7 @@ def in_place():
         ModuleRule("down", Style.ROW),
         ModuleRule("head", Style.COLUMN_GATHER),
     )
-    split = parallelize(model, ShardingPolicy(rules=rules), TensorGroup.of(None))
+    split = parallelize(model, ShardingPolicy(rules=rules), RankGroup.of(None))
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     whole(x).square().sum().backward()
     model(x).square().sum().backward()

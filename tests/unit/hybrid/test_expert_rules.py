@@ -58,3 +58,43 @@ def test_the_check_leaves_the_module_and_random_numbers_as_they_are():
     assert module.training
     for key, value in module.named_parameters():
         assert torch.equal(value, before[key])
+
+
+class Limited(nn.Module):
+    """Experts that leave out tokens beyond a capacity, or scale by how many there are."""
+
+    def __init__(self, kind, limit=0):
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.randn(4, 8, 8))
+        self.kind, self.limit = kind, limit
+
+    def forward(self, x, index, weights):
+        out = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            row, choice = (index == number).nonzero(as_tuple=True)
+            if self.kind == "capacity":
+                row, choice = row[: self.limit], choice[: self.limit]
+            rows = x[row] @ self.weight[number] * weights[row, choice, None]
+            out = out.index_add(0, row, rows - rows.mean() if self.kind == "mean" and len(row) else rows)
+        return out / len(x) if self.kind == "share" else out
+
+
+def spread(*experts):
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"experts": each}) for each in experts)})
+    check_experts(find_experts(model, [ExpertRule("layers.*.experts")], 2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [Limited("capacity", 12), Limited("capacity", 1000), Limited("mean"), Limited("share")],
+    ids=lambda each: each.kind,
+)
+def test_experts_that_look_at_other_tokens_are_refused(experts):
+    with pytest.raises(ConfigError, match=r"experts 'layers\.0\.experts' \(Limited\) can't be spread"):
+        spread(experts)
+
+
+def test_experts_that_differ_by_an_attribute_are_all_checked():
+    spread(Limited("none"), Limited("none"))
+    with pytest.raises(ConfigError, match=r"experts 'layers\.1\.experts'"):
+        spread(Limited("capacity", 10**6), Limited("capacity", 12))

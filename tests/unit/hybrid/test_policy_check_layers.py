@@ -12,7 +12,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.policy.check import check_policy
+from booster_hybrid.probe.probe import check_policy
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -99,7 +99,7 @@ def test_a_layer_that_needs_more_than_hidden_states_is_checked_by_a_batch():
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Scaled, "no batch to find its inputs by"), (Noisy, "other outputs in each call"), (Broken, "RuntimeError: 2")],
+    [(Scaled, "no batch showed how it is called"), (Noisy, "other outputs in each call"), (Broken, "RuntimeError: 2")],
 )
 def test_a_layer_that_cannot_be_checked_is_named_with_the_reason(kind, reason):
     unchecked = check_policy(Model(kind(), kind()), policy(), 2, CPU)
@@ -115,11 +115,14 @@ def test_a_gradient_that_is_not_summed_is_found():
     assert check_policy(model, ShardingPolicy((*rules, summed), ("layers",)), 2, CPU) == {}
 
 
-def test_layers_split_in_pairs_are_not_checked():
-    model = Model(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
-    rules = (ModuleRule("layers.0", Style.COLUMN), ModuleRule("layers.1", Style.ROW))
-    unchecked = check_policy(model, ShardingPolicy(rules=rules, layers=("layers",)), 2, CPU)
-    assert set(unchecked.values()) == {"its inputs or outputs are split as well"}
+def test_layers_split_in_pairs_are_checked_together():
+    def check(*layers):
+        rules = (ModuleRule("layers.0", Style.COLUMN), ModuleRule(f"layers.{len(layers) - 1}", Style.ROW))
+        return check_policy(Model(*layers), ShardingPolicy(rules, ("layers",)), 2, CPU)
+
+    assert check(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) == {}
+    with pytest.raises(ConfigError, match="changes what the model computes"):
+        check(nn.Linear(WIDTH, 8), nn.Softmax(-1), nn.Linear(8, WIDTH))
 
 
 def test_a_layer_of_another_form_than_the_first_is_checked():

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
 
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel import blocks, head_groups
 from booster_hybrid.sequence_parallel.explicit_scores import ExplicitScores
 from booster_hybrid.sequence_parallel.head_groups import computed_groups, travelling_groups
@@ -20,7 +21,6 @@ from booster_hybrid.sequence_parallel.kernels import FusedKernel
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility
 from booster_hybrid.sequence_parallel.ring_attention import _calls, ring_attention
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_runtime import collectives
 
 SIZE, VALUE_SIZE = 4, 3
@@ -87,7 +87,7 @@ def rings_of(group, num_outer, num_inner):
     outer, inner = divmod(group.rank, num_inner)
     across = group.subgroup(tuple(index * num_inner + inner for index in range(num_outer)))
     within = group.subgroup(tuple(outer * num_inner + index for index in range(num_inner)))
-    return [TensorGroup(each, each.rank, each.size) for each in (across, within)]
+    return [RankGroup(each, each.rank, each.size) for each in (across, within)]
 
 
 def make(case):
@@ -194,7 +194,7 @@ def test_parts_put_together_are_attention_over_the_whole(case):
             *local[:3],
             visibility,
             layout,
-            TensorGroup(group, group.rank, group.size),
+            RankGroup(group, group.rank, group.size),
             rings=None if isinstance(sizes, int) else rings_of(group, *sizes),
             key_layout=None if key_length is None else key_layout,
             bias=local[3],
@@ -229,7 +229,7 @@ def test_keys_and_gradients_are_sent_once_less_than_there_are_ranks(monkeypatch,
 
     def attend(group):
         inputs = [torch.randn(1, 2, layout.lengths[group.rank], SIZE, requires_grad=True) for _ in range(3)]
-        place, rings = TensorGroup(group, group.rank, group.size), rings_of(group, *sizes) if sizes[1:] else None
+        place, rings = RankGroup(group, group.rank, group.size), rings_of(group, *sizes) if sizes[1:] else None
         ring_attention(*inputs, Visibility(None, is_causal=False), layout, place, rings=rings).sum().backward()
 
     with travelling_in(num_groups):
@@ -256,7 +256,7 @@ def test_scores_are_computed_in_tiles_and_explicitly_only_where_no_kernel_does(m
     rest = {name: value for name, value in options.items() if name != "bias"}
 
     def attend(group):
-        place, visibility = TensorGroup(group, 0, 1), Visibility(None, is_causal=False)
+        place, visibility = RankGroup(group, 0, 1), Visibility(None, is_causal=False)
         ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(length, 1), place, bias=bias, **rest)
 
     on_threads(1, attend)
@@ -300,7 +300,7 @@ def test_a_rank_alone_which_sends_nothing_computes_all_heads_at_once(monkeypatch
     inputs = torch.randn(1, 2, 4, SIZE)
 
     def attend(group):
-        place, visibility = TensorGroup(group, group.rank, group.size), Visibility(None, is_causal=False)
+        place, visibility = RankGroup(group, group.rank, group.size), Visibility(None, is_causal=False)
         ring_attention(inputs, inputs, inputs, visibility, SequenceLayout(4 * group.size, group.size), place)
 
     with travelling_in(2):
@@ -353,7 +353,7 @@ def test_scores_of_any_size_do_not_overflow():
         key[0, 0, peak] = 1.0
 
         def attend(group, key=key):
-            place = TensorGroup(group, group.rank, group.size)
+            place = RankGroup(group, group.rank, group.size)
             query = torch.full((1, 1, layout.lengths[group.rank], 1), 1e30)
             local = [layout.take(each, 2, group.rank) for each in (key, value)]
             return ring_attention(query, *local, Visibility(None, is_causal=False), layout, place, scaling=1.0)
@@ -379,7 +379,7 @@ def test_narrow_inputs_lose_as_little_as_one_kernel_does(dtype, is_causal):
     *whole, weights = (torch.randn(2, 4, length, 16, generator=generator).to(dtype) for _ in range(4))
 
     def attend(group):
-        place = TensorGroup(group, group.rank, group.size)
+        place = RankGroup(group, group.rank, group.size)
 
         def ring(*inputs):
             outputs = ring_attention(*inputs, Visibility(None, is_causal=is_causal), layout, place)
@@ -413,7 +413,7 @@ def test_dropped_weights_are_the_same_in_backward_and_differ_between_blocks(zigz
 
     def attend(group):
         local = [layout.take(each, 2, group.rank).clone().requires_grad_() for each in (key, key, value)]
-        place = TensorGroup(group, group.rank, group.size)
+        place = RankGroup(group, group.rank, group.size)
         weights = ring_attention(*local, Visibility(None, is_causal=False), layout, place, dropout=dropout) * length
         weights.sum().backward()
         return weights.detach(), local[2].grad

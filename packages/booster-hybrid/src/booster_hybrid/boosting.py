@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
-from booster_hybrid.pipeline.example import check_entries, dry_run_failed, example_batch
+from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
@@ -26,14 +28,13 @@ from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, ke
 from booster_hybrid.pipeline.stages import StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.policy.check import check_policy
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.policy.registry import known_layers, policy_for, policy_to_check
-from booster_hybrid.sequence_parallel.dry_run import check_layers
+from booster_hybrid.policy.registry import given_policy, known_layers, policy_for
+from booster_hybrid.probe.probe import ReadOutsideError, check_policy
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel
-from booster_hybrid.tensor_parallel.apply import TensorParallelModel, parallelize
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_groups
 from booster_runtime.data import move_batch
@@ -46,7 +47,7 @@ from booster_runtime.sharding import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -70,6 +71,7 @@ class SetupOptions:
         example_batch: A batch for the dry run that finds a pipeline's layers.
         split_batch: Splits batches into microbatches; ``None`` splits each tensor along its first dimension.
         parallel_output: Leave logits split.
+        unchecked: ``"raise"`` where it can't be found out whether a split layer is right, or ``"allow"``.
         pipeline_record: Where each rank of a pipeline writes down when it did what.
     """
 
@@ -78,6 +80,7 @@ class SetupOptions:
     example_batch: Any
     split_batch: SplitHook | None
     parallel_output: bool
+    unchecked: str
     pipeline_record: str | os.PathLike[str] | None
 
 
@@ -120,7 +123,7 @@ class HybridSetup:
         self._model: nn.Module = objects.model
         self._axes, self._shape = axes, shape
         self._tensor_group, self._sequence_group, self._expert_group = (
-            TensorGroup(each.group, each.index, each.size) for each in (axes["tp",], axes["sp",], axes["ep",])
+            RankGroup(each.group, each.index, each.size) for each in (axes["tp",], axes["sp",], axes["ep",])
         )
         self._experts: list[ExpertsModule] = []
         self._spread = SpreadExperts()
@@ -128,6 +131,7 @@ class HybridSetup:
         self._lists: list[str] = []
         self._gathering: dict[tuple[int, ...], Axis] = {}
         self._is_on_host = False
+        self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
 
     def place_values(self) -> Recording | HostValues | None:
         """Bring the model to its device with the same values on every rank; see `place_or_hollow`.
@@ -163,18 +167,15 @@ class HybridSetup:
         unchanged = replace(self._context.precision, param_dtype=None)
         return hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
 
-    def check(self, *, is_lazy: bool) -> dict[str, str]:
+    def check(self) -> dict[str, str]:
         """Check that the model's layers and its optimizer can be split as asked.
 
-        Args:
-            is_lazy: Whether the model has no values yet.
-
         Returns:
-            The layers whose policy could not be checked, with the reasons.
+            The layers whose policy could not be checked, with the reasons; none but with ``unchecked="allow"``.
 
         Raises:
-            ConfigError: If the optimizer needs whole matrices and layers are split, a policy that no test pins changes
-                what a layer computes or its gradients, or experts can't be spread.
+            ConfigError: If the optimizer needs whole matrices and layers are split, the policy changes what a layer
+                computes or its gradients, that could not be found out, or experts can't be spread.
 
         Collective: every rank of the world.
         """
@@ -184,18 +185,27 @@ class HybridSetup:
             self._find_experts(ep_size)
         if size == 1:
             return {}
-        unchecked: dict[str, str] = {}
+        from booster_hybrid.sequence_parallel.split_gather import split_layers
+
         with self._context.coordinator.together("boost"):
-            policy = policy_to_check(self._model, self._options.custom_policy, self._context.hooks)
-            if policy is not None:  # else it is pinned by Booster's own tests
-                unchecked = check_policy(
-                    self._model,
-                    policy,
-                    size,
-                    self._context.device,
-                    batch=None if is_lazy else self._example_batch,
-                    split_sequence=self._split_sequence if self._config.sequence.mode == "split_gather" else None,
-                )
+            check = functools.partial(
+                check_policy,
+                self._model,
+                size=size,
+                device=self._context.device,
+                batch=self._example_batch,
+                split_sequence=split_layers if self._config.sequence.mode == "split_gather" else None,
+            )
+            try:
+                unchecked = check(self._policy())
+            except ReadOutsideError as error:
+                given = given_policy(self._model, self._options.custom_policy, self._context.hooks)
+                if error.policy is None or given is not None:
+                    raise
+                self._without_tables = error.policy
+                unchecked = check(self._policy())
+            if unchecked and self._options.unchecked == "raise":
+                raise _not_checked(self._model, unchecked)
         return unchecked
 
     def _find_experts(self, size: int) -> None:
@@ -248,17 +258,43 @@ class HybridSetup:
         return None if trace is None else StagePlan.of(model, trace, crossings, idle, config)
 
     def check_sequences(self) -> None:
-        """Check that sequences can be split between the layers, as far as a batch of the data loader shows it.
+        """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
 
         Raises:
-            ConfigError: If not.
+            ConfigError: If not, or if that could not be found out.
 
         Collective: every rank of the world.
         """
-        mode, example = self._config.sequence.mode, self._options.example_batch
-        if mode not in (None, "split_gather"):
-            model, lists, loader = inner_model(self._model), self._lists_to_split(), self._objects.dataloader
-            check_layers(model, lists, mode, self._sequence_group, self._context, loader, example)
+        config = self._config.sequence
+        if config.mode in (None, "split_gather"):
+            return
+        from booster_hybrid.probe.sequences import check_sequences
+
+        with self._context.coordinator.together("boost"):
+            device, batches = self._context.device, self._batches()
+            reason = check_sequences(
+                self._model, self._lists_to_split(), str(config.mode), config.size, device, batches
+            )
+            if reason is not None and self._options.unchecked == "raise":
+                msg = (
+                    f"It could not be checked whether {type(self._model).__name__} computes the same from parts of "
+                    f"sequences (`sequence_parallelism_mode={config.mode!r}`): {reason}. Pass the data loader to "
+                    "`boost`, or `HybridParallelPlugin(example_batch=...)` with a batch that the model takes; "
+                    "`unchecked='allow'` trusts the model instead."
+                )
+                raise ConfigError(msg)
+
+    def _batches(self) -> list[Any]:
+        """Return batches that the model may take: the user's, and the model's own dummy."""
+        from booster_hybrid.probe.sequences import longer
+
+        found = []
+        with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
+            found.append(batch_at_hand(self._objects.dataloader, self._options.example_batch))
+        with contextlib.suppress(ConfigError):
+            found += longer(example_batch(self._model, None))
+        place = torch.device("cpu") if self._is_on_host else self._context.device
+        return [move_batch(each, place) for each in found if each is not None]
 
     def split_layers(self) -> TensorParallelModel:
         """Spread experts over their ranks, split the layers over the tensor parallel ranks, and sequences over theirs.
@@ -401,6 +437,8 @@ class HybridSetup:
         )
 
     def _policy(self) -> ShardingPolicy:
+        if self._without_tables is not None:
+            return self._without_tables
         return policy_for(self._model, self._options.custom_policy, self._context.hooks)
 
     def _example_batch(self) -> Any:
@@ -442,7 +480,7 @@ class HybridSetup:
         model, lists = inner_model(self._model), self._lists_to_split()
         mode = str(self._config.sequence.mode)
         if mode == "split_gather":
-            split_between_blocks(model, lists, self._tensor_group, self._axes[()].group, split)
+            split_between_blocks(model, lists, self._tensor_group, split)
             return
         split_sequences(
             model,
@@ -460,22 +498,12 @@ class HybridSetup:
         return [name for name in self._lists if known is None or name not in known.whole_sequences]
 
     @property
-    def _rings(self) -> list[TensorGroup] | None:
+    def _rings(self) -> list[RankGroup] | None:
         """The two rings of ring attention, the outer one first; ``None`` where there is one."""
         if self._config.sequence.inner_ring_size is None:
             return None
         axes = [self._axes[name] for name in OF_RINGS]
-        return [TensorGroup(each.group, each.index, each.size) for each in axes]
-
-    @property
-    def _split_sequence(self) -> Callable[..., None]:
-        """What splits the sequences of one layer between its blocks; see `check_policy`."""
-        from booster_hybrid.sequence_parallel.split_gather import split_layers
-
-        def split(model: nn.Module, layer: nn.Module, rank: TensorGroup, result: TensorParallelModel) -> None:
-            split_layers(model, [[layer]], rank, self._axes[()].group, result)
-
-        return split
+        return [RankGroup(each.group, each.index, each.size) for each in axes]
 
     def _record(self) -> PipelineRecord | None:
         folder, pipeline = self._options.pipeline_record, self._axes["pp",]
@@ -483,3 +511,15 @@ class HybridSetup:
             return None
         rank = self._context.coordinator.rank
         return PipelineRecord(folder, rank, pipeline.index, min(pipeline.ranks), self._context.device)
+
+
+def _not_checked(model: nn.Module, unchecked: Mapping[str, str]) -> ConfigError:
+    """Return the error of layers of which it could not be found out whether they are right when they are split."""
+    name, reason = next(iter(unchecked.items()))
+    more = f" ({len(unchecked) - 1} more are like it)" if len(unchecked) > 1 else ""
+    msg = (
+        f"It could not be checked whether '{name}' of {type(model).__name__} computes the same when `tp_size` splits it"
+        f"{more}: {reason}. Pass the data loader to `boost`, or `HybridParallelPlugin(example_batch=...)` with a batch "
+        "that the model's forward takes and that reaches every layer; `unchecked='allow'` trusts the policy instead."
+    )
+    return ConfigError(msg)

@@ -278,6 +278,18 @@ class HybridConfig:
         return {"pp": self.pipeline.size, "sp": self.sequence.size, "tp": self.tensor.size}
 
 
+def checked_choice(unchecked: str) -> str:
+    """Return what to do about layers that can't be checked.
+
+    Raises:
+        ConfigError: If it is none of the two possibilities.
+    """
+    if unchecked not in ("raise", "allow"):
+        msg = f"`unchecked={unchecked!r}` is neither 'raise' nor 'allow'."
+        raise ConfigError(msg)
+    return unchecked
+
+
 def check_used(
     config: HybridConfig,
     *,
@@ -299,9 +311,13 @@ def check_used(
         ConfigError: If there is one.
     """
     pp_size = config.pipeline.size
-    is_split = config.sequence.mode is not None
+    is_split = config.sequence.mode is not None or config.tensor.size > 1
     of_pipeline = (
-        ("example_batch", None if is_split else example_batch, "is for finding the layers of"),
+        (
+            "example_batch",
+            None if is_split else example_batch,
+            "is for finding the layers of",
+        ),
         ("split_batch", split_batch, "splits the batches of"),
         ("pipeline_record", pipeline_record, "writes down the work of"),
     )

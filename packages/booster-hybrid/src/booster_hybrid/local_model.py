@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
 
 
@@ -37,8 +37,8 @@ class LocalModel:
         copy_groups: For each set of positions in the pipeline that hold copies: their ranks.
     """
 
-    tensor_group: TensorGroup
-    expert_group: TensorGroup
+    tensor_group: RankGroup
+    expert_group: RankGroup
     splits: Mapping[str, Split] = field(default_factory=dict)
     expert_splits: Mapping[str, Split] = field(default_factory=dict)
     stage: int = 0

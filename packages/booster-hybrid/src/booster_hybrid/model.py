@@ -9,8 +9,8 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.plugin import through_guard
 from booster_core.ranks import NamedCall
+from booster_hybrid.rank_group import refuse_copy
 from booster_hybrid.same_batch import check_same_batch
-from booster_hybrid.tensor_parallel.group import refuse_copy
 from booster_runtime.local_state import refuse_pickle
 from booster_zero import ZeroModel
 

@@ -34,6 +34,7 @@ from booster_hybrid.config import (
     SequenceConfig,
     TensorConfig,
     check_used,
+    checked_choice,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
 from booster_hybrid.generating import replace_generate
@@ -101,8 +102,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         num_layers_per_stage: Number of layers of each stage; balanced by default.
         checkpoint_ratio: Fraction of each stage's layers that store only their inputs and are recomputed in backward:
             one number, or one for each stage (early stages hold more microbatches). ``None`` leaves it to the model.
-        example_batch: A batch for the dry run that finds the layers of a pipeline, or those whose sequences are split;
-            by default from the data loader, or the dummy inputs of transformers' models.
+        example_batch: A batch by which `boost` finds the layers of a pipeline, or those whose sequences are split, and
+            checks what splits layers; by default from the data loader, or the dummy inputs of transformers' models.
         split_batch: Splits a batch into microbatches, in place of a split of each tensor's first dimension: called as
             ``split_batch(batch, num_microbatches)``, it returns a pair ``(microbatch, num_samples)`` for each.
         sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
@@ -111,6 +112,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
+        unchecked: What `boost` does about layers of which it can't find out whether they compute the same when
+            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy.
         max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
         cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 to 3.
         custom_policy: A `ShardingPolicy` for a model that is not known.
@@ -154,6 +157,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         sequence_parallelism_mode: str | None = None,
         inner_ring_size: int | None = None,
         parallel_output: bool = True,
+        unchecked: Literal["raise", "allow"] = "raise",
         max_norm: float = 0.0,
         cpu_offload: bool = False,
         custom_policy: ShardingPolicy | None = None,
@@ -188,7 +192,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
             mesh_order=check_order(mesh_order),
         )
-        self.parallel_output = parallel_output
+        self.parallel_output, self.unchecked = parallel_output, checked_choice(unchecked)
         self._unchecked_layers: dict[str, str] = {}
         self.custom_policy = custom_policy
         self.example_batch, self.split_batch = example_batch, split_batch
@@ -246,7 +250,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         passed, objects = objects, objects._replace(optimizer=next(iter(objects.optimizers), None))
         setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
         recording = setup.place_values()
-        self._unchecked_layers = setup.check(is_lazy=recording is not None)
+        self._unchecked_layers = setup.check()
         recording = recording or setup.take_from_host()
         plan = setup.plan_stages()
         setup.check_sequences()
@@ -476,6 +480,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             **asdict(self.config),
             "max_norm": self._zero.config.max_norm,
             "parallel_output": self.parallel_output,
+            "unchecked": self.unchecked,
             "unchecked_layers": self._unchecked_layers,
             **({"splits": "nothing, as under plugin 'ddp'"} if self._splits_nothing else {}),
         }
@@ -495,6 +500,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             example_batch=self.example_batch,
             split_batch=self.split_batch,
             parallel_output=self.parallel_output,
+            unchecked=self.unchecked,
             pipeline_record=self.pipeline_record,
         )
 

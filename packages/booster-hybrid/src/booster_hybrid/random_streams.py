@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.axes import Axis
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 _States = tuple["Tensor", "Tensor | None"]
 """States of the generators of the host, and of a device where that is another."""
@@ -125,7 +125,7 @@ def switch_streams(
     model: nn.Module,
     columns: Iterable[nn.Module],
     rows: Iterable[nn.Module],
-    group: TensorGroup,
+    group: RankGroup,
     device: torch.device,
 ) -> None:
     """Let a model that trains draw alike for replicated activations, and apart for split ones.
@@ -162,7 +162,7 @@ def switch_streams(
         (module.register_forward_hook if _drops(module) else module.register_forward_pre_hook)(join)
 
 
-def _agree(group: TensorGroup, device: torch.device) -> None:
+def _agree(group: RankGroup, device: torch.device) -> None:
     """Seed the common stream of all ranks by a number of the first one."""
     number = torch.randint(_RANGE, ())
     if group.rank > 0:

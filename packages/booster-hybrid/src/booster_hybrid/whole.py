@@ -71,7 +71,10 @@ def asks_format(name: str, args: Sequence[Any], kind: type) -> bool:
 
 
 def _is_number(value: Any, source: Tensor) -> bool:
-    return value is source or value is None or not isinstance(value, Tensor) or value.numel() == 1
+    """Return whether an operand is as good for a part: its own gradient, if it has one, would be that of a part."""
+    if value is source or not isinstance(value, Tensor):
+        return True
+    return value.numel() == 1 and not value.requires_grad
 
 
 @dataclass

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from booster_hybrid.policy.base import ExpertRule
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _advice(model: nn.Module) -> str:
     return f": transformers {transformers.__version__} has no plan for its experts; most families have one from 5.13 on"
 
 
-def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: TensorGroup) -> SpreadExperts:
+def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: RankGroup) -> SpreadExperts:
     """Keep this rank's experts, in place.
 
     Args:

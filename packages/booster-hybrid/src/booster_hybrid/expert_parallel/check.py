@@ -1,9 +1,10 @@
 """`check_experts`: compare modules of experts with two halves of themselves, before anything is spread.
 
 Each distinct module runs with a few experts, random weights and random tokens: once as the model would call it, and
-once as it will be called where experts are spread, with some of them, and rows of one choice each. It shows whether
-the first dimension of the parameters is the experts', whether the module counts them by the attributes that are known,
-and whether it computes each row by itself. Nothing is communicated, so all ranks come to the same verdict.
+once as it will be called where experts are spread, with some of them, and rows of one choice each, which come from two
+ranks. It shows whether the first dimension of the parameters is the experts', whether the module counts them by the
+attributes that are known, and whether it computes each row by itself, also where an expert has many.
+Nothing is communicated, so all ranks come to the same verdict.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.units import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
     from booster_hybrid.expert_parallel.apply import ExpertsModule
 
 _SEED = 20191
-_MOST_EXPERTS, _TOKENS, _CHOICES = 4, 9, 2
+_MOST_EXPERTS, _CHOICES = 4, 2
+_FEWEST_TOKENS, _MOST_TOKENS, _PRODUCTS = 64, 4096, 1 << 28
+"""So many tokens that a limit on the rows of an expert shows, as far as the products of an expert's weights allow."""
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _NARROW_TOLERANCE = 0.05
 """Largest difference, relative to the largest output: some roundings of the format."""
@@ -43,8 +48,7 @@ def check_experts(experts: Sequence[ExpertsModule], device: torch.device) -> Non
     checked = set()
     is_host = device.type == "cpu"
     for each in experts:
-        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in each.module.named_parameters())
-        kind = (type(each.module), repr(each.module), shapes)
+        kind = kind_of(each.module, place_of(each.name), {"": (*each.parameters, *each.counts, each.takes_every_token)})
         if kind not in checked:
             checked.add(kind)
             kept = torch.random.fork_rng([] if is_host else [device], device_type="cuda" if is_host else device.type)
@@ -79,6 +83,8 @@ class _Comparison:
             shape = (self._num_experts, *parameter.shape[1:]) if name in experts.parameters else parameter.shape
             values = torch.randn(shape, device=self._device, dtype=torch.float32) * max(shape[-1], 1) ** -0.5
             self._values[name] = values.to(self._dtype)
+        numel = sum(values[0].numel() for name, values in self._values.items() if name in experts.parameters)
+        self._tokens = min(max(_PRODUCTS // max(numel, 1), _FEWEST_TOKENS), _MOST_TOKENS)
 
     def run(self) -> None:
         """Compare.
@@ -87,11 +93,17 @@ class _Comparison:
             ConfigError: If the halves compute something else.
         """
         choices = min(_CHOICES, self._num_experts)
-        index = torch.rand(_TOKENS, self._num_experts, device=self._device).topk(choices, -1).indices
-        weights = torch.rand(_TOKENS, choices, device=self._device, dtype=torch.float32).to(self._dtype)
-        hidden, expected = self._whole(_TOKENS, index, weights)
+        tokens = self._tokens
+        scores = torch.rand(tokens, self._num_experts, device=self._device)
+        scores[: tokens // 2, 0] += 1  # more for one expert than for the others, as a limit for each would be noticed
+        index = scores.topk(choices, -1).indices
+        weights = torch.rand(tokens, choices, device=self._device, dtype=torch.float32).to(self._dtype)
+        hidden, _ = self._whole(tokens, index, weights)
+        # Tokens of two ranks, each of which would call the whole module with its own; parts get those of both.
+        own = [(each[: tokens // 3], each[tokens // 3 :]) for each in (hidden, index, weights)]
+        expected = torch.cat([self._called(self._values, self._num_experts, *each) for each in zip(*own, strict=True)])
         half = self._num_experts // 2
-        found = torch.zeros(_TOKENS, choices, hidden.shape[-1], device=self._device, dtype=torch.float64)
+        found = torch.zeros(tokens, choices, hidden.shape[-1], device=self._device, dtype=torch.float64)
         for first in (0, half):
             here = {
                 name: values[first : first + half] if name in self._experts.parameters else values
@@ -171,15 +183,15 @@ class _EveryTokenComparison(_Comparison):
         Raises:
             ConfigError: If the halves compute something else, or zeros don't give zeros.
         """
-        hidden, expected = self._whole(self._num_experts * _TOKENS)
-        half, fewer = self._num_experts // 2, _TOKENS - 2
+        hidden, expected = self._whole(self._num_experts * self._tokens)
+        half, fewer = self._num_experts // 2, self._tokens - 2
         for first in (0, half):
             here = {
                 name: values[first : first + half] if name in self._experts.parameters else values
                 for name, values in self._values.items()
             }
             rows, wanted = (
-                each.view(self._num_experts, _TOKENS, -1)[first : first + half, :fewer].flatten(0, 1)
+                each.view(self._num_experts, self._tokens, -1)[first : first + half, :fewer].flatten(0, 1)
                 for each in (hidden, expected)
             )
             self._compare(self._part(here, half, rows), wanted)

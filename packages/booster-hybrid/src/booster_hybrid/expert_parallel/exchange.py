@@ -18,7 +18,6 @@ import torch
 from booster_core.errors import GradientError
 from booster_hybrid.expert_parallel.routing import make_route, sort_slots
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.expert_parallel.routing import Route
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 
-def find_route(top_k_index: Tensor, num_experts: int, group: TensorGroup) -> Route:
+def find_route(top_k_index: Tensor, num_experts: int, group: RankGroup) -> Route:
     """Return where tokens go, and what comes here.
 
     Args:
@@ -42,12 +41,12 @@ def find_route(top_k_index: Tensor, num_experts: int, group: TensorGroup) -> Rou
     order, counts = sort_slots(top_k_index, num_experts)
     received = torch.empty_like(counts)
     bounds = range(0, num_experts + 1, num_experts // group.size)
-    collectives.all_to_all(counts, bounds, received, bounds, group.group).wait()
+    group.all_to_all(counts, bounds, received, bounds).wait()
     return make_route(order, top_k_index.shape[1], counts, received, group.size)
 
 
 @outside_of_graphs
-def dispatch(route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+def dispatch(route: Route, group: RankGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Send each token, and the weight of each of its choices, to the ranks of the experts that it chooses.
 
     Args:
@@ -66,7 +65,7 @@ def dispatch(route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor)
 
 
 @outside_of_graphs
-def combine(rows: Tensor, num_tokens: int, route: Route, group: TensorGroup) -> Tensor:
+def combine(rows: Tensor, num_tokens: int, route: Route, group: RankGroup) -> Tensor:
     """Send the experts' outputs back, and add up those of each token.
 
     Args:
@@ -101,7 +100,7 @@ def without_rows(rows: Tensor, weights: Tensor, parameters: Sequence[Tensor]) ->
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, group: TensorGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, route: Route, group: RankGroup, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.route, ctx.group, ctx.num_tokens = route, group, hidden.shape[0]
         chosen = [each.reshape(-1, 1).index_select(0, route.slots) for each in weights]
         return tuple(_exchanged((route.take(hidden), *chosen), route.sent, route.received, group))
@@ -120,7 +119,7 @@ class _Combine(torch.autograd.Function):
     # Nothing is saved here for backward: recomputation of a checkpointed layer may then stop before the exchange.
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, num_tokens: int, route: Route, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, num_tokens: int, route: Route, group: RankGroup) -> Tensor:
         ctx.route, ctx.group = route, group
         (back,) = _exchanged((rows,), route.received, route.sent, group)
         return route.place(back, num_tokens).sum(1)
@@ -156,7 +155,7 @@ class _WithoutRows(torch.autograd.Function):
 
 
 def _exchanged(
-    tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: TensorGroup
+    tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: RankGroup
 ) -> list[Tensor]:
     """Return what comes here of tensors with rows for each rank; all travel at the same time.
 
@@ -174,7 +173,7 @@ def _exchanged(
         result = tensor.new_empty((received[-1], width))
         outgoing, incoming = ([bound * width for bound in bounds] for bounds in (sent, received))
         source = tensor.contiguous().view(-1)
-        pending.append(collectives.all_to_all(source, outgoing, result.view(-1), incoming, group.group))
+        pending.append(group.all_to_all(source, outgoing, result.view(-1), incoming))
         results.append(result)
     for each in pending:
         each.wait()

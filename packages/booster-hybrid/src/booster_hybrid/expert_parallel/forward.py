@@ -14,7 +14,7 @@ from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 _ARGUMENTS = 3
 """Hidden states, the experts that each token chooses, and their weights."""
@@ -33,7 +33,7 @@ class ExpertsForward:
         group: The ranks.
     """
 
-    def __init__(self, module: nn.Module, name: str, num_experts: int, group: TensorGroup) -> None:
+    def __init__(self, module: nn.Module, name: str, num_experts: int, group: RankGroup) -> None:
         self._forward = module.forward
         self._signature = inspect.signature(module.forward)
         self._module, self._name, self._num_experts, self._group = module, name, num_experts, group
@@ -78,7 +78,7 @@ class EveryTokenForward:
         group: The ranks.
     """
 
-    def __init__(self, module: nn.Module, name: str, num_experts: int, group: TensorGroup) -> None:
+    def __init__(self, module: nn.Module, name: str, num_experts: int, group: RankGroup) -> None:
         self._forward = module.forward
         self._name, self._num_experts, self._group = name, num_experts, group
 

@@ -20,9 +20,6 @@ from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 _SHOWN = 12
 FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "t5", "vit", "whisper")
 
-_PINNED = ("cohere", "deepseek_v3", "gemma", "glm", "llama", "mistral", "mixtral", "phi", "qwen2", "qwen3")
-"""Families whose plan of transformers is compared with one process by tests, under every head and mesh."""
-
 
 def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> ShardingPolicy:
     """Return how a model is split.
@@ -83,27 +80,6 @@ def known_layers(
     if given is not None and given.layers:
         return given
     return _own(inner_model(model))
-
-
-def policy_to_check(
-    model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None
-) -> ShardingPolicy | None:
-    """Return a policy that no test pins: the user's, a third party's, or a plan of transformers; else ``None``.
-
-    Args:
-        model: The user's model.
-        custom_policy: The user's own policy, which wins.
-        hooks: As for `policy_for`.
-
-    Raises:
-        ConfigError: If the plan has a style that is not known here.
-    """
-    given = given_policy(model, custom_policy, hooks)
-    if given is not None and (given.rules or given.layers or not given.experts):
-        return given
-    model = inner_model(model)
-    family = _family(model)
-    return None if family in FAMILIES or family in _PINNED else read_plan(model)
 
 
 def _layer_names(model: nn.Module) -> str:

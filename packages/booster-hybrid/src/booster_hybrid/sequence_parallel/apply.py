@@ -32,16 +32,16 @@ from booster_runtime import collectives
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 
 def split_sequences(
     model: nn.Module,
     lists: Sequence[str],
     mode: str,
-    group: TensorGroup,
+    group: RankGroup,
     *,
-    rings: Sequence[TensorGroup] | None = None,
+    rings: Sequence[RankGroup] | None = None,
     tensor_size: int = 1,
     parallel_output: bool = False,
     has_stages: bool = False,
@@ -70,16 +70,16 @@ def split_sequences(
     if parallel_output and has_causal_loss(model):
         LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    model.register_forward_pre_hook(_refuse_router_losses, with_kwargs=True)
+    model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
 
 
 def split_layers(
     model: nn.Module,
     lists: Sequence[str],
     mode: str,
-    group: TensorGroup,
+    group: RankGroup,
     *,
-    rings: Sequence[TensorGroup] | None = None,
+    rings: Sequence[RankGroup] | None = None,
     tensor_size: int = 1,
     has_stages: bool = False,
     num_threads: int = 1,
@@ -124,7 +124,7 @@ def split_layers(
     return stacks
 
 
-def _most_threads(group: TensorGroup) -> int:
+def _most_threads(group: RankGroup) -> int:
     """Return the most threads with which one of the ranks computes."""
     found: list[int] = collectives.all_gather_object(torch.get_num_threads(), group.group)
     return max(found)
@@ -132,11 +132,14 @@ def _most_threads(group: TensorGroup) -> int:
 
 def has_causal_loss(model: nn.Module) -> bool:
     """Return whether a model's loss is that of transformers' causal language models, which can be taken in parts."""
-    is_own = vars(model).get("_loss_function") is None and hasattr(model, "loss_function")
-    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    if not hasattr(model, "loss_function"):
+        return False
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    is_causal = model.loss_function is ForCausalLMLoss
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     takes_it = code is None or "loss_function" in code.co_names  # some compute a loss of their own
-    return is_own and is_causal and takes_it and head_of(model) is not None
+    return is_causal and takes_it and head_of(model) is not None
 
 
 def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
@@ -232,7 +235,12 @@ def _install_attention(model: nn.Module, stacks: Sequence[tuple[Stack, Sequence[
                 vars(module)[name] = own
 
 
-def _refuse_router_losses(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def refuse_router_losses(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse, before a forward, a loss that balances experts over what a rank has of a batch.
+
+    Raises:
+        ConfigError: If it is asked for.
+    """
     del args
     name = "output_router_logits"
     asked = kwargs.get(name)

@@ -15,7 +15,7 @@ from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, chec
 from booster_hybrid.sequence_parallel.relative_bias import own_bias
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.stack import OTHER_STATES, argument_names
-from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention, head_ranges
+from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -145,11 +145,9 @@ def attention(
         sinks=more.get("s_aux"),
         softcap=more.get("softcap"),
         scaling=scaling,
-        dropout=dropout,
+        dropout=dropout if stack.drops else 0.0,
     )
     visibility = Visibility(checked(attention_mask, layout.length, key_layout.length), is_causal=causal)
-    if stack.is_dry:
-        return _unseen(query, key, value, stack), None
     if stack.mode == "ring_attn":
         rings, num_threads = stack.rings, stack.num_threads
         outputs = ring_attention(
@@ -188,13 +186,6 @@ def _alone(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
     result: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
     return result
-
-
-def _unseen(query: Tensor, key: Tensor, value: Tensor, stack: Stack) -> Tensor:
-    """Return outputs without values, shape ``(batch, local positions, heads, size)``."""
-    if stack.mode == "all_to_all":
-        head_ranges(query.shape[1], key.shape[1], stack.group.size)
-    return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
 def _refuse(what: str, stack: Stack) -> NoReturn:

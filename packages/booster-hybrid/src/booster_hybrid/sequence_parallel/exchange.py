@@ -12,22 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_runtime import collectives
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
-    from booster_hybrid.tensor_parallel.group import TensorGroup
 
-    _Operation = Callable[[Tensor, SequenceLayout, TensorGroup], Tensor]
+    _Operation = Callable[[Tensor, SequenceLayout, RankGroup], Tensor]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, source: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchanged(source, sent, received, group)
 
@@ -41,7 +39,7 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, layout: SequenceLayout, group: TensorGroup, operation: _Operation, back: _Operation
+        ctx: Any, tensor: Tensor, layout: SequenceLayout, group: RankGroup, operation: _Operation, back: _Operation
     ) -> Tensor:
         ctx.layout, ctx.group, ctx.back = layout, group, back
         return operation(tensor, layout, group)
@@ -53,7 +51,7 @@ class _Paired(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
         return _summed(tensor, group)
 
@@ -62,7 +60,7 @@ class _Sum(torch.autograd.Function):
         return _summed(gradient, ctx.group), None
 
 
-def exchange(parts: Sequence[Tensor], received: Sequence[int], group: TensorGroup) -> list[Tensor]:
+def exchange(parts: Sequence[Tensor], received: Sequence[int], group: RankGroup) -> list[Tensor]:
     """Send each rank a tensor, and return what every rank has sent to this one.
 
     Args:
@@ -80,7 +78,7 @@ def exchange(parts: Sequence[Tensor], received: Sequence[int], group: TensorGrou
     return list(torch.split(flat, list(received)))
 
 
-def gather_sequence(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def gather_sequence(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return the whole sequences of which each rank has a part.
 
     Args:
@@ -97,7 +95,7 @@ def gather_sequence(local: Tensor, layout: SequenceLayout, group: TensorGroup) -
     return result
 
 
-def scatter_sum(partial: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def scatter_sum(partial: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return this rank's part of the sum over ranks of whole sequences; the transpose of `gather_sequence`.
 
     Args:
@@ -111,7 +109,7 @@ def scatter_sum(partial: Tensor, layout: SequenceLayout, group: TensorGroup) -> 
     return result
 
 
-def join_replicas(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def join_replicas(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return whole sequences for ranks that go on alike, so that each has their whole gradient; see `gather_sequence`.
 
     Collective: the group.
@@ -120,7 +118,7 @@ def join_replicas(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> 
     return result
 
 
-def cut_replica(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def cut_replica(whole: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return this rank's part of what every rank has computed alike; each gets the whole gradient back.
 
     Collective: the group, in backward.
@@ -129,7 +127,7 @@ def cut_replica(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Te
     return result
 
 
-def sum_over_ranks(tensor: Tensor, group: TensorGroup) -> Tensor:
+def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return the sum over ranks of a tensor, whose gradient is the sum over ranks of its gradients.
 
     Collective: the group, also in backward.
@@ -138,7 +136,7 @@ def sum_over_ranks(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def gathered(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def gathered(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return the whole sequences, outside of autograd; see `gather_sequence`.
 
     Collective: the group.
@@ -151,7 +149,7 @@ def gathered(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tenso
     return layout.put_together(parts, 1)
 
 
-def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return this rank's part of the sum over ranks of whole sequences, outside of autograd.
 
     Args:
@@ -170,7 +168,7 @@ def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: TensorGroup) 
     return own
 
 
-def _taken(whole: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def _taken(whole: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     return layout.take(whole, 1, group.rank).contiguous()
 
 
@@ -180,13 +178,13 @@ def _parts(shape: Sequence[int], layout: SequenceLayout) -> tuple[list[int], lis
     return [0, *accumulate(each.numel() for each in shapes)], shapes
 
 
-def _exchanged(source: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+def _exchanged(source: Tensor, sent: Sequence[int], received: Sequence[int], group: RankGroup) -> Tensor:
     out = source.new_empty(received[-1])
-    collectives.all_to_all(source, sent, out, received, group.group).wait()
+    group.all_to_all(source, sent, out, received).wait()
     return out
 
 
-def _summed(tensor: Tensor, group: TensorGroup) -> Tensor:
+def _summed(tensor: Tensor, group: RankGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total).wait()
     return total

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
-    from booster_hybrid.tensor_parallel.group import TensorGroup
 
 
 class SequenceLoss:
@@ -35,7 +35,7 @@ class SequenceLoss:
     """
 
     def __init__(
-        self, layout_for: Callable[[int], SequenceLayout], group: TensorGroup, is_split: Callable[[], bool]
+        self, layout_for: Callable[[int], SequenceLayout], group: RankGroup, is_split: Callable[[], bool]
     ) -> None:
         self._layout_for, self._group, self._is_split = layout_for, group, is_split
 

@@ -289,7 +289,7 @@ def checked(mask: Any, length: int, key_length: int) -> SequenceMask | Tensor | 
 
     Args:
         mask: A `SequenceMask`, ``None``, or a tensor of the user's own, shape
-            ``(batch, 1 or heads, length, key length)``.
+            ``(batch or 1, heads or 1, length or 1, key length)``, of which the first ones may be missing.
         length: Number of positions of the whole sequence.
         key_length: Number of positions that are looked at.
 
@@ -297,6 +297,8 @@ def checked(mask: Any, length: int, key_length: int) -> SequenceMask | Tensor | 
         ConfigError: If a tensor is not for the whole sequence.
     """
     if isinstance(mask, torch.Tensor):
+        if mask.dim() in (2, 3):  # for all samples, and for all heads
+            mask = mask[(None,) * (4 - mask.dim())]
         if mask.dim() == 4 and mask.shape[-2] == 1 and mask.shape[-1] == key_length:
             mask = mask.expand(-1, -1, length, -1)
         elif mask.dim() != 4 or tuple(mask.shape[-2:]) != (length, key_length):

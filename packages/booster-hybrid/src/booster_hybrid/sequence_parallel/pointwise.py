@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 _TOLERANCE = 1e-3
 """Largest change at another position, relative to the largest output."""
@@ -37,7 +37,7 @@ class PointwiseProbe:
         group: The ranks that share out sequences.
     """
 
-    def __init__(self, module: nn.Module, name: str, num_here: Callable[[], int], group: TensorGroup) -> None:
+    def __init__(self, module: nn.Module, name: str, num_here: Callable[[], int], group: RankGroup) -> None:
         self._name, self._num_here, self._group = name, num_here, group
         self._handle = module.register_forward_pre_hook(self, with_kwargs=True)
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
-    from booster_hybrid.tensor_parallel.group import TensorGroup
 
 
 class SplitPositions(Tensor):
@@ -50,7 +50,7 @@ class SplitPositions(Tensor):
 
     _inner: Tensor
     _layout: SequenceLayout
-    _sequence_group: TensorGroup
+    _sequence_group: RankGroup
     _kept: Kept | None = None
 
     def local(self) -> Tensor:
@@ -108,7 +108,7 @@ class SplitPositions(Tensor):
         return torch.Size((first, self._layout.length, *rest))
 
 
-def split_positions(local: Tensor, layout: SequenceLayout, group: TensorGroup) -> Tensor:
+def split_positions(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
     """Return logits of some positions that answer for all.
 
     Args:
@@ -161,7 +161,7 @@ class LogitsOfPositions:
         group: The sequence parallel ranks.
     """
 
-    def __init__(self, model: nn.Module, layout_for: Callable[[int], SequenceLayout], group: TensorGroup) -> None:
+    def __init__(self, model: nn.Module, layout_for: Callable[[int], SequenceLayout], group: RankGroup) -> None:
         self._layout_for, self._group = layout_for, group
         self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
         self._length: int | None = None

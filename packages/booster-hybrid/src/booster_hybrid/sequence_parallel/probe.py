@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -39,11 +39,10 @@ class SdpaProbe:
     Args:
         layer: The layer.
         stack: What the layers share.
-        values: What the layer computes with in the place of its own floating tensors, by name; ``None`` for these.
     """
 
-    def __init__(self, layer: nn.Module, stack: Stack, values: Mapping[str, Tensor] | None = None) -> None:
-        self._layer, self._stack, self._values = layer, stack, values
+    def __init__(self, layer: nn.Module, stack: Stack) -> None:
+        self._layer, self._stack = layer, stack
         self._is_done = False
 
     def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> None:
@@ -74,7 +73,9 @@ class SdpaProbe:
             torch.manual_seed(_SEED)
             shape = (hidden.shape[0], short, hidden.shape[-1])
             states, weights = (torch.randn(shape, dtype=torch.float64, device=hidden.device) for _ in range(2))
-            shortened = pytree.tree_map_only(torch.Tensor, lambda each: _short(each, length, short), (args, kwargs))
+            shortened = pytree.tree_map_only(
+                torch.Tensor, lambda each: _short(each, length, short, stack.widths), (args, kwargs)
+            )
             whole = self._run(states, weights, shortened, None)
             stack.enter(short)
             stack.num_attentions = 0
@@ -124,8 +125,7 @@ class SdpaProbe:
             states, weights = layout.take(states, 1, rank), layout.take(weights, 1, rank)
             args, kwargs = stack.cut((args, kwargs), split)
         states = states.clone().requires_grad_()
-        own = dict(_floating(self._layer)) if self._values is None else self._values
-        wide = {f"layer.{name}": each.detach().double() for name, each in own.items()}
+        wide = {f"layer.{name}": each.detach().double() for name, each in _floating(self._layer)}
         with _WithoutDropout(), torch.autocast(states.device.type, enabled=False):
             stack.is_alone = split is None
             try:
@@ -157,20 +157,35 @@ def _floating(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, each) for name, each in named if each.dtype.is_floating_point]
 
 
-def position_dims(value: Tensor, length: int) -> list[int]:
+def position_dims(value: Tensor, length: int, widths: Collection[tuple[int, int]] = ()) -> list[int]:
     """Return which dimensions of an argument run over whole sequences: the first of this size, or a mask's last two.
 
     Args:
         value: The argument.
         length: Number of positions.
+        widths: Numbers of dimensions and last sizes of arguments that are no masks, as sequences of other lengths have
+            shown.
     """
-    found = [dim for dim, size in enumerate(value.shape) if size == length]
-    return [2, 3] if value.dim() == 4 and {2, 3} <= set(found) else found[:1]
+    last = value.dim() - 1
+    is_known = (value.dim(), value.shape[-1] if value.dim() else 0) in widths
+    if last > 0 and tuple(value.shape[-2:]) == (length, length) and not is_known:
+        return [last - 1, last]
+    return [last] if is_of_keys(value, length) else [dim for dim, size in enumerate(value.shape) if size == length][:1]
 
 
-def _short(value: Tensor, length: int, short: int) -> Tensor:
+def is_of_keys(value: Tensor, length: int) -> bool:
+    """Return whether an argument is a mask of keys, alike for all queries, which attention needs whole.
+
+    Args:
+        value: The argument.
+        length: Number of positions.
+    """
+    return value.dim() == 4 and tuple(value.shape[-2:]) == (1, length)
+
+
+def _short(value: Tensor, length: int, short: int, widths: Collection[tuple[int, int]]) -> Tensor:
     """Return the beginning of what a layer is given for whole sequences, in fp64."""
-    for dim in position_dims(value, length):
+    for dim in position_dims(value, length, widths):
         value = value.narrow(dim, 0, short)
     return value.double() if value.dtype.is_floating_point else value
 

@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_hybrid.sequence_parallel.merging import sum_format
-from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
-    from booster_hybrid.tensor_parallel.group import TensorGroup
     from booster_runtime.collectives import Pending
 
 
 def visits(
-    key: Tensor, value: Tensor, layout: SequenceLayout, rings: Sequence[TensorGroup], first: int = 0
+    key: Tensor, value: Tensor, layout: SequenceLayout, rings: Sequence[RankGroup], first: int = 0
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each rank's keys and values, this rank's own first, while the next ones are on their way.
 
@@ -51,7 +50,7 @@ def visits(
 
 
 def _round(
-    key: Tensor, value: Tensor, layout: SequenceLayout, ranks: Sequence[int], ring: TensorGroup
+    key: Tensor, value: Tensor, layout: SequenceLayout, ranks: Sequence[int], ring: RankGroup
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the keys and values of each rank of one ring, this rank's own first."""
     if ring.size == 1:
@@ -88,7 +87,7 @@ class Homeward:
         rings: The rings, as `visits` has them.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, layout: SequenceLayout, rings: Sequence[TensorGroup]) -> None:
+    def __init__(self, key: Tensor, value: Tensor, layout: SequenceLayout, rings: Sequence[RankGroup]) -> None:
         self._key, self._value, self._layout, self._rings = key, value, layout, rings
         self._rounds: list[_Homeward | None] = [None] * len(rings)
         self._flat: Tensor | None = None
@@ -139,7 +138,7 @@ class _Homeward:
         ring: The ranks.
     """
 
-    def __init__(self, numels: Sequence[int], ring: TensorGroup) -> None:
+    def __init__(self, numels: Sequence[int], ring: RankGroup) -> None:
         self._numels, self._ring = numels, ring
         self._own: Tensor | None = None
         self._pending: tuple[Pending, Tensor] | None = None
@@ -175,7 +174,7 @@ class _Homeward:
         return self._own
 
 
-def _ranks(rings: Sequence[TensorGroup], first: int) -> list[int]:
+def _ranks(rings: Sequence[RankGroup], first: int) -> list[int]:
     """Return the ranks of the outermost of some rings: those that have this rank's place in the others."""
     ring, *within = rings
     place, stride = 0, 1
@@ -189,13 +188,13 @@ def _numel(key: Tensor, value: Tensor, length: int) -> int:
     return math.prod(key.shape[:2]) * length * (key.shape[-1] + value.shape[-1])
 
 
-def _pass_on(flat: Tensor, numel: int, ring: TensorGroup) -> tuple[Pending, Tensor]:
+def _pass_on(flat: Tensor, numel: int, ring: RankGroup) -> tuple[Pending, Tensor]:
     """Start sending a tensor to the next rank, and receiving another from the one before."""
     out = flat.new_empty(numel)
     before, after = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
     sent = [0 if rank <= after else flat.numel() for rank in range(ring.size + 1)]
     received = [0 if rank <= before else numel for rank in range(ring.size + 1)]
-    return collectives.all_to_all(flat, sent, out, received, ring.group), out
+    return ring.all_to_all(flat, sent, out, received), out
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:

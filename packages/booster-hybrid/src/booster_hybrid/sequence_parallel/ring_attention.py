@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.blocks import Block
     from booster_hybrid.sequence_parallel.head_groups import HeadGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.sequence_parallel.mask import Visibility
-    from booster_hybrid.tensor_parallel.group import TensorGroup
 
 _MOST_BLOCKS = 1 << 20
 """More blocks than a rank's queries and another rank's keys have. Seeds are made of it, and of a seed, the CPU's
@@ -58,10 +58,10 @@ class _Settings:
 
     layout: SequenceLayout
     key_layout: SequenceLayout
-    group: TensorGroup
+    group: RankGroup
     visibility: Visibility
     kernel: FusedKernel | ExplicitScores
-    rings: Sequence[TensorGroup]
+    rings: Sequence[RankGroup]
     num_threads: int
     first_block: int = 0
 
@@ -108,9 +108,9 @@ def ring_attention(
     value: Tensor,
     visibility: Visibility,
     layout: SequenceLayout,
-    group: TensorGroup,
+    group: RankGroup,
     *,
-    rings: Sequence[TensorGroup] | None = None,
+    rings: Sequence[RankGroup] | None = None,
     key_layout: SequenceLayout | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,

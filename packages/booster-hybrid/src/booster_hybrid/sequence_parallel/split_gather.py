@@ -10,13 +10,16 @@ Reference: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module, named_modules
+from booster_hybrid.layer_plan import Changes
 from booster_hybrid.random_streams import Stream
+from booster_hybrid.rank_group import AloneRank, RankGroup
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layers import (
     check_layer_output,
@@ -26,18 +29,16 @@ from booster_hybrid.sequence_parallel.layers import (
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.pointwise import PointwiseProbe
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_hybrid.tensor_parallel.group import TensorGroup
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
-from booster_hybrid.tensor_parallel.whole_tensors import summed
+from booster_hybrid.tensor_parallel.summed_use import SummedUse, sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
-    from booster_hybrid.tensor_parallel.apply import TensorParallelModel
+    from booster_hybrid.tensor_parallel.plan import TensorParallelModel
 
 
 class SequenceLengths:
@@ -102,8 +103,7 @@ class SequenceLengths:
 def split_between_blocks(
     model: nn.Module,
     lists: Sequence[str],
-    group: TensorGroup,
-    alone: ProcessGroup,
+    group: RankGroup,
     split: TensorParallelModel,
 ) -> None:
     """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
@@ -112,7 +112,6 @@ def split_between_blocks(
         model: The user's model, its layers split already.
         lists: Names of the lists of its layers; those that it lacks are passed over.
         group: The tensor parallel ranks.
-        alone: A process group of this rank alone.
         split: What has become of the model's parameters.
 
     Raises:
@@ -122,7 +121,7 @@ def split_between_blocks(
     stacks = lists_of_layers(model, lists, "split_gather")
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
     names = {module: name for name, _, module in named_modules(model)}
-    for layers, lengths in split_layers(model, stacks, group, alone, split):
+    for layers, lengths in split_layers(model, stacks, group, split, Changes()):
         for leaf in (block for layer in layers for block in _blocks(layer) if _is_leaf(block)):
             what = f"'{names[leaf]}' of {type(model).__name__} ({type(leaf).__name__})"
             PointwiseProbe(leaf, what, lengths.here, group)
@@ -131,9 +130,9 @@ def split_between_blocks(
 def split_layers(
     model: nn.Module,
     stacks: Sequence[Sequence[nn.Module]],
-    group: TensorGroup,
-    alone: ProcessGroup,
+    group: RankGroup,
     split: TensorParallelModel,
+    changes: Changes,
 ) -> list[tuple[Sequence[nn.Module], SequenceLengths]]:
     """Split the sequences of some layers, in place.
 
@@ -141,8 +140,8 @@ def split_layers(
         model: The user's model, its layers split already.
         stacks: Lists of layers that run one after the other.
         group: As for `split_between_blocks`.
-        alone: As for `split_between_blocks`.
         split: As for `split_between_blocks`.
+        changes: Notes what is replaced.
 
     Returns:
         The stacks, each with how long its sequences are.
@@ -153,23 +152,34 @@ def split_layers(
     for layers in stacks:
         lengths, stream = SequenceLengths(group.size, group.rank), Stream(group.rank)
         found.append((layers, lengths))
-        kept: set[int] = set()
+        borders = _Borders(lengths, stream, group, split, changes)
         for layer in layers:
             for block in _blocks(layer):
-                kept |= _split_block(layer, block, lengths, stream, group, alone, split)
-        for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
-            if parameter.requires_grad and id(parameter) not in kept and names[id(parameter)] not in done:
-                parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
+                borders.split(layer, block)
+        parts = {
+            id(each)
+            for layer in layers
+            for each in layer.parameters()
+            if id(each) not in borders.kept and names[id(each)] not in done
+        }
+        for module in (module for layer in layers for module in layer.modules()):
+            sum_where_used(module, dict.fromkeys(parts), group, changes, [module])
         for index, layer in enumerate(layers):
             hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
-            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            layer.register_forward_hook(hooks.after, always_call=True)
+            changes.hook(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
+            changes.hook(layer.register_forward_hook(hooks.after, always_call=True))
     return found
 
 
 def _is_leaf(block: nn.Module) -> bool:
     """Return whether a block was left as it is: it has no submodules, and no forward of ours."""
-    return "forward" not in vars(block) and not any(True for _ in block.children())
+    return not _patched(block) and not any(True for _ in block.children())
+
+
+def _patched(block: nn.Module) -> dict[nn.Module, Any]:
+    """Return the forwards of ours in a block that split something."""
+    found = {module: vars(module).get("forward") for module in block.modules()}
+    return {module: each for module, each in found.items() if each is not None and not isinstance(each, SummedUse)}
 
 
 def _blocks(layer: nn.Module) -> list[nn.Module]:
@@ -180,69 +190,78 @@ def _blocks(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _split_block(
-    layer: nn.Module,
-    block: nn.Module,
-    lengths: SequenceLengths,
-    stream: Stream,
-    group: TensorGroup,
-    alone: ProcessGroup,
-    split: TensorParallelModel,
-) -> set[int]:
-    """Put a block's communication at its borders; return the parameters whose gradients come whole, by identity."""
-    patched = {module: vars(module)["forward"] for module in block.modules() if "forward" in vars(module)}
-    if _is_leaf(block):
-        return set()  # a norm, a dropout: each position by itself, which is checked in the first forward
-    if not patched or not all(map(_is_plain, patched.values())):
-        return _leave_as_it_is(block, lengths, stream, group)
-    kept = set()
-    across = _attending_across(layer, patched)
-    for parent in across:
-        kept |= _leave_as_it_is(parent, lengths, stream, group)
-    patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
-    gathering = _Gathering(lengths, group, is_replica=False)
-    entries: dict[nn.Module, None] = {}
-    for module, forward in patched.items():
-        if isinstance(forward, ColumnForward):
-            # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
-            forward.siblings.group = TensorGroup(alone, 0, 1)
-            entries[_entry(layer, module)] = None
-        else:
-            # The rank stays: the first one's partial sum has the bias.
-            module.forward = RowForward(module, TensorGroup(alone, group.rank, group.size))
-            module.register_forward_hook(_Scattering(lengths, group))
-            if getattr(module, "bias", None) is not None:
-                kept.add(id(module.bias))
-    for entry in entries:
-        entry.register_forward_pre_hook(gathering, with_kwargs=True)
-    inside = set(block.modules()).difference(*(parent.modules() for parent in across))
-    _sum_alone(inside, split, lengths, group, alone)
-    return kept
+@dataclass
+class _Borders:
+    """Puts the communication of the blocks of some layers at the blocks' borders.
 
+    Args:
+        lengths: How long the layers' sequences are.
+        stream: This rank's random numbers in the layers.
+        group: The tensor parallel ranks.
+        tensors: What has become of the model's parameters.
+        changes: Notes what is replaced.
 
-def _sum_alone(
-    inside: set[nn.Module],
-    split: TensorParallelModel,
-    lengths: SequenceLengths,
-    group: TensorGroup,
-    alone: ProcessGroup,
-) -> None:
-    """Let what would sum over ranks inside of a block leave that to its borders."""
-    for features in [each for each in split.features if each.module in inside]:
-        features.group = TensorGroup(alone, 0, 1)
-    for adapter in [each for each in split.adapters if each.module in inside]:
-        adapter.group = TensorGroup(alone, 0, 1)
-        if adapter.is_partial:
-            adapter.module.register_forward_hook(_Scattering(lengths, group))
+    Attributes:
+        kept: The parameters whose gradients come whole, by ``id``.
+    """
 
+    lengths: SequenceLengths
+    stream: Stream
+    group: RankGroup
+    tensors: TensorParallelModel
+    changes: Changes
+    kept: set[int] = field(default_factory=set)
 
-def _leave_as_it_is(block: nn.Module, lengths: SequenceLengths, stream: Stream, group: TensorGroup) -> set[int]:
-    """Give a block whole sequences, alike on all ranks; return its parameters, by identity."""
-    block.register_forward_pre_hook(lambda *_: stream.pause())  # or each would work on something else
-    block.register_forward_hook(lambda *_: stream.resume())
-    block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True)
-    block.register_forward_hook(_Cutting(lengths, group))
-    return {id(parameter) for parameter in block.parameters()}
+    def split(self, layer: nn.Module, block: nn.Module) -> None:
+        """Put a block's communication at its borders."""
+        if _is_leaf(block):
+            return  # a norm, a dropout: each position by itself, which is checked in the first forward
+        patched = _patched(block)
+        if not patched or not all(map(_is_plain, patched.values())):
+            self._leave_as_it_is(block)
+            return
+        across = _attending_across(layer, patched)
+        for parent in across:
+            self._leave_as_it_is(parent)
+        patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
+        gathering = _Gathering(self.lengths, self.group, is_replica=False)
+        entries: dict[nn.Module, None] = {}
+        for module, forward in patched.items():
+            if isinstance(forward, ColumnForward):
+                # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
+                forward.siblings.group = AloneRank(None, 0, 1)
+                entries[_entry(layer, module)] = None
+            else:
+                # The rank stays: the first one's partial sum has the bias.
+                own = AloneRank(None, self.group.rank, self.group.size)
+                self.changes.forward(module, RowForward(module, own))
+                self.changes.hook(module.register_forward_hook(_Scattering(self.lengths, self.group)))
+                if getattr(module, "bias", None) is not None:
+                    self.kept.add(id(module.bias))
+        for entry in entries:
+            self.changes.hook(entry.register_forward_pre_hook(gathering, with_kwargs=True))
+        self._sum_alone(set(block.modules()).difference(*(parent.modules() for parent in across)))
+
+    def _sum_alone(self, inside: set[nn.Module]) -> None:
+        """Let what would sum over ranks inside of a block leave that to its borders."""
+        for features in [each for each in self.tensors.features if each.module in inside]:
+            features.group = AloneRank(None, 0, 1)
+        for adapter in [each for each in self.tensors.adapters if each.module in inside]:
+            adapter.group = AloneRank(None, 0, 1)
+            if adapter.is_partial:
+                self.changes.hook(adapter.module.register_forward_hook(_Scattering(self.lengths, self.group)))
+
+    def _leave_as_it_is(self, block: nn.Module) -> None:
+        """Give a block whole sequences, alike on all ranks."""
+        stream, lengths, group = self.stream, self.lengths, self.group
+        for handle in (
+            block.register_forward_pre_hook(lambda *_: stream.pause()),  # or each would work on something else
+            block.register_forward_hook(lambda *_: stream.resume()),
+            block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True),
+            block.register_forward_hook(_Cutting(lengths, group)),
+        ):
+            self.changes.hook(handle)
+        self.kept |= {id(parameter) for parameter in block.parameters()}
 
 
 def _attending_across(layer: nn.Module, patched: Mapping[nn.Module, Any]) -> set[nn.Module]:
@@ -281,7 +300,7 @@ def _name(names: ModuleNames, module: nn.Module) -> str:
 
 class _LayerHooks:
     def __init__(
-        self, lengths: SequenceLengths, stream: Stream, group: TensorGroup, *, is_first: bool, is_last: bool
+        self, lengths: SequenceLengths, stream: Stream, group: RankGroup, *, is_first: bool, is_last: bool
     ) -> None:
         self._lengths, self._stream, self._group = lengths, stream, group
         self._is_first, self._is_last = is_first, is_last
@@ -315,7 +334,7 @@ class _LayerHooks:
 class _Gathering:
     """Gives a block whole sequences in place of this rank's positions."""
 
-    def __init__(self, lengths: SequenceLengths, group: TensorGroup, *, is_replica: bool) -> None:
+    def __init__(self, lengths: SequenceLengths, group: RankGroup, *, is_replica: bool) -> None:
         self._lengths, self._group, self._is_replica = lengths, group, is_replica
 
     @outside_of_graphs
@@ -332,7 +351,7 @@ class _Gathering:
 class _Scattering:
     """Leaves of a row-parallel layer's partial sums this rank's positions, summed."""
 
-    def __init__(self, lengths: SequenceLengths, group: TensorGroup) -> None:
+    def __init__(self, lengths: SequenceLengths, group: RankGroup) -> None:
         self._lengths, self._group = lengths, group
 
     @outside_of_graphs
@@ -345,7 +364,7 @@ class _Scattering:
 class _Cutting:
     """Leaves of what all ranks have computed alike this rank's positions."""
 
-    def __init__(self, lengths: SequenceLengths, group: TensorGroup) -> None:
+    def __init__(self, lengths: SequenceLengths, group: RankGroup) -> None:
         self._lengths, self._group = lengths, group
 
     @outside_of_graphs

@@ -22,7 +22,7 @@ from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.sequence_parallel.probe import SdpaProbe, position_dims
+from booster_hybrid.sequence_parallel.probe import SdpaProbe, is_of_keys, position_dims
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 HIDDEN_STATES = "hidden_states"
 """What layers call their own hidden states, where these are not the first positional argument."""
@@ -55,20 +55,23 @@ class Stack:
         is_plain: Whether the layers attend by torch's function, and know nothing of transformers' conventions.
         is_probing: Whether a layer is checked, which gets what it is given as it is.
         is_alone: Whether a layer that is checked attends to what it has itself.
-        is_dry: Whether layers run on fake tensors, for which attention is checked and not computed.
+        widths: Numbers of dimensions and last sizes of arguments that were cut; see `position_dims`.
+        drops: Whether attention drops weights where it is asked to.
     """
 
     def __init__(
         self,
         mode: str,
-        group: TensorGroup,
+        group: RankGroup,
         model_name: str,
-        rings: Sequence[TensorGroup] | None = None,
+        rings: Sequence[RankGroup] | None = None,
         num_threads: int = 1,
     ) -> None:
         self.mode, self.group, self.model_name, self.num_threads = mode, group, model_name, num_threads
         self.rings = (group,) if rings is None else tuple(rings)
-        self.is_plain = self.is_probing = self.is_alone = self.is_dry = False
+        self.is_plain = self.is_probing = self.is_alone = False
+        self.drops = True
+        self.widths: set[tuple[int, int]] = set()
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
         self.stream = Stream(group.rank)
@@ -95,11 +98,14 @@ class Stack:
             values: Nested tensors and others.
             length: Number of positions of the sequences.
         """
-        layout, find = self.layout(length), position_dims if self.is_plain else _sequence_dims
+        layout = self.layout(length)
 
         def part(value: Tensor) -> Tensor:
-            dims = find(value, length)
-            return layout.take(value, dims[0], self.group.rank) if len(dims) == 1 else value
+            dims = position_dims(value, length, self.widths) if self.is_plain else _sequence_dims(value, length)
+            if value.dim() > 1 and len(dims) == 1:
+                self.widths.add((value.dim(), value.shape[-1]))
+            is_whole = len(dims) != 1 or is_of_keys(value, length)
+            return value if is_whole else layout.take(value, dims[0], self.group.rank)
 
         return pytree.tree_map_only(torch.Tensor, part, values)
 
@@ -229,7 +235,7 @@ class LayerHooks:
                 named[name] = stack.cut(value, stack.length)
         named[first] = layout.take(hidden, 1, rank) if self._is_first else hidden
         stack.num_attentions = 0
-        if module.training and not stack.is_dry:
+        if module.training:
             stack.stream.enter(hidden.device)
         args = tuple(named.pop(names.get(index, f"/{index}")) for index in range(len(args)))
         return args, named

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.exchange import exchange
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
-from booster_hybrid.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def all_to_all_attention(
     value: Tensor,
     visibility: Visibility,
     layout: SequenceLayout,
-    group: TensorGroup,
+    group: RankGroup,
     *,
     key_layout: SequenceLayout | None = None,
     bias: Tensor | None = None,
@@ -133,7 +133,7 @@ def all_to_all_attention(
             value,
             visibility.of_heads(first, last),
             SequenceLayout(layout.length, 1),
-            TensorGroup(None, 0, 1),
+            RankGroup(None, 0, 1),
             key_layout=SequenceLayout(key_layout.length, 1),
             bias=bias,
             sinks=None if sinks is None else sinks[first:last],

@@ -17,15 +17,15 @@ from booster_core.errors import ConfigError
 from booster_hybrid.tensor_parallel.collectives import enter, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward, looked_up
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
-from booster_hybrid.tensor_parallel.magnitudes import SplitMagnitude
-from booster_hybrid.tensor_parallel.whole_tensors import summed
+from booster_hybrid.tensor_parallel.summed_use import sum_where_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.module_names import ModuleNames
     from booster_hybrid.tensor_parallel.split import Split
 
@@ -36,6 +36,7 @@ class AdapterSum:
     Args:
         module: The adapter's A.
         group: The tensor parallel ranks.
+        changes: Notes the hook.
         is_partial: Whether A's inputs are split, so that its results are summed; else their gradients are.
 
     Attributes:
@@ -44,9 +45,9 @@ class AdapterSum:
         is_partial: As above.
     """
 
-    def __init__(self, module: nn.Module, group: TensorGroup, *, is_partial: bool) -> None:
+    def __init__(self, module: nn.Module, group: RankGroup, changes: Changes, *, is_partial: bool) -> None:
         self.module, self.group, self.is_partial = module, group, is_partial
-        module.register_forward_hook(self)
+        changes.hook(module.register_forward_hook(self))
 
     def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         """Return A's result.
@@ -59,7 +60,7 @@ class AdapterSum:
 class _VocabularyLookup:
     """Looks up the rows of an embedding's adapter, some of which are here."""
 
-    def __init__(self, layer: Any, first: int, group: TensorGroup) -> None:
+    def __init__(self, layer: Any, first: int, group: RankGroup) -> None:
         self._embed, self._first, self._group = layer._embed, first, group  # noqa: SLF001 - peft gives it no other name
 
     def __call__(self, tokens: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -91,8 +92,9 @@ def split_adapters(
     names: ModuleNames,
     splits: Mapping[str, Split],
     summed_names: set[str],
-    group: TensorGroup,
+    group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
+    changes: Changes,
 ) -> list[AdapterSum]:
     """Split the adapters of layers that have been split, in place.
 
@@ -101,7 +103,8 @@ def split_adapters(
         splits: The split parameters, by name; ``keep`` adds those of adapters.
         summed_names: Names of the parameters whose gradients are summed; those of adapters are added.
         group: The tensor parallel ranks.
-        keep: Replaces a parameter's values by this rank's part.
+        keep: Notes which part of a parameter is this rank's.
+        changes: Notes what is replaced.
 
     Returns:
         What is sent for them.
@@ -115,9 +118,9 @@ def split_adapters(
         held = {each for parameter in base.parameters() for each in names.names_of[id(parameter)]}
         if not held.isdisjoint(splits):
             _check(layer, base, name, group.size)
-            sums += _split_one(name, layer, base, splits[f"{name}.weight"], group, keep)
+            sums += _split_one(name, layer, base, splits[f"{name}.weight"], group, keep, changes)
         elif held and held <= summed_names:
-            _sum_gradients(layer, base, names, summed_names, group)
+            _sum_gradients(layer, base, names, summed_names, group, changes)
     return sums
 
 
@@ -126,44 +129,35 @@ def _split_one(
     layer: Any,
     base: nn.Module,
     split: Split,
-    group: TensorGroup,
+    group: RankGroup,
     keep: Callable[[nn.Parameter, Split], None],
+    changes: Changes,
 ) -> list[AdapterSum]:
     """Split the adapters of one layer."""
-    layer._mixed_batch_forward = _refuse_mixed_batches  # noqa: SLF001 - where peft takes a batch apart by adapters
+    changes.attribute(
+        layer, "_mixed_batch_forward", _refuse_mixed_batches
+    )  # where peft takes a batch apart by adapters
     forward: Any = vars(base).get("forward")
     if isinstance(forward, VocabularyForward):
-        return _split_embedding(name, layer, split, group, keep)
+        for table in layer.lora_embedding_A.values():
+            keep(table, _like(split, table, 1, name))
+        changes.attribute(layer, "_embed", _VocabularyLookup(layer, split.ranges[0][0], group))
+        return []
     pairs = [(layer.lora_A[adapter], layer.lora_B[adapter]) for adapter in layer.lora_A]
     if isinstance(forward, ColumnForward) and forward.gathers is None:
         for _, last in pairs:
-            last.out_features = sum(stop - start for start, stop in split.ranges)
-        parts = (layer.lora_B, layer.lora_magnitude_vector)
-        for parameter in (parameter for part in parts for parameter in part.parameters()):
+            changes.attribute(last, "out_features", split.local_shape[split.dim])
+        for parameter in layer.lora_B.parameters():
             keep(parameter, _like(split, parameter, 0, name))
         is_partial = False
     elif isinstance(forward, RowForward) and forward.splits is None:
         for first, _ in pairs:
             keep(first.weight, _like(split, first.weight, 1, name))
-            first.in_features = first.weight.shape[1]
+            changes.attribute(first, "in_features", split.local_shape[split.dim])
         is_partial = True
-    elif any(layer.use_dora.values()):
-        what = "with `use_dora=True` on a layer whose inputs or outputs are put together, which takes its whole weight"
-        _refuse(name, what, group.size)
     else:
         return []
-    for dora in layer.lora_magnitude_vector.values():
-        SplitMagnitude(dora, name, group, is_partial=is_partial)
-    return [AdapterSum(first, group, is_partial=is_partial) for first, _ in pairs]
-
-
-def _split_embedding(
-    name: str, layer: Any, split: Split, group: TensorGroup, keep: Callable[[nn.Parameter, Split], None]
-) -> list[AdapterSum]:
-    for table in layer.lora_embedding_A.values():
-        keep(table, _like(split, table, 1, name))
-    layer._embed = _VocabularyLookup(layer, split.ranges[0][0], group)  # noqa: SLF001 - peft gives it no other name
-    return []
+    return [AdapterSum(first, group, changes, is_partial=is_partial) for first, _ in pairs]
 
 
 def _like(split: Split, parameter: nn.Parameter, dim: int, name: str) -> Split:
@@ -179,17 +173,18 @@ def _like(split: Split, parameter: nn.Parameter, dim: int, name: str) -> Split:
 
 
 def _sum_gradients(
-    layer: nn.Module, base: nn.Module, names: ModuleNames, summed_names: set[str], group: TensorGroup
+    layer: nn.Module, base: nn.Module, names: ModuleNames, summed_names: set[str], group: RankGroup, changes: Changes
 ) -> None:
     """Sum the gradients of adapters of a layer that is whole and works on split activations."""
     inside = {id(parameter) for parameter in base.parameters()}
-    for parameter in layer.parameters():
-        own = names.names_of[id(parameter)]
-        if id(parameter) in inside or not summed_names.isdisjoint(own):
-            continue
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: summed(gradient, group))  # type: ignore[no-untyped-call]
-        summed_names.update(own)
+    new = [
+        id(parameter)
+        for parameter in layer.parameters()
+        if id(parameter) not in inside and summed_names.isdisjoint(names.names_of[id(parameter)])
+    ]
+    sum_where_used(layer, dict.fromkeys(new), group, changes)
+    for each in new:
+        summed_names.update(names.names_of[each])
 
 
 def _check(layer: Any, base: nn.Module, name: str, size: int) -> None:
@@ -200,12 +195,11 @@ def _check(layer: Any, base: nn.Module, name: str, size: int) -> None:
         _refuse(name, _typed(layer), size)
     if not isinstance(vars(base).get("forward"), (ColumnForward, RowForward, VocabularyForward)):
         _refuse(name, f"on a {type(base).__name__}, whose parameters are split and whose forward is not", size)
-    if type(layer) is lora.Embedding and any(layer.use_dora.values()):
-        _refuse(name, "with `use_dora=True` on an embedding, which takes its whole table", size)
+    if any(layer.use_dora.values()):
+        _refuse(name, "with `use_dora=True`, which takes norms of its whole weight", size)
     variants: dict[str, object] = getattr(layer, "lora_variant", {})
-    for adapter, variant in variants.items():
-        if not layer.use_dora.get(adapter):
-            _refuse(name, f"of peft's variant {type(variant).__name__}", size)
+    for variant in variants.values():
+        _refuse(name, f"of peft's variant {type(variant).__name__}", size)
 
 
 def _typed(layer: object) -> str:
@@ -215,7 +209,7 @@ def _typed(layer: object) -> str:
 def _refuse(name: str, what: str, size: int) -> NoReturn:
     msg = (
         f"'{name}' has adapters {what}; `tp_size={size}` splits that layer, and only plain low-rank adapters of linear "
-        "layers and embeddings, and DoRA of linear ones, can be split with theirs. Leave the layer out of "
+        "layers and embeddings can be split with theirs. Leave the layer out of "
         "`target_modules` (or `target_parameters`, `trainable_token_indices`), choose plain LoRA, or use `tp_size=1`."
     )
     raise ConfigError(msg)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 
 def refuse_second_derivative() -> None:
@@ -38,7 +38,7 @@ def refuse_second_derivative() -> None:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
@@ -53,7 +53,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
         del ctx
         return summed(tensor, group)
 
@@ -66,7 +66,7 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
         return gathered_last(tensor, sizes, group)
 
@@ -78,7 +78,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
         return own_part(tensor, sizes, group.rank)
 
@@ -88,7 +88,7 @@ class _Scatter(torch.autograd.Function):
         return gathered_last(gradient, ctx.sizes, ctx.group), None, None
 
 
-def enter(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
+def enter(tensors: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     """Return replicated tensors for use by split layers; their gradients are summed over ranks, together.
 
     Collective: the group, in backward.
@@ -101,7 +101,7 @@ def enter(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
     return results
 
 
-def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
+def leave(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return the sum over ranks of partial results; its gradient is the same on every rank.
 
     Collective: the group.
@@ -114,7 +114,7 @@ def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def gather_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return the ranks' parts of the last dimension, put together; what follows is computed alike on every rank.
 
     Args:
@@ -132,7 +132,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
     return result
 
 
-def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def scatter_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return this rank's part of a replicated tensor's last dimension.
 
     Collective: the group, in backward.
@@ -145,7 +145,7 @@ def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Te
     return result
 
 
-def _summed_together(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
+def _summed_together(tensors: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
     """Return sums over ranks of tensors that others may read, of which those of one format travel as one."""
     if len(tensors) == 1:
         return [summed(tensors[0], group)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 
 class VocabularyForward:
@@ -23,19 +23,15 @@ class VocabularyForward:
     A token that is in nobody's rows raises, as it does in one process.
 
     Args:
-        module: The embedding, with its local rows; its padding index becomes a local one.
+        module: The embedding, with its local rows and its padding index among these.
         first: Index of the first local row in the whole table.
         num_rows: Rows of the whole table.
         group: The tensor parallel ranks.
     """
 
-    def __init__(self, module: nn.Embedding, first: int, num_rows: int, group: TensorGroup) -> None:
+    def __init__(self, module: nn.Embedding, first: int, num_rows: int, group: RankGroup) -> None:
         self._module, self._first, self._num_rows, self._group = module, first, num_rows, group
         self._forward = module.forward
-        padding, num_here = module.padding_idx, module.weight.shape[0]
-        module.num_embeddings = num_here
-        if padding is not None:
-            module.padding_idx = padding - first if first <= padding < first + num_here else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         tokens = within_bounds(tokens, self._num_rows, "Token")
@@ -43,7 +39,7 @@ class VocabularyForward:
 
 
 def looked_up(
-    tokens: Tensor, first: int, num_rows: int, function: Callable[[Tensor], Tensor], group: TensorGroup
+    tokens: Tensor, first: int, num_rows: int, function: Callable[[Tensor], Tensor], group: RankGroup
 ) -> Tensor:
     """Return the rows of tokens, of which each rank has some.
 

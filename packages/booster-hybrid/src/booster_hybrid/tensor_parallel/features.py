@@ -17,7 +17,8 @@ from booster_hybrid.tensor_parallel.collectives import enter
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.rank_group import RankGroup
 
 
 class SummedFeatures:
@@ -27,12 +28,13 @@ class SummedFeatures:
         module: The module, which returns a tensor.
         number: How many outputs.
         group: The ranks.
+        changes: Notes the hook.
     """
 
-    def __init__(self, module: nn.Module, number: int, group: TensorGroup) -> None:
+    def __init__(self, module: nn.Module, number: int, group: RankGroup, changes: Changes) -> None:
         self.module, self.group = module, group
         self._number = number
-        module.register_forward_hook(self)
+        changes.hook(module.register_forward_hook(self))
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Return the outputs, of which the last ones sum their gradient.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
+    from booster_hybrid.layer_plan import Changes
+
 
 class LocalCount(int):
     """A number of heads here, by which a whole width is divided as by the number of all heads.
@@ -39,7 +41,9 @@ class LocalCount(int):
         return LocalCount, (int(self), self.everywhere)
 
 
-def cut_arguments(module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[int, int]], rank: int) -> None:
+def cut_arguments(
+    module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[int, int]], rank: int, changes: Changes
+) -> None:
     """Let a module be called with its rank's heads of some tensors, which come with all heads.
 
     Args:
@@ -47,6 +51,7 @@ def cut_arguments(module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[
         names: The arguments; one that is ``None``, or has one head for all, stays.
         cuts: The half-open range of heads of each rank.
         rank: This rank.
+        changes: Notes the hook.
     """
     positions = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
     num_heads = cuts[-1][1]
@@ -60,7 +65,7 @@ def cut_arguments(module: nn.Module, names: Sequence[str], cuts: Sequence[tuple[
                 given[positions[name]] = _own_heads(given[positions[name]], num_heads, cuts[rank])
         return tuple(given), kwargs
 
-    module.register_forward_pre_hook(cut, with_kwargs=True)
+    changes.hook(module.register_forward_pre_hook(cut, with_kwargs=True))
 
 
 def _own_heads(value: Any, num_heads: int, own: tuple[int, int]) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from booster_hybrid.rank_group import AloneRank
 from booster_hybrid.tensor_parallel import traced
 from booster_hybrid.tensor_parallel.collectives import (
     gather_last,
@@ -24,15 +25,17 @@ from booster_hybrid.tensor_parallel.collectives import (
 )
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.kinds import is_transposed
+from booster_hybrid.tensor_parallel.summed_use import used
 from booster_hybrid.tensor_parallel.whole_tensors import not_a_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.tensor_parallel.split import Split
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -174,7 +177,7 @@ class ColumnSiblings:
     elsewhere.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], group: TensorGroup) -> None:
+    def __init__(self, modules: Sequence[nn.Module], group: RankGroup) -> None:
         self.group = group
         self.is_transposed = is_transposed(modules[0])
         self._along: dict[nn.Module, list[Any]] = {module: list(modules) for module in modules}
@@ -184,6 +187,31 @@ class ColumnSiblings:
         self._kept: dict[nn.Module, _Kept] = {}
         self._entered: _Entered | None = None
         self._is_shared = True
+        self._shares: dict[nn.Module, tuple[Split | None, Split | None]] = {}
+        self._sharers = group  # also where the sum of the input's gradient is left to others
+
+    def share(self, module: nn.Module, splits: Mapping[int, Split | None]) -> None:
+        """Sum the gradients of a layer's weight and bias over the ranks that hold the same part of them.
+
+        Args:
+            module: The layer.
+            splits: The parameters of which ranks share parts, by ``id``, with what is here.
+        """
+        found = [None if each is None else splits.get(id(each)) for each in _parameters(module)]
+        if any(found):
+            self._shares[module] = found[0], found[1]
+
+    def parameters(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Return a layer's weight and bias for one use."""
+        weight, bias = _parameters(module)
+        if module not in self._shares:
+            return weight, bias
+        of_weight, of_bias = self._shares[module]
+        if of_weight is not None:
+            weight = used(weight, of_weight, self._sharers)
+        if bias is not None and of_bias is not None:
+            bias = used(bias, of_bias, self._sharers)
+        return weight, bias
 
     def entered(self, source: Tensor) -> Tensor:
         """Return the input of one of the layers in a graph that is compiled; siblings get the same for the same.
@@ -256,6 +284,8 @@ class ColumnSiblings:
                 # Where updated parameters are still being gathered, a call of torch's waits for its arguments; the
                 # siblings' own calls, which would, come later.
                 parameter.dim()
+        own = [self.parameters(each) for each in along]
+        flat = [*(weight for weight, _ in own), *(bias for _, bias in own)]
         waiting = None if split is None else split.waiting(source, flat)
         given = flat if waiting is None else waiting.hidden()
         outputs: tuple[Tensor, ...] = _Columns.apply(source, self, waiting, *given)  # type: ignore[no-untyped-call]
@@ -296,14 +326,14 @@ class ColumnForward:
     weight_gradients: SplitBackward | None = None
 
     def __init__(
-        self, module: nn.Module, siblings: ColumnSiblings, group: TensorGroup, gathers: Sequence[int] | None = None
+        self, module: nn.Module, siblings: ColumnSiblings, group: RankGroup, gathers: Sequence[int] | None = None
     ) -> None:
         self._module, self._group = module, group
         self.siblings, self.gathers = siblings, gathers
 
     def __call__(self, source: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self.weight_gradients is None:
-            weight, bias = _parameters(self._module)
+            weight, bias = self.siblings.parameters(self._module)
             factor = weight.t() if self.siblings.is_transposed else weight
             outputs = nn.functional.linear(self.siblings.entered(source), factor, bias)
         else:
@@ -324,7 +354,7 @@ class _Row(torch.autograd.Function):
         source: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: TensorGroup,
+        group: RankGroup,
         transposed: bool,  # noqa: FBT001 - autograd functions take no keywords
         waiting: Waiting | None,
     ) -> Tensor:
@@ -379,7 +409,7 @@ class RowForward:
 
     weight_gradients: SplitBackward | None = None
 
-    def __init__(self, module: nn.Module, group: TensorGroup, splits: Sequence[int] | None = None) -> None:
+    def __init__(self, module: nn.Module, group: RankGroup, splits: Sequence[int] | None = None) -> None:
         self._module, self._group, self.splits = module, group, splits
 
     def __call__(self, source: Tensor) -> Tensor:
@@ -389,6 +419,8 @@ class RowForward:
             return self._eager(source)
         weight, bias = _parameters(self._module)
         partial = nn.functional.linear(source, weight.t() if is_transposed(self._module) else weight)
+        if isinstance(self._group, AloneRank):
+            return partial if bias is None or self._group.rank else partial + bias.to(partial.dtype)
         outputs = leave(partial, self._group)
         return outputs if bias is None else outputs + bias.to(outputs.dtype)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 _GATHERED = "logits that are split by vocabulary"
 
@@ -52,7 +52,7 @@ class SplitLogits(Tensor):
     """
 
     _sizes: tuple[int, ...]
-    _tensor_group: TensorGroup
+    _tensor_group: RankGroup
     _kept: Kept | None = None
 
     def local(self) -> Tensor:
@@ -106,7 +106,7 @@ class SplitLogits(Tensor):
         return on_whole(func, args, named, SplitLogits, found[0]._group(), _whole)  # noqa: SLF001
 
 
-def split_logits(local: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def split_logits(local: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return a part of logits that answers for the whole.
 
     Args:
@@ -256,15 +256,22 @@ def _cross_entropy(
 
 
 def _argmax(logits: SplitLogits, dim: int | None = None, keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002
-    """Return the index of the largest logit in the whole vocabulary; the first, where there are several."""
+    """Return the index of the largest logit in the whole vocabulary; the first, where there are several.
+
+    As for torch, NaN is larger than any number.
+    """
     if dim not in (-1, logits.dim() - 1):
         return NotImplemented
     meet("argmax", logits._tensor_group.group)  # noqa: SLF001 - our own
     values, indices = logits.as_subclass(Tensor).detach().max(-1, keepdim)
     group = logits._tensor_group  # noqa: SLF001 - our own
-    best = values.float().clone()
+    wide = torch.promote_types(values.dtype, torch.float32)  # in which no two numbers of the logits' format are equal
+    is_nan = values.isnan()
+    own = torch.stack([is_nan.to(wide), values.to(wide).masked_fill(is_nan, torch.inf)])
+    best = own.clone()
     collectives.all_reduce(best, torch.distributed.ReduceOp.MAX, group.group).wait()
-    found = torch.where(values == best, indices + logits.first(), torch.iinfo(torch.int64).max)
+    is_best = torch.where(best[0] > 0, is_nan, own[1] == best[1])
+    found = torch.where(is_best, indices + logits.first(), torch.iinfo(torch.int64).max)
     collectives.all_reduce(found, torch.distributed.ReduceOp.MIN, group.group).wait()
     return found
 

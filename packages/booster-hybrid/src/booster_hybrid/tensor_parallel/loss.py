@@ -13,13 +13,12 @@ import torch
 from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_runtime import collectives
 from booster_runtime.memory import block_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 
 _BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 20, 1 << 26
@@ -36,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         is_counted: Tensor,
         first: int,
-        group: TensorGroup,
+        group: RankGroup,
         spread: float,
         num_classes: int,
     ) -> Tensor:
@@ -58,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_label = logits.gather(-1, index).squeeze(-1).masked_fill(is_elsewhere, 0)
         own[2] = own[2].add_(of_label, alpha=1 - spread) if spread else of_label
         bounds = [rank * 3 * num_tokens for rank in range(group.size + 1)]
-        collectives.all_gather(terms.view(-1), bounds, group.group).wait()
+        group.all_gather(terms.view(-1), bounds).wait()
         # Kept apart from the largest logit: added to a large one they would lose the small differences.
         largest = terms[:, 0].amax(0)
         normalizer = (terms[:, 1] * (terms[:, 0] - largest).exp_()).sum(0).log_()
@@ -94,7 +93,7 @@ def vocabulary_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     first: int,
-    group: TensorGroup,
+    group: RankGroup,
     *,
     num_classes: int,
     ignore_index: int = -100,

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d
 
-from booster_hybrid.tensor_parallel.group import TensorGroup
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.whole_tensors import gathered_last, own_part, summed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from booster_hybrid.tensor_parallel.split import Split
 
 
 @torch.library.custom_op("booster_hybrid::sum_over_ranks", mutates_args=())
@@ -43,9 +45,9 @@ def _(tensor: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
     return tensor.new_empty((*tensor.shape[:-1], sum(sizes)))
 
 
-def _group(name: str) -> TensorGroup:
+def _group(name: str) -> RankGroup:
     c10d: Any = distributed_c10d
-    return TensorGroup.of(c10d._resolve_process_group(name))  # noqa: SLF001 - as torch's own operations find theirs
+    return RankGroup.of(c10d._resolve_process_group(name))  # noqa: SLF001 - as torch's own operations find theirs
 
 
 class _Enter(torch.autograd.Function):
@@ -62,6 +64,25 @@ class _Enter(torch.autograd.Function):
         """Return the sum of the ranks' gradients."""
         total: Tensor = _sum_over_ranks(gradient, ctx.name)
         return total, None
+
+
+class _Share(torch.autograd.Function):
+    # Given no objects, which the compiler of torch 2.10 does not pass on.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: list[int], dim: int, bounds: list[int], name: str) -> Tensor:
+        ctx.shape, ctx.dim, ctx.bounds, ctx.name = shape, dim, bounds, name
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        whole, position = gradient.new_zeros(ctx.shape), 0
+        ranges = list(zip(ctx.bounds[::2], ctx.bounds[1::2], strict=True))
+        for start, stop in ranges:
+            whole.narrow(ctx.dim, start, stop - start).copy_(gradient.narrow(ctx.dim, position, stop - start))
+            position += stop - start
+        total: Tensor = _sum_over_ranks(whole, ctx.name)
+        parts = [total.narrow(ctx.dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, ctx.dim), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -105,7 +126,7 @@ class _Scatter(torch.autograd.Function):
         return _gather_last(gradient, ctx.sizes, ctx.name), None, None, None
 
 
-def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
+def enter(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return a replicated tensor for use by split layers; see `collectives.enter`.
 
     Collective: the group, in backward.
@@ -114,7 +135,18 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
+def share(tensor: Tensor, split: Split, group: RankGroup) -> Tensor:
+    """Return a part of a parameter that several ranks hold; its gradient is summed over these.
+
+    Collective: the group, in backward.
+    """
+    bounds = [bound for both in split.ranges for bound in both]
+    shape = list(split.global_shape)
+    result: Tensor = _Share.apply(tensor, shape, split.dim, bounds, group.name)  # type: ignore[no-untyped-call]
+    return result
+
+
+def leave(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return the sum over ranks of partial results; see `collectives.leave`.
 
     Collective: the group.
@@ -123,7 +155,7 @@ def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def gather_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return the ranks' parts of the last dimension, put together; see `collectives.gather_last`.
 
     Collective: the group.
@@ -132,7 +164,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Ten
     return result
 
 
-def scatter_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def scatter_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return this rank's part of a replicated tensor's last dimension; see `collectives.scatter_last`.
 
     Collective: the group, in backward.

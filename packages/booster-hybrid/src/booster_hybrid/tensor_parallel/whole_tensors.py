@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.tensor_parallel.group import TensorGroup
+    from booster_hybrid.rank_group import RankGroup
 
 _GATHER_BYTES, _DEVICE_GATHER_BYTES = 1 << 21, 1 << 27
 """Results are put together in blocks of about this size, so that they need not exist twice."""
 
 
-def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
+def summed(tensor: Tensor, group: RankGroup) -> Tensor:
     """Return the sum over ranks of a tensor that nobody else reads, in its own memory where that is dense.
 
     Collective: the group.
@@ -31,7 +31,7 @@ def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
     return total
 
 
-def gathered_last(tensor: Tensor, sizes: Sequence[int], group: TensorGroup) -> Tensor:
+def gathered_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
     """Return the ranks' parts of the last dimension, put together, outside of autograd.
 
     Collective: the group.

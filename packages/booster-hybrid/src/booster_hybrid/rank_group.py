@@ -1,4 +1,4 @@
-"""`TensorGroup`: the ranks over which each layer is split, as the layers see them."""
+"""`RankGroup`: the ranks over which something is split, and the collectives that layers may use among them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """The tensor parallel ranks and this rank's place among them.
+class RankGroup:
+    """Some ranks and this rank's place among them.
 
     Args:
         group: The process group; ``None`` for all ranks.
@@ -42,7 +42,7 @@ class TensorGroup:
         object.__setattr__(self, "name", getattr(group, "group_name", ""))
 
     @classmethod
-    def of(cls, group: ProcessGroup | None) -> TensorGroup:
+    def of(cls, group: ProcessGroup | None) -> RankGroup:
         """Return the place of this rank in a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
@@ -67,6 +67,15 @@ class TensorGroup:
         """
         return collectives.reduce_scatter(source, bounds, out, self.group)
 
+    def all_to_all(
+        self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]
+    ) -> collectives.Pending:
+        """Start exchanging slices of flat buffers; see `booster_runtime.collectives.all_to_all`.
+
+        Collective: the group.
+        """
+        return collectives.all_to_all(source, sent, out, received, self.group)
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to copy what is part of a model: a copy would not sum what its parts of layers give.
 
@@ -74,6 +83,16 @@ class TensorGroup:
             ConfigError: Always.
         """
         refuse_copy()
+
+
+@dataclass(frozen=True)
+class AloneRank(RankGroup):
+    """A rank that keeps its place among others and sums with nobody: who has made it does so elsewhere."""
+
+    def all_reduce(self, tensor: Tensor) -> collectives.Pending:
+        """Leave a tensor as it is."""
+        del tensor
+        return collectives.Pending()
 
 
 def refuse_copy() -> NoReturn:

@@ -1,0 +1,400 @@
+"""`check_policy`: prove, before anything is split, that split layers compute and differentiate as the whole ones do.
+
+One module of each kind that a plan changes runs on random weights: whole, by the model's own code, and split, for every
+rank within this process, with the plan installed on the user's own modules and then undone. So what is checked is the
+object that trains, closures and all. Outputs and all gradients are compared. Random weights show differences that a
+model's own hide, and exist for lazy models too. Nothing is communicated, so all ranks come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster_core.errors import ConfigError
+from booster_hybrid.layer_plan import Changes
+from booster_hybrid.policy.base import Style
+from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
+from booster_hybrid.probe.in_process import InProcessRank, on_ranks
+from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
+from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
+from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored, return_memory
+from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
+from booster_hybrid.tensor_parallel.split import is_repeated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from booster_hybrid.policy.base import ShardingPolicy
+
+    SplitSequence = Callable[
+        [nn.Module, Sequence[Sequence[nn.Module]], InProcessRank, TensorParallelModel, Changes], object
+    ]
+
+
+class ReadOutsideError(ConfigError):
+    """A parameter that a policy splits is read outside of the module that holds it.
+
+    Args:
+        plan: What is split.
+        reads: Names of such parameters, with the function that reads each.
+
+    Attributes:
+        policy: The policy without its rules for tables of such a parameter; ``None`` where other rules split it.
+    """
+
+    def __init__(self, plan: TensorPlan, reads: Mapping[str, str]) -> None:
+        name, function = next(iter(reads.items()))
+        super().__init__(
+            f"The policy of {type(plan.model).__name__} splits '{name}', which `{function}` reads outside of the "
+            "module that holds it, where each rank would have a part. Leave it whole by a `custom_policy` without a "
+            "rule for it, or use it by calling its module only, as a tied head does that has a rule of its own."
+        )
+        read = {each for key in reads for each in plan.names.names_of[id(plan.names.parameters[key])]}
+        targets = {target for target in plan.targets if target in read or f"{target}.weight" in read}
+        is_table = all(plan.targets[target].style in (Style.VOCABULARY, Style.HEAD) for target in targets)
+        kept = tuple(rule for rule in plan.policy.rules if targets.isdisjoint(plan.matching(rule)))
+        self.policy: ShardingPolicy | None = replace(plan.policy, rules=kept) if is_table else None
+
+
+class _UncheckableError(Exception):
+    """A unit can't be compared; the message says why."""
+
+
+def check_policy(
+    model: nn.Module,
+    policy: ShardingPolicy,
+    size: int,
+    device: torch.device,
+    *,
+    batch: Callable[[], Any] | None = None,
+    split_sequence: SplitSequence | None = None,
+) -> dict[str, str]:
+    """Raise if a policy changes what a layer computes, or its gradients.
+
+    Args:
+        model: The user's model, whole; everything that is changed for the check is put back.
+        policy: How it is split.
+        size: Number of tensor parallel ranks.
+        device: Where layers are run.
+        batch: Returns a batch, for layers whose forward needs more than hidden states; ``None`` where there is none.
+        split_sequence: Splits the sequences of lists of layers, as ``"split_gather"`` does, given the model, the lists,
+            the rank, the result of the installed plan, and what notes the changes; ``None`` leaves them whole.
+
+    Returns:
+        What could not be checked, by name, with the reasons.
+
+    Raises:
+        ConfigError: Naming the first layer that differs, by how much, and what to correct in the policy.
+    """
+    plan = TensorPlan(model, policy, size, parallel_output=False)
+    try:
+        with restored(plan.model, device):
+            return _Probe(plan, device, batch, split_sequence).run()
+    finally:
+        return_memory()
+
+
+class _Probe:
+    def __init__(
+        self,
+        plan: TensorPlan,
+        device: torch.device,
+        batch: Callable[[], Any] | None,
+        split_sequence: SplitSequence | None,
+    ) -> None:
+        self._plan, self._device, self._batch, self._split_sequence = plan, device, batch, split_sequence
+        self._model_name = type(plan.model).__name__
+        whole, lists = plan.policy.whole_sequences, plan.policy.layers
+        self._whole_sequences = tuple(f"{name}." for name in whole)
+        self._lists = tuple(f"{name}." for name in lists)
+        rank = InProcessRank(None, 0, plan.size)
+        changes = Changes()
+        try:
+            self._splits = plan.install(rank, changes).splits
+        finally:
+            changes.undo()
+
+    def run(self) -> dict[str, str]:
+        kinds: dict[Hashable, list[Unit]] = {}
+        for unit in units_of(self._plan):
+            inside = len(unit.name) + 1 if unit.name else 0
+            rules = {name[inside:]: self._plan.targets[name] for name in unit.targets}
+            kinds.setdefault(kind_of(unit.module, unit.place, rules), []).append(unit)
+        recording = self._record(list(kinds.values()))
+        if recording.reads_outside:
+            raise ReadOutsideError(self._plan, recording.reads_outside)
+        unchecked: dict[str, str] = {}
+        called: set[str] = set()
+        for alike in kinds.values():
+            try:
+                called |= self._check_in_place(alike[0], list(kinds.values()), recording)
+            except _UncheckableError as error:
+                unchecked.update({unit.name or "(the model)": str(error) for unit in alike})
+            else:
+                for unit in alike[1:]:
+                    called |= {each for each in unit.targets if alike[0].name + each[len(unit.name) :] in called}
+        return unchecked | self._without_calls(called, unchecked)
+
+    def _record(self, kinds: Sequence[Sequence[Unit]]) -> Recording:
+        """Run the model once, where there is a batch."""
+        if self._batch is None:
+            return Recording(failure="there was no batch")
+        try:
+            batch = self._batch()
+        except Exception as error:  # noqa: BLE001 - whatever a data set raises, training tells of it
+            return Recording(failure=f"there was no batch ({type(error).__name__}: {error})")
+        names = self._plan.names
+        watched = {alike[0].name: alike[0].module for alike in kinds}
+        outside = [name_around(self._plan, alike[0]) for alike in kinds if alike[0].place is not None]
+        watched |= {name: names.outermost[name] for name in outside}
+        alike = {unit.module: units[0].name for units in kinds for unit in units[1:] if unit.place is not None}
+        split: dict[int, tuple[str, list[nn.Module]]] = {}
+        for name in self._splits:
+            parameter = names.parameters.get(name)
+            owner = name.rpartition(".")[0]
+            if parameter is not None:
+                readers = split.setdefault(id(parameter), (name, []))[1]
+                readers += [names.modules[owner], *({names.outermost[owner]} - {names.modules[owner]})]
+        model, values = self._plan.model, {}
+        if any(is_repeated(parameter) for parameter in model.parameters()):  # a lazy model, without values yet
+            # Torch's own linear layers and embeddings take what stands in for values; other code may not.
+            plain = {id(each) for module in model.modules() if is_torchs_own(module) for each in module.parameters()}
+            every = {id(each) for each in model.parameters()}
+            try:
+                values = random_values(model, self._device, torch.float32, every, plain)
+            except NoValuesError as error:
+                return Recording(failure=str(error))
+        split = {id(values[key]) if key in values else key: each for key, each in split.items()}
+        with (
+            holding(model, values, self._device, torch.float32) if values else contextlib.nullcontext(),
+            torch.autocast(self._device.type, enabled=False),
+        ):
+            return record_calls(model, copied(batch), watched, alike, split)
+
+    def _check_in_place(self, unit: Unit, kinds: Sequence[Sequence[Unit]], recording: Recording) -> set[str]:
+        """Raise if a unit computes something else when it is split, also where the layers around it are split."""
+        try:
+            return self._check(unit, recording)
+        except ConfigError:
+            if unit.place is None or name_around(self._plan, unit) not in recording.calls:
+                raise
+            # It may be given something that a layer before it has made for this rank, as a bias of its heads.
+            changes = Changes()
+            try:
+                return self._check(around(self._plan, unit, kinds, changes), recording)
+            except (ConfigError, _UncheckableError):
+                pass
+            finally:
+                changes.undo()
+            raise
+
+    def _check(self, unit: Unit, recording: Recording) -> set[str]:
+        """Raise if a unit computes something else when it is split; return which targets were called."""
+        if unit.targets == (unit.name,) and is_torchs_own(unit.module):
+            return {unit.name}
+        reasons = []
+        try:
+            for call in calls_of(self._plan, unit, recording.calls.get(unit.name), self._device):
+                for setting in settings_of(unit.module):
+                    comparison = _Comparison(self._plan, unit, call, setting, self._device, self._splits)
+                    try:
+                        whole = comparison.runner.whole(comparison.values)
+                    except Exception as error:  # noqa: BLE001 - the unit needs to be called in another way
+                        reasons.append(f"{type(error).__name__}: {error}")
+                        continue
+                    if whole is None:
+                        reasons.append("it gives other outputs in each call, or infinite ones")
+                        continue
+                    return self._compare(comparison, whole, unit)
+        except NoValuesError as error:
+            raise _UncheckableError(str(error)) from error
+        shown = "" if unit.name in recording.calls else f"no batch showed how it is called ({recording.failure})"
+        if reasons and shown:
+            msg = f"on random hidden states alone it fails with {reasons[0]}, and {shown}"
+        else:
+            msg = reasons[0] if reasons else f"it can't be called on random hidden states, and {shown}"
+        raise _UncheckableError(msg)
+
+    def _compare(self, comparison: _Comparison, whole: Result, unit: Unit) -> set[str]:
+        what = f"The sharding policy of {self._model_name} changes what {unit.title} computes"
+        called = comparison.compare(whole, what, _remedy(self._plan, unit, self._splits), self._of_gradients(unit))
+        layers = self._with_split_sequences(unit)
+        if self._split_sequence is None or not layers:
+            return called
+        what = (
+            f"`sequence_parallelism_mode='split_gather'` changes what {unit.title} of {self._model_name} computes, "
+            "which looks at several positions of a sequence outside of the modules that the policy splits"
+        )
+        remedy = (
+            "Move that into a module of its own with submodules, which gets whole sequences, or leave "
+            "`sequence_parallelism_mode` out."
+        )
+        split = functools.partial(self._split_sequence, self._plan.model, layers)
+        comparison.compare(whole, what, remedy, lambda found: f"{what}: {found}. {remedy}", split)
+        return called
+
+    def _with_split_sequences(self, unit: Unit) -> list[tuple[nn.Module, ...]]:
+        """Return the layers of a unit whose sequences would be split, list by list."""
+        paths = {module: f"{name}." for name, module in self._plan.names.outermost.items()}
+        return [
+            each
+            for each in unit.layers
+            if not paths[each[0]].startswith(self._whole_sequences)
+            and (not self._lists or paths[each[0]].startswith(self._lists))
+        ]
+
+    def _of_gradients(self, unit: Unit) -> Callable[[str], str]:
+        return lambda found: (
+            f"The sharding policy of {self._model_name} changes the gradients of {unit.title}, not its outputs: "
+            f"{found}. In `custom_policy`, a parameter or module that is whole on every rank but works on split "
+            "activations, such as a norm of each head, needs `Style.SUMMED_GRADIENT`; see docs/sharding-policies.md."
+        )
+
+    def _without_calls(self, called: set[str], unchecked: Mapping[str, str]) -> dict[str, str]:
+        """Return the rules of linear layers of which none was called, with the first of these."""
+        by_rule: dict[int, list[str]] = {}
+        for name, rule in self._plan.targets.items():
+            if rule.style in (*COLUMNS, *ROWS, Style.VOCABULARY):
+                by_rule.setdefault(id(rule), []).append(name)
+        missed = [names[0] for names in by_rule.values() if called.isdisjoint(names)]
+        return {
+            name: "no call of the model reached it"
+            for name in missed
+            if not any(name.startswith(f"{each}.") or each in (name, "(the model)") for each in unchecked)
+        }
+
+
+class _Comparison:
+    """Runs one unit whole, and split for all ranks.
+
+    Args:
+        plan: The plan.
+        unit: The unit.
+        call: What it is called with.
+        setting: How it runs.
+        device: Where it runs.
+        splits: The first rank's parts of the model's parameters, by name.
+
+    Attributes:
+        runner: Runs the unit.
+        values: Those of its parameters, whole, by ``id``.
+    """
+
+    def __init__(
+        self,
+        plan: TensorPlan,
+        unit: Unit,
+        call: Call,
+        setting: Setting,
+        device: torch.device,
+        splits: Mapping[str, Any],
+    ) -> None:
+        self._plan, self._unit, self._setting = plan, unit, setting
+        self.runner = Runner(unit.module, call, setting, device)
+        own = {id(parameter) for parameter in unit.module.parameters()}
+        inside = {
+            id(parameter): splits[name]
+            for parameter in unit.module.parameters()
+            for name in plan.names.names_of[id(parameter)]
+            if name in splits
+        }
+        light = {key for key, split in inside.items() if key in own and not split.is_shared}
+        self.values = random_values(unit.module, device, setting.dtype, light)
+        self._names = {id(parameter): name for name, parameter in unit.module.named_parameters()}
+
+    def compare(
+        self,
+        whole: Result,
+        what: str,
+        remedy: str,
+        of_gradients: Callable[[str], str],
+        split_sequence: Callable[..., object] | None = None,
+    ) -> set[str]:
+        """Raise if the unit gives something else when it is split.
+
+        Returns:
+            The targets that were called.
+        """
+        called: set[str] = set()
+        run = functools.partial(self._on_rank, whole, called, split_sequence)
+        try:
+            differences = on_ranks(self._plan.size, run)
+        except ConfigError:
+            raise
+        except Exception as error:
+            msg = f"{what}: split over {self._plan.size} ranks it fails with {type(error).__name__}: {error}. {remedy}"
+            raise ConfigError(msg) from error
+        for key, found in (each for each in differences if each is not None):
+            if key is None:
+                msg = f"{what}: {found}. {remedy}"
+                raise ConfigError(msg)
+            raise ConfigError(of_gradients(f"the gradient of '{self._names.get(key, f'(input {key})')}' {found}"))
+        return called
+
+    def _on_rank(
+        self,
+        whole: Result,
+        called: set[str],
+        split_sequence: Callable[..., object] | None,
+        rank: InProcessRank,
+    ) -> Difference:
+        """Return what differs on a rank."""
+        changes, plan = Changes(), self._plan
+        try:
+            result = plan.install(rank, changes, self._unit.targets)
+            if split_sequence is not None:
+                split_sequence(rank, result, changes)
+            for name in self._unit.targets:
+                module = plan.names.modules.get(name)
+                if module is not None:
+                    changes.hook(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
+            parts = {
+                key: next((result.splits[name] for name in plan.names.names_of[key] if name in result.splits), None)
+                for key in self.values
+            }
+            local = {
+                key: values if parts[key] is None else _part(values, parts[key]) for key, values in self.values.items()
+            }
+            found = self.runner.run(local)
+        finally:
+            changes.undo()
+        return found.differs_from(
+            whole,
+            self._setting.tolerance,
+            lambda key, whole: whole if parts.get(key) is None else parts[key].take(whole),  # type: ignore[union-attr]
+        )
+
+
+def _part(values: Tensor, split: Any) -> Tensor:
+    if not values.requires_grad and len(split.ranges) == 1:  # large: a view of it serves
+        (start, stop), *_ = split.ranges
+        return values.narrow(split.dim, start, stop - start)
+    part: Tensor = split.take(values.detach())
+    return part.requires_grad_(values.requires_grad)
+
+
+def _remedy(plan: TensorPlan, unit: Unit, splits: Mapping[str, Any]) -> str:
+    """Return what to correct, with the linear layers that look fused."""
+    of = {name: splits[f"{name}.weight"] for name in unit.targets if plan.targets[name].style in (*COLUMNS, *ROWS)}
+    inputs = {each.global_shape[each.dim] for name, each in of.items() if plan.targets[name].style is Style.ROW}
+    fused = []
+    for name, each in of.items():
+        length = each.global_shape[each.dim]
+        count = next((number for number in (3, 2) if length in {number * size for size in inputs}), None)
+        if plan.targets[name].style in COLUMNS and len(each.ranges) == 1 and count is not None:
+            fused.append(f"'{name}' looks like {count} fused projections: `num_blocks={count}`")
+    hint = f"{'; '.join(fused)}. " if fused else ""
+    return (
+        f"{hint}In `custom_policy`, a linear layer that computes several projections needs `num_blocks=` (3 for q, "
+        "k and v; 2 for gate and up), one that computes attention heads needs `units=`, and counts of heads in "
+        "its parent need `scaled=`; see docs/sharding-policies.md."
+    )

@@ -1,0 +1,222 @@
+"""Running a module on random values, exactly and without dropout, and comparing what two runs give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from booster_hybrid.layer_plan import Changes
+from booster_hybrid.probe.calls import Call, copied, eager
+from booster_hybrid.probe.values import holding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+_MOST_IN_DOUBLE = 1 << 27
+"""Units with more parameters run in fp32."""
+_TOLERANCES = {torch.float64: 2e-5, torch.float32: 2e-5}
+"""Largest difference, relative to the largest value: what models compute in fp32, and what fp32 rounds."""
+_NARROW_TOLERANCE = 0.05
+_SMALL = 0.1
+"""Tensors with smaller gradients than this part of the largest are measured against it: they may be roundings."""
+_SEED = 20192
+_DROPOUTS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a module runs.
+
+    Args:
+        dtype: Format of parameters and floating inputs.
+        is_training: Whether it is in training mode.
+    """
+
+    dtype: torch.dtype
+    is_training: bool
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference, relative to the largest value."""
+        return _TOLERANCES.get(self.dtype, _NARROW_TOLERANCE)
+
+
+def settings_of(module: nn.Module) -> Iterator[Setting]:
+    """Yield how to run a module: in training, if that can be, and as exactly as can be.
+
+    Args:
+        module: The module.
+    """
+    parameters = list(module.parameters())
+    number = sum(each.numel() for each in parameters)
+    exact = [torch.float64] if number <= _MOST_IN_DOUBLE else []
+    narrow = {each.dtype for each in parameters if each.is_floating_point()} - {torch.float64, torch.float32}
+    for dtype in (*exact, torch.float32, *narrow):
+        yield Setting(dtype, is_training=True)
+        yield Setting(dtype, is_training=False)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a module gives.
+
+    Args:
+        output: Its first floating output: hidden states, or a loss.
+        gradients: By the ``id`` of a parameter, or the number of an input.
+    """
+
+    output: Tensor
+    gradients: Mapping[int, Tensor | None]
+
+    def differs_from(self, whole: Result, tolerance: float, part_of: Callable[[int, Tensor], Tensor]) -> Difference:
+        """Return what is different in another result, taken for the truth; ``None`` where nothing is.
+
+        Args:
+            whole: The other one.
+            tolerance: Largest difference, relative to the largest value.
+            part_of: Returns which part of a whole gradient, of a key, should be here.
+        """
+        if self.output.shape != whole.output.shape:
+            return None, f"it returns shape {tuple(self.output.shape)} in place of {tuple(whole.output.shape)}"
+        scale, difference = _largest(whole.output), _difference(self.output, whole.output)
+        if not difference <= tolerance * scale:
+            return None, f"on random inputs its outputs of up to {scale:.3g} differ by up to {difference:.3g}"
+        largest = max((_largest(each) for each in whole.gradients.values() if each is not None), default=0.0)
+        for key, wanted in whole.gradients.items():
+            own = self.gradients[key]
+            if (own is None) != (wanted is None):
+                return key, f"has {'no' if own is None else 'a'} gradient"
+            if own is None or wanted is None:
+                continue
+            scale, difference = _largest(wanted), _difference(own, part_of(key, wanted))
+            if not difference <= tolerance * max(scale, _SMALL * largest):
+                return key, f"of up to {scale:.3g} differs by up to {difference:.3g}"
+        return None
+
+
+Difference = tuple[int | None, str] | None
+"""The key of a gradient, or ``None`` for the output, and how it differs."""
+
+
+class Runner:
+    """Runs a module with values of its own for its parameters.
+
+    Args:
+        module: The module.
+        call: What it is called with.
+        setting: How it runs.
+        device: Where it runs.
+    """
+
+    def __init__(self, module: nn.Module, call: Call, setting: Setting, device: torch.device) -> None:
+        self._module, self._setting, self._device = module, setting, device
+        self._call = pytree.tree_map_only(torch.Tensor, self._given, call)
+
+    def whole(self, values: Mapping[int, Tensor]) -> Result | None:
+        """Return what the module gives; ``None`` where it gives something else each time, or no numbers.
+
+        Args:
+            values: Those of its parameters, by ``id``.
+        """
+        result = self.run(values)
+        with torch.no_grad():
+            again = self._output(values, self._inputs()[0])
+        bound = self._setting.tolerance * _largest(result.output)
+        is_same = again.shape == result.output.shape and _difference(again, result.output) <= bound
+        return result if is_same and bool(torch.isfinite(result.output).all()) else None
+
+    def run(self, values: Mapping[int, Tensor]) -> Result:
+        """Return what the module gives.
+
+        Args:
+            values: Those of its parameters, by ``id``.
+        """
+        call, wanted = self._inputs()
+        leaves = {key: each for key, each in values.items() if each.requires_grad}
+        with torch.enable_grad():
+            result: Result = self._output(values, call, (wanted, leaves))
+        return result
+
+    def _given(self, value: Tensor) -> Tensor:
+        """Return an argument where the unit runs, in its format."""
+        dtype = self._setting.dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(self._device, dtype).requires_grad_(value.requires_grad)
+
+    def _inputs(self) -> tuple[Call, list[Tensor]]:
+        """Return a copy of the call, and those of its tensors that need gradients: the first one, and who had some."""
+        flat, form = pytree.tree_flatten(copied(self._call))
+        floats = [each for each in flat if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        for each in floats[:1]:
+            each.requires_grad_()
+        wanted = [each for each in floats if each.requires_grad]
+        return pytree.tree_unflatten(flat, form), wanted
+
+    def _output(self, values: Mapping[int, Tensor], call: Call, leaves: Any = None) -> Any:
+        """Return the unit's first floating output, or with leaves what it gives altogether."""
+        args, kwargs = call
+        changes = Changes()
+        for each in self._module.modules():
+            changes.attribute(each, "training", value=self._setting.is_training)
+        try:
+            with (
+                holding(self._module, values, self._device, self._setting.dtype),
+                WithoutDropout(),
+                torch.autocast(self._device.type, enabled=False),
+                eager(),
+            ):
+                output = _first(self._module(*args, **kwargs))
+                return output if leaves is None else _with_gradients(output, *leaves)
+        finally:
+            changes.undo()
+
+
+def _with_gradients(output: Tensor, inputs: Sequence[Tensor], leaves: Mapping[int, Tensor]) -> Result:
+    generator = torch.Generator(output.device).manual_seed(_SEED)
+    # In the order of the indices, whatever memory format the output has.
+    weights = torch.empty(output.shape, dtype=output.dtype, device=output.device).normal_(generator=generator)
+    keys = [*range(len(inputs)), *leaves]
+    gradients = torch.autograd.grad(output, [*inputs, *leaves.values()], weights, allow_unused=True)
+    return Result(output.detach(), dict(zip(keys, gradients, strict=True)))
+
+
+def _first(output: Any) -> Tensor:
+    """Return the hidden states, or the loss, of what a module returns."""
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    msg = "it returns no floating tensor"
+    raise TypeError(msg)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return _largest(one - other) if one.shape == other.shape else float("inf")
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Keeps what dropouts would drop."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function, and keep what a dropout would drop."""
+        del types
+        named = kwargs or {}
+        if getattr(func, "__name__", "") in _DROPOUTS:
+            return args[0] if args else named["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                named = {**named, "dropout_p": 0.0}
+        return func(*args, **named)

@@ -1,0 +1,170 @@
+"""Random values for a module that is probed: they show what a model's own hide, and exist for lazy models too."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster_hybrid.layer_plan import Changes
+from booster_hybrid.tensor_parallel.split import is_repeated
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from torch import Tensor
+
+_SEED = 20191
+_PERIOD = 1_000_003
+"""Numbers are repeated after this many, a prime, so that no matrix repeats its rows: drawing all would cost more."""
+_LARGE = 1 << 16
+"""Split matrices with more elements share one buffer, and get no gradient: one that is wrong shows in the input's."""
+_SHIFT = 997
+
+
+class NoValuesError(Exception):
+    """A module can't be given random values; the message says why."""
+
+
+def random_values(
+    module: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    light: Collection[int],
+    left_out: Collection[int] = (),
+) -> dict[int, Tensor]:
+    """Return values for the parameters of a module, by their ``id``, alike on ranks with the same kind of device.
+
+    Args:
+        module: The module.
+        device: Where they are made.
+        dtype: Of the values.
+        light: Parameters, by ``id``, that may share memory, and then get no gradient, if they are large matrices.
+        left_out: Parameters, by ``id``, that get no values.
+
+    Raises:
+        NoValuesError: If a parameter holds no floating numbers.
+    """
+    generator = torch.Generator(device).manual_seed(_SEED)
+    named = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in left_out]
+    parameters = {id(parameter): (name, parameter) for name, parameter in named}
+    large = [key for key, (_, each) in parameters.items() if key in light and each.dim() > 1 and each.numel() > _LARGE]
+    longest = max((parameters[key][1].numel() for key in large), default=0)
+    buffer = _drawn((longest + _SHIFT * len(large),), device, dtype, generator)
+    found = {}
+    for key, (name, parameter) in parameters.items():
+        if not parameter.is_floating_point():
+            msg = f"its parameter '{name}' is of {parameter.dtype}"
+            raise NoValuesError(msg)
+        if key in large:
+            start = _SHIFT * large.index(key)
+            # A window is scaled with the widest matrix, so that one buffer serves all.
+            found[key] = buffer[start : start + parameter.numel()].view(parameter.shape)
+            continue
+        values = _drawn(parameter.shape, device, dtype, generator)
+        if parameter.dim() < 2:
+            values = 1 + 0.2 * values  # norms keep their scale
+        else:
+            values *= parameter.shape[-1] ** -0.5
+        found[key] = values.requires_grad_()
+    if large:
+        buffer *= max(parameters[key][1].shape[-1] for key in large) ** -0.5
+    return found
+
+
+def _drawn(
+    shape: tuple[int, ...] | torch.Size, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    number = math.prod(shape)
+    values = torch.empty(number, device=device, dtype=dtype)
+    values[:_PERIOD].normal_(generator=generator)
+    for start in range(_PERIOD, number, _PERIOD):
+        values[start : start + _PERIOD] = values[: min(_PERIOD, number - start)]
+    return values.view(shape)
+
+
+@contextlib.contextmanager
+def holding(
+    module: nn.Module, values: Mapping[int, Tensor], device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
+    """Let a module hold other values for its parameters in this context, and copies of its buffers.
+
+    Args:
+        module: The module.
+        values: By ``id`` of the parameters; others stay.
+        device: Where buffers are copied to.
+        dtype: Of copies of floating buffers.
+    """
+    changes = Changes()
+    try:
+        for each in module.modules():
+            for name, parameter in list(each._parameters.items()):  # noqa: SLF001 - `setattr` refuses what is no parameter
+                if parameter is not None and id(parameter) in values:
+                    changes.entry(each._parameters, name, values[id(parameter)])  # noqa: SLF001
+            for name, buffer in list(each._buffers.items()):  # noqa: SLF001 - those that are not saved as well
+                if buffer is not None:
+                    changes.entry(each._buffers, name, _copied(buffer, device, dtype))  # noqa: SLF001
+        yield
+    finally:
+        changes.undo()
+
+
+def _copied(buffer: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if is_repeated(buffer) and buffer.is_floating_point():  # a lazy model's, without values yet
+        return _drawn(buffer.shape, device, dtype, torch.Generator(device).manual_seed(_SEED)).abs_()
+    return buffer.detach().to(device, dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back what running a module changes: random states, attributes, what these hold one level deep, buffers.
+
+    Args:
+        module: The module.
+        device: Whose generator is put back, next to the host's.
+    """
+    kept = [(vars(each), dict(vars(each))) for each in module.modules()]
+    inside = [value for _, values in kept for value in values.values()]
+    containers: list[tuple[Any, Any]] = [(each, each.copy()) for each in inside if isinstance(each, (dict, list, set))]
+    plain = [each for each in inside if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
+    known = [each for each in itertools.chain(plain, module.buffers()) if not is_repeated(each)]
+    tensors = [(each, each.detach().clone()) for each in known]
+    is_host = device.type == "cpu"
+    random = torch.random.fork_rng([] if is_host else [device], device_type="cuda" if is_host else device.type)
+    try:
+        with random, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a run may warn of what it lacks here; the first step does again
+            yield
+    finally:
+        for container, content in (*kept, *containers):
+            _put_back(container, content)
+        for tensor, before in tensors:
+            if not torch.equal(tensor, before):
+                tensor.data = before
+
+
+def return_memory() -> None:
+    """Give freed memory back to the system: a model's values need it next, and the C library may keep it in pieces."""
+    gc.collect(1)  # what has just been made, and refers to itself
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _put_back(container: Any, before: Any) -> None:
+    """Put back what was in a list, set or dictionary, where it is not there as it was."""
+    if isinstance(container, list):
+        container[:] = before
+        return
+    is_same = list(container) == list(before)
+    if is_same and isinstance(container, dict):
+        is_same = all(one is other for one, other in zip(container.values(), before.values(), strict=True))
+    if not is_same:
+        container.clear()
+        container.update(before)

@@ -1,0 +1,124 @@
+"""Parameters of whose gradient each rank computes a part: the parts are summed where the parameter is used.
+
+Such are norms of each head, which are whole on every rank and work on split activations, and keys and values that
+several ranks hold. A hook on the parameter would sum all that reaches it, also the gradient of a penalty on weights,
+which every rank has whole; and it could not be put on a parameter that is trained later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_hybrid.tensor_parallel import traced
+from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
+from booster_hybrid.tensor_parallel.whole_tensors import summed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.layer_plan import Changes
+    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.tensor_parallel.split import Split
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
+        ctx.split, ctx.group = split, group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative()
+        split: Split | None = ctx.split
+        if split is None:
+            return summed(gradient, ctx.group), None, None
+        # All ranks sum the whole tensor, which is small, instead of each set of sharers its part in a group of its own.
+        total = split.spread(gradient, owned_only=False)
+        ctx.group.all_reduce(total).wait()
+        return split.take(total), None, None
+
+
+def used(parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
+    """Return a parameter for one use, whose gradient is summed over ranks.
+
+    Args:
+        parameter: The parameter.
+        split: Which part of the whole it is, where ranks share parts; ``None`` where it is whole.
+        group: The ranks.
+
+    Collective: the group, in backward.
+    """
+    if group.size == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    if torch.compiler.is_compiling():
+        return traced.enter(parameter, group) if split is None else traced.share(parameter, split, group)
+    parameter.dim()  # where an updated parameter is still being gathered, a call of torch's waits for it
+    result: Tensor = _Used.apply(parameter, split, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class SummedUse:
+    """The forward of a module some of whose parameters sum their gradient over ranks.
+
+    While it runs, the modules hold what `used` returns in the place of the parameters.
+
+    Args:
+        module: The module whose forward reads the parameters.
+        group: The ranks.
+
+    Attributes:
+        splits: Which part of a whole the parameters are, by the module that holds them, this one or one inside, and
+            their name in it; ``None`` for whole ones.
+    """
+
+    def __init__(self, module: nn.Module, group: RankGroup) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._group = group
+        self.splits: dict[tuple[nn.Module, str], Split | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept = [(holder._parameters, name, holder._parameters[name]) for holder, name in self.splits]  # noqa: SLF001
+        try:
+            for (parameters, name, parameter), split in zip(kept, self.splits.values(), strict=True):
+                if parameter is not None:
+                    parameters[name] = used(parameter, split, self._group)  # type: ignore[assignment]
+            return self._forward(*args, **kwargs)
+        finally:
+            for parameters, name, parameter in kept:
+                parameters[name] = parameter
+
+
+def sum_where_used(
+    module: nn.Module,
+    splits: Mapping[int, Split | None],
+    group: RankGroup,
+    changes: Changes,
+    holders: Iterable[nn.Module] | None = None,
+) -> None:
+    """Let a module sum the gradients of some parameters that it uses, in place.
+
+    Args:
+        module: The module whose forward reads them.
+        splits: The parameters, by ``id``, as for `used`.
+        group: The ranks.
+        changes: Notes what is replaced.
+        holders: The modules that hold them; ``None`` looks at the module and all inside.
+    """
+    found = {
+        (holder, name): splits[id(parameter)]
+        for holder in (module.modules() if holders is None else holders)
+        for name, parameter in holder.named_parameters(recurse=False, remove_duplicate=False)
+        if id(parameter) in splits
+    }
+    if not found:
+        return
+    forward: Any = vars(module).get("forward")
+    if not isinstance(forward, SummedUse):
+        forward = SummedUse(module, group)
+        changes.forward(module, forward)
+    forward.splits.update(found)

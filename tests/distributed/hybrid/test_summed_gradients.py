@@ -1,0 +1,74 @@
+"""Parameters of whose gradient each tensor parallel rank computes a part: norms of heads, keys that ranks share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiler_warnings import ignore_compiler_warnings
+from matrix import matrix
+
+from booster_core import Booster
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime import full_gradient
+from booster_testing import run_on_ranks
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODES = {"tp": {}, "split_gather": {"sequence_parallelism_mode": "split_gather"}}
+
+
+def make(name):
+    """Return a model with one key/value head, or with norms of each head."""
+    import transformers
+
+    torch.manual_seed(0)
+    kind, heads = {"shared keys": ("Llama", 1), "norms of heads": ("Qwen3", 4)}[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES, num_key_value_heads=heads, head_dim=4)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def batch():
+    ids = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(model, penalty):
+    """Return a loss with a penalty on what every rank has whole, or shares."""
+    loss = model(**batch()).loss
+    inner = [each for name, each in model.named_parameters() if "norm" in name or "k_proj" in name]
+    return loss + penalty * sum(each.square().sum() for each in inner)
+
+
+def train(name, options, penalty, is_frozen, is_compiled):
+    whole, model = make(name), make(name)
+    loss_of(whole, penalty).backward()
+    model.requires_grad_(not is_frozen)
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, **options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for each in model.parameters():
+        each.requires_grad_(True)
+    if is_compiled:
+        ignore_compiler_warnings()
+        for layer in booster.unwrap(model).model.layers:
+            layer.compile(backend="aot_eager")
+    booster.backward(loss_of(model, penalty), optimizer)
+    for key, parameter in whole.named_parameters():
+        found = full_gradient(booster, model, key)
+        torch.testing.assert_close(
+            found, parameter.grad, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
+def test_what_was_frozen_at_boost_may_be_trained_later(name, mode):
+    run_on_ranks(train, 2, name, MODES[mode], 0.0, True, False)
+
+
+@matrix(1, name=["shared keys", "norms of heads"], mode=MODES)
+def test_a_penalty_on_weights_counts_once(name, mode):
+    run_on_ranks(train, 2, name, MODES[mode], 0.3, False, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared keys", "norms of heads"])
+def test_compiled_layers_sum_where_parameters_are_used(name):
+    run_on_ranks(train, 2, name, {}, 0.3, True, True)

@@ -1,0 +1,286 @@
+"""What the probe of split layers finds that no name shows, and that it leaves the user's modules as they were."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from booster_core.errors import ConfigError
+from booster_hybrid import ModuleRule, ShardingPolicy, Style
+from booster_hybrid.probe.in_process import on_ranks
+from booster_hybrid.probe.probe import ReadOutsideError, check_policy
+from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.tensor_parallel.plan import parallelize
+
+CPU = torch.device("cpu")
+WIDTH, HEADS, VOCABULARY = 8, 4, 20
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH // HEADS)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        y = functional.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True, dropout_p=0.1)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    def __init__(self, is_interleaved=False, gain=1.0):
+        super().__init__()
+        self.is_interleaved, self.gain = is_interleaved, gain
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        up = self.up(x)
+        one, two = (up[..., ::2], up[..., 1::2]) if self.is_interleaved else up.chunk(2, -1)
+        return x + self.down(one * two.sigmoid() * self.gain)
+
+
+class Block(nn.Module):
+    def __init__(self, *gated):
+        super().__init__()
+        self.attention, self.mlp, self.norm = Attention(), Gated(*gated), nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.mlp(x + self.drop(self.attention(self.norm(x))))
+
+
+class Closed(nn.Module):
+    """Calls its modules by a function that holds them, as minGPT's blocks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
+        m = self.mlp
+        self.mlpf = lambda x: m.down(torch.relu(m.up(x)))
+
+    def forward(self, x):
+        return x + self.mlpf(x)
+
+
+class Model(nn.Module):
+    """Blocks in a list, another one outside of it, an embedding, and a head that may use the embedding's table."""
+
+    def __init__(self, head=None, blocks=None):
+        super().__init__()
+        self.tokens, self.blocks, self.neck = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(), Gated()
+        self.blocks.extend(blocks or (Block(), Block()))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head_of = head
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.neck(x)
+        return self.head(x) if self.head_of is None else self.head_of(self, x)
+
+
+ATTENTION = {
+    "qkv": ModuleRule("blocks.*.attention.qkv", Style.COLUMN, HEADS, num_blocks=3, scaled=("num_heads",)),
+    "out": ModuleRule("blocks.*.attention.out", Style.ROW, HEADS),
+    "norm": ModuleRule("blocks.*.attention.norm", Style.SUMMED_GRADIENT),
+}
+MLP = {
+    "up": ModuleRule("blocks.*.mlp.up", Style.COLUMN, num_blocks=2),
+    "down": ModuleRule("blocks.*.mlp.down", Style.ROW),
+}
+NECK = {"neck up": ModuleRule("neck.up", Style.COLUMN, num_blocks=2), "neck down": ModuleRule("neck.down", Style.ROW)}
+ENDS = {"tokens": ModuleRule("tokens", Style.VOCABULARY), "head": ModuleRule("head", Style.HEAD)}
+RIGHT = {**ATTENTION, **MLP, **NECK, **ENDS}
+
+
+def changed(**rules):
+    """Return the right rules with others in their place, or without those that are ``None``."""
+    merged = {**RIGHT, **{name.replace("_", " "): rule for name, rule in rules.items()}}
+    return tuple(rule for rule in merged.values() if rule is not None)
+
+
+def check(model, rules, size=2, **options):
+    ids = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0))
+    return check_policy(model, ShardingPolicy(tuple(rules), ("blocks",)), size, CPU, batch=lambda: ids, **options)
+
+
+def picture(model):
+    """Return all that undoing has to put back."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            plain = isinstance(value, (int, float, str, bool))
+            inside = tuple((each, id(one)) for each, one in value.items()) if isinstance(value, dict) else None
+            found[name, key] = value if plain else inside or id(value)
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        found[name] = (
+            id(each),
+            each.dtype,
+            each.shape,
+            each.data_ptr(),
+            each.requires_grad,
+            id(each.grad),
+            each._version,
+        )
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_right_rules_pass(size):
+    assert check(Model(), RIGHT.values(), size) == {}
+
+
+WRONG = {
+    "fused projections": changed(qkv=ModuleRule("blocks.*.attention.qkv", Style.COLUMN, HEADS, scaled=("num_heads",))),
+    "heads that are not counted": changed(qkv=ModuleRule("blocks.*.attention.qkv", Style.COLUMN, HEADS, num_blocks=3)),
+    "a gradient that is not summed": changed(norm=None),
+    "gate and up": changed(up=ModuleRule("blocks.*.mlp.up", Style.COLUMN)),
+    "outside of lists": changed(neck_up=ModuleRule("neck.up", Style.COLUMN)),
+    "without its row": changed(down=None),
+    "without its column": changed(up=None),
+    "a row that gathers": changed(up=ModuleRule("blocks.*.mlp.up", Style.COLUMN_GATHER)),
+    "a norm that is whole": changed(norm=None, pre=ModuleRule("blocks.*.norm", Style.SUMMED_GRADIENT)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rules_are_found_and_undone(name):
+    model = Model()
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    before, drawn = picture(model), torch.get_rng_state()
+    with pytest.raises(ConfigError, match=r"sharding policy of Model changes"):
+        check(model, WRONG[name])
+    assert picture(model) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_right_rules_are_undone():
+    model = Model()
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    before = picture(model)
+    check(model, RIGHT.values())
+    assert picture(model) == before
+
+
+def test_layers_that_differ_by_an_attribute_are_all_checked():
+    model = Model(blocks=[Block(), Block(True)])
+    with pytest.raises(ConfigError, match=r"changes what layer 'blocks\.1' computes"):
+        check(model, RIGHT.values())
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda up: setattr(up, "forward", lambda x: functional.linear(x, up.weight, up.bias).flip(-1)),
+        lambda up: up.register_forward_hook(lambda _, __, y: y / y.square().mean(-1, keepdim=True)),
+        lambda up: setattr(up, "forward", types.MethodType(lambda self, x: nn.Linear.forward(self, x).cumsum(-1), up)),
+    ],
+    ids=["function", "hook", "method"],
+)
+def test_a_patched_layer_is_checked_as_it_is(patch):
+    model = Model()
+    patch(model.blocks[1].mlp.up)
+    with pytest.raises(ConfigError, match=r"changes what layer 'blocks\.1' computes"):
+        check(model, RIGHT.values())
+
+
+def test_closures_call_the_modules_that_are_split():
+    model = nn.Sequential(Closed(), Closed())
+    rules = ModuleRule("*.mlp.up", Style.COLUMN, num_blocks=2), ModuleRule("*.mlp.down", Style.ROW)
+    with pytest.raises(ConfigError, match=r"changes what layer '0' computes"):
+        check_policy(model, ShardingPolicy(rules), 2, CPU)
+    right = ModuleRule("*.mlp.up", Style.COLUMN), rules[1]
+    assert check_policy(model, ShardingPolicy(right), 2, CPU) == {}
+
+
+HEAD_OF = {
+    "attribute": lambda model, x: functional.linear(x, model.tokens.weight),
+    "product": lambda model, x: x @ model.tokens.weight.t(),
+    "data": lambda model, x: functional.linear(x, model.tokens.weight.data),
+    "penalty": lambda model, x: model.head(x).sum() + torch.stack([model.tokens.weight.norm()]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_OF)
+def test_a_split_table_that_something_else_reads_is_refused(name):
+    with pytest.raises(ConfigError, match=r"splits 'tokens\.weight', which `.*` reads outside of the module"):
+        check(Model(HEAD_OF[name]), RIGHT.values())
+
+
+def test_a_policy_is_offered_that_leaves_the_table_whole():
+    model = Model(HEAD_OF["attribute"])
+    with pytest.raises(ReadOutsideError) as caught:
+        check(model, RIGHT.values())
+    kept = caught.value.policy
+    assert [rule for rule in RIGHT.values() if rule not in kept.rules] == [ENDS["tokens"]]
+    assert check(model, kept.rules) == {}
+
+
+def test_the_format_of_a_split_table_may_be_asked():
+    assert check(Model(lambda model, x: model.head(x.to(model.tokens.weight.dtype))), RIGHT.values()) == {}
+
+
+def test_a_rule_that_no_call_reaches_is_named():
+    class Idle(Model):
+        def forward(self, ids):
+            kept, self.neck = self.neck, nn.Identity()
+            try:
+                return super().forward(ids)
+            finally:
+                self.neck = kept
+
+    rules = (*RIGHT.values(),)
+    model = Idle()
+    model.blocks[0].other = Gated()
+    unchecked = check(model, (*rules, ModuleRule("blocks.0.other.up", Style.COLUMN, num_blocks=2)))
+    assert unchecked == {"blocks.0.other.up": "no call of the model reached it"}
+
+
+def test_ranks_within_a_process_give_what_ranks_give():
+    def run(rank):
+        summed = torch.tensor([1.0, rank.rank])
+        rank.all_reduce(summed).wait()
+        buffer = torch.full((3,), -1.0)
+        buffer[rank.rank] = summed[1] + rank.rank
+        rank.all_gather(buffer, [0, 1, 2, 3]).wait()
+        own = torch.empty(1)
+        rank.reduce_scatter(buffer * (rank.rank + 1), [0, 1, 2, 3], own).wait()
+        source = torch.arange(3.0) + 10 * rank.rank
+        out = torch.empty(3)
+        rank.all_to_all(source, [0, 1, 2, 3], out, [0, 1, 2, 3]).wait()
+        return summed, buffer, own, out
+
+    found = on_ranks(3, run)
+    for rank, (summed, buffer, own, out) in enumerate(found):
+        assert summed.tolist() == [3.0, 3.0]
+        assert buffer.tolist() == [3.0, 4.0, 5.0]
+        assert own.tolist() == [6.0 * (3 + rank)]
+        assert out.tolist() == [rank, 10.0 + rank, 20.0 + rank]
+
+
+def test_ranks_that_call_different_collectives_are_told():
+    def run(rank):
+        tensor = torch.zeros(2 + rank.rank)
+        rank.all_reduce(tensor).wait()
+
+    with pytest.raises(ConfigError, match="different collectives"):
+        on_ranks(2, run)
+
+
+def test_parameters_may_be_cut_while_an_earlier_loss_is_alive():
+    model = Model()
+    loss = model(torch.zeros(1, 3, dtype=torch.int64)).sum()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    parallelize(model, ShardingPolicy(tuple(NECK.values())), RankGroup(None, 0, 2), parallel_output=False)
+    local = model.neck.up.weight
+    assert local.shape == (2 * WIDTH, WIDTH)
+    (local.sum() + 0 * loss.detach()).backward()
+    assert local.grad.shape == local.shape
