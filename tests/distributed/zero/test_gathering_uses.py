@@ -458,6 +458,17 @@ def test_whole_parameters_can_be_read_and_written():
     run_on_ranks(read_and_write_whole_parameters, 2)
 
 
+def transform():
+    expected, original = make("repeated"), make("repeated")
+    _, model, _ = boost(original)
+    found = [torch.func.grad(lambda x, net=net: net(x).square().mean())(batch(0, 1)) for net in (expected, model)]
+    assert_same_tensors({"x": found[1].detach()}, {"x": found[0].detach()}, CLOSE)
+
+
+def test_inputs_are_differentiated_by_a_function_transform():
+    run_on_ranks(transform, 2)
+
+
 def read_after_own_backward(name):
     _, model, _ = boost(make(name))
     model(batch(0, 1)).square().mean().backward()

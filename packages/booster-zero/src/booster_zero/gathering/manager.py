@@ -159,7 +159,8 @@ class ChunkManager:
 
         Collective: every rank of the shard group.
         """
-        self.check_changes()
+        with _plainly():
+            self.check_changes()
         self._let_go_of_all()
         self._last = None
         self._ends_with_backward = False  # that one may have raised
@@ -468,8 +469,9 @@ class ChunkManager:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Leave inference mode, in which memory could not be used in training later, and be seen by no mode."""
-    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
+    """Leave inference mode, whose memory could not be used in training later, and be seen by no mode or transform."""
+    private: Any = torch._C  # noqa: SLF001 - as torch's own modes do
+    with torch.inference_mode(mode=False), torch.no_grad(), private.DisableTorchFunction(), private._DisableFuncTorch():  # noqa: SLF001
         yield
 
 

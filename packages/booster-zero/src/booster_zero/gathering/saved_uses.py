@@ -64,10 +64,13 @@ class SavedUses(SavedTensorHooks):
         )
 
     def _chunk_of(self, tensor: Tensor) -> Bucket | None:
-        """Return the gathered chunk that a tensor is a view of, if it is; a sparse one has no memory to ask for."""
+        """Return the gathered chunk that a tensor is a view of, if it is."""
         if tensor.layout is not torch.strided:
             return None
-        return self._manager.chunk_holding(tensor.data_ptr())
+        try:
+            return self._manager.chunk_holding(tensor.data_ptr())
+        except RuntimeError:  # inside of a function transform, which keeps it alive
+            return None
 
     def give(self, taken: _Note) -> Tensor:
         """Return a parameter's values, which are gathered for it."""
