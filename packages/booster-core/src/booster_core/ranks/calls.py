@@ -69,12 +69,12 @@ def refuse_capture(name: str) -> None:
     Raises:
         ConfigError: If it does.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_used and torch.cuda.is_current_stream_capturing():
         msg = (
             f"`{name}` was called while a CUDA graph is captured. A replay would repeat the kernels of this step, and "
             "not what the plugin does from step to step: reductions, schedules and checks would be those of this one. "
-            "Run boosted models and optimizers outside of `torch.cuda.graph` and `make_graphed_callables`; "
-            "`torch.compile` of the model or its layers makes graphs that stay right."
+            "Run boosted models and optimizers outside of `torch.cuda.graph` and `make_graphed_callables`."
         )
         raise ConfigError(msg)
 
