@@ -154,7 +154,7 @@ CASES = [
     Case(
         "speed: copies hidden by offload",
         hidden_copies,
-        {"ways": tuple(WAYS), "seconds": 30, "each": 3.0},
+        {"ways": tuple(WAYS), "seconds": 38, "each": 3.0},
         seconds=70,
         is_timed=True,
     )

@@ -107,38 +107,57 @@ def run(
     end = time.monotonic() + seconds
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["device_runs.preload"])
-    outcomes: list[Outcome] = []
-
-    def done(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        tell(outcome)
-
+    passes = _Passes(context, machine, folder, time.monotonic() + seconds, tell)
     untimed, timed = [case for case in cases if not case.is_timed], [case for case in cases if case.is_timed]
-    middle = end - seconds / 2 if timed else end
-    for waiting, limit, until in (
-        (untimed, machine.side_by_side, middle),
-        (timed, 1, end),
-        (untimed, machine.side_by_side, end),
-    ):
+    if timed:
+        passes.go(untimed, machine.side_by_side, until=passes.end - seconds / 2)
+    passes.go(timed, 1)
+    passes.go(untimed, machine.side_by_side)
+    return passes.outcomes
+
+
+class _Passes:
+    """Cases that run one after the other, or side by side, until the time is over."""
+
+    def __init__(
+        self, context: Any, machine: Machine, folder: Path, end: float, tell: Callable[[Outcome], None]
+    ) -> None:
+        self._context, self._machine, self._folder, self._tell = context, machine, folder, tell
+        self.end = end
+        self.outcomes: list[Outcome] = []
+
+    def go(self, waiting: list[Case], limit: int, until: float | None = None) -> None:
+        """Run cases, at most ``limit`` ranks at a time; those that have not begun by ``until`` stay in the list."""
         running: list[_Running] = []
-        while running or (waiting and (time.monotonic() <= until or until == end)):
-            while waiting and _fits(waiting[0], running, limit) and (time.monotonic() <= until or until == end):
-                case = waiting.pop(0)
-                if case.only_on not in ("", machine.device):
-                    done(Outcome(case.name, "left out", f"needs a {case.only_on} device"))
-                elif time.monotonic() > end:
-                    done(Outcome(case.name, "left out", "the time was over"))
-                else:
-                    running.append(_start(context, case, machine, folder))
-            for each in running:
-                _listen(each)
-            ended = [each for each in running if _has_ended(each) or time.monotonic() > min(each.deadline, end)]
-            for each in ended:
-                running.remove(each)
-                done(_end(each, folder))
-            if running and not ended:
-                time.sleep(0.02)
-    return outcomes
+        while running or (waiting and (until is None or time.monotonic() <= until)):
+            while waiting and _fits(waiting[0], running, limit) and (until is None or time.monotonic() <= until):
+                self._begin(waiting.pop(0), running)
+            self._end_some(running)
+
+    def _begin(self, case: Case, running: list[_Running]) -> None:
+        if case.only_on not in ("", self._machine.device):
+            self._done(Outcome(case.name, "left out", f"needs a {case.only_on} device"))
+        elif time.monotonic() > self.end:
+            self._done(Outcome(case.name, "left out", "the time was over"))
+        else:
+            running.append(_start(self._context, case, self._machine, self._folder))
+
+    def _end_some(self, running: list[_Running]) -> None:
+        for each in running:
+            _listen(each)
+        ended = [each for each in running if _has_ended(each) or time.monotonic() > min(each.deadline, self.end)]
+        for each in ended:
+            running.remove(each)
+            outcome = _end(each, self._folder)
+            if outcome.status == "failed" and not each.answers and time.monotonic() > self.end:
+                outcome.status, outcome.detail = "left out", "the time was over before it ended"
+            self._done(outcome)
+        if running and not ended:
+            time.sleep(0.02)
+
+    def _done(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._tell(outcome)
 
 
 def _fits(case: Case, running: Sequence[_Running], limit: int) -> bool:

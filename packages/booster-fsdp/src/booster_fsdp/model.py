@@ -288,7 +288,9 @@ class ForwardWrites:
     def _raise_late(self, *, waits: bool) -> None:
         while self._compared and (waits or self._compared[0].is_there()):
             compared = self._compared.popleft()
-            for inner, differs in zip(compared.inners, compared.read(), strict=True):
+            if waits:
+                compared.wait()
+            for inner, differs in zip(compared.inners, compared.told.tolist(), strict=True):
                 if differs:
                     raise _written(inner, "through `.data`")
 
@@ -304,11 +306,14 @@ class _Compared:
     Args:
         inners: torch's objects for the parameters.
         differ: Whether each was written to, on the device.
+
+    Attributes:
+        told: The same on the host.
     """
 
     def __init__(self, inners: Sequence[Any], differ: Tensor) -> None:
         self.inners = inners
-        self._told = differ.to("cpu", non_blocking=True)
+        self.told = differ.to("cpu", non_blocking=True)
         self._arrived = None if differ.device.type == "cpu" else torch.Event(differ.device)
         if self._arrived is not None:
             self._arrived.record()
@@ -317,11 +322,10 @@ class _Compared:
         """Whether the host can read it without waiting for the device."""
         return self._arrived is None or self._arrived.query()
 
-    def read(self) -> list[bool]:
-        """Return it, as soon as the device has come so far."""
+    def wait(self) -> None:
+        """Return when the host can read it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._told.tolist()
 
 
 _WAITED_FOR = 2

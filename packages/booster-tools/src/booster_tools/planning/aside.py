@@ -28,7 +28,10 @@ def groups_set_aside() -> Iterator[None]:
     world, c10d, rank = current_world(), dist.distributed_c10d, dist.get_rank() if dist.is_initialized() else -1
     groups, excepthook = c10d._world, sys.excepthook  # noqa: SLF001 - where torch keeps all groups
     progress = {name: copy.copy(getattr(PROGRESS, name)) for name in PROGRESS.__slots__}
-    c10d._world = ThreadLocalWorld()  # type: ignore[assignment] # noqa: SLF001 - torch's point of extension
+    aside: Any = ThreadLocalWorld()
+    if not hasattr(aside, "comms"):  # torch 2.11 asks for it, and its own world of threads lacks it
+        aside.comms = []
+    c10d._world = aside  # noqa: SLF001 - torch's point of extension
     registry._set_thread_isolation_mode(True)  # noqa: SLF001, FBT003 - the names of groups are kept a second time
     try:
         yield

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper
-from booster_core.ranks import DistCoordinator, NamedCall
+from booster_core.ranks import DistCoordinator, NamedCall, refuse_capture
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import (
@@ -250,6 +250,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world; under stage 1's ``no_sync`` none.
         """
+        refuse_capture("backward")
         self.gathers.begin_backward()
         try:
             with NamedCall("reduction of gradients"), self.reducer.guarded():

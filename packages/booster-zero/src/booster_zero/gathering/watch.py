@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -69,7 +69,7 @@ class ChangeWatch:
                 self._note(chunk, same, [True] * len(same), "was changed through `.data`")
 
     def _note(
-        self, chunk: Bucket, now: list[int], before: list[int], how: str, *, tolerates_equal: bool = False
+        self, chunk: Bucket, now: Sequence[int], before: Sequence[int], how: str, *, tolerates_equal: bool = False
     ) -> None:
         for slot, parameter, one, other in zip(chunk.plan.slots, chunk.parameters, now, before, strict=True):
             if one != other and not (tolerates_equal and _is_equal(chunk, slot.offset, parameter)):
