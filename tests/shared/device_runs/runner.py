@@ -104,7 +104,6 @@ def run(
         seconds: Cases that have not begun by then are left out, and those that run are ended.
         tell: Called after each case.
     """
-    end = time.monotonic() + seconds
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["device_runs.preload"])
     passes = _Passes(context, machine, folder, time.monotonic() + seconds, tell)
