@@ -152,7 +152,7 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 def return_memory() -> None:
     """Give freed memory back to the system: a model's values need it next, and the C library may keep it in pieces."""
-    gc.collect(1)  # what has just been made, and refers to itself
+    gc.collect()  # what has just been made, and refers to itself
     with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
