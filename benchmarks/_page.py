@@ -127,10 +127,17 @@ def _on_gpus(gpu: dict[str, Any] | None) -> str:
         return _NO_GPU
     lines = [*report.summary(gpu), "", *report.measured(gpu, "assets/gpu-report.svg", level=3)]
     for status, title in (("failed", "Failed"), ("left out", "Left out")):
-        names = [case["name"] for case in gpu["cases"] if case["status"] == status]
-        if names:
-            lines += [f"{title}: {'; '.join(names)}.", ""]
+        cases = [case for case in gpu["cases"] if case["status"] == status]
+        if cases:
+            lines += [f"{title}:", "", *(f"- {case['name']}: {_reason(case['detail'])}" for case in cases), ""]
     return "\n" + "\n".join(lines)
+
+
+def _reason(detail: str) -> str:
+    """Return the line of a case's detail that says most: what was not reached, or the last line of a traceback."""
+    lines = [line for line in detail.splitlines() if line.strip()]
+    told = next((line for line in lines if line.startswith("no time was left")), lines[-1] if lines else "")
+    return f"`{told[:160]}`".replace("`", "") if "`" in told else f"`{told[:160]}`"
 
 
 def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:

@@ -94,6 +94,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         f"{facts['date']}: {where}.",
         "",
         f"{ended}." if report["is_complete"] else f"{ended}; the others have not run yet.",
+        *(["", report["remark"]] if "remark" in report else []),
     ]
 
 

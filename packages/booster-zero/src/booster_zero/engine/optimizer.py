@@ -31,7 +31,7 @@ from booster_zero.engine.reducer import Reducer
 from booster_zero.engine.stepping import stepping_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -428,6 +428,7 @@ class ZeroOptimizer(OptimizerWrapper):
                     own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
                     if own:
                         has_stepped = True
+                        self._bring_counters(own)
                         with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
                             result = self.optim.step()
                         self._offload_state([bucket])
@@ -436,6 +437,21 @@ class ZeroOptimizer(OptimizerWrapper):
             with only(self.optim, [[] for _ in groups]):
                 result = self.optim.step()
         return result
+
+    def _bring_counters(self, pieces: Container[int]) -> None:
+        """Move the counters of steps to where pieces are stepped on, for optimizers that take them from there.
+
+        Others keep them on the host, so that reading them does not stop the device.
+
+        Args:
+            pieces: The ids of the pieces' values.
+        """
+        for group in self.param_groups:
+            if group.get("fused") or group.get("capturable"):
+                for values in group["params"]:
+                    state = self.optim.state.get(values, {}) if id(values) in pieces else {}
+                    if isinstance(step := state.get("step"), torch.Tensor) and step.device != values.device:
+                        state["step"] = step.to(values.device)
 
     def _step_with(self, closure: Callable[[], float]) -> Any:
         """Let the optimizer inside evaluate the model as often as it asks for."""
