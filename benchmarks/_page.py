@@ -137,7 +137,8 @@ def _reason(detail: str) -> str:
     """Return the line of a case's detail that says most: what was not reached, or the last line of a traceback."""
     lines = [line for line in detail.splitlines() if line.strip()]
     told = next((line for line in lines if line.startswith("no time was left")), lines[-1] if lines else "")
-    return f"`{told[:160]}`".replace("`", "") if "`" in told else f"`{told[:160]}`"
+    told = told[:160].replace("`", "")
+    return f"`{told}`" if told else ""
 
 
 def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:

@@ -88,7 +88,12 @@ def gpu_report(is_missed):
         "is_complete": True,
         "cases": [
             {**case, "name": "speed", "status": "passed", "figures": [{**figure, "is_met": not is_missed}]},
-            {**case, "name": "gemini, fp16", "status": "failed"},
+            {
+                **case,
+                "name": "gemini, fp16",
+                "status": "failed",
+                "detail": "rank 0:\nTraceback:\nAssertionError: no `x`",
+            },
         ],
     }
 
@@ -103,7 +108,7 @@ def test_the_page_shows_the_report_of_a_gpu(benchmarks, tmp_path, is_missed):
     where = "1 x A card, 80 GiB; driver 580.1, NCCL 2.28.9; 16 CPU cores; Python 3.12.3, torch 2.11.0+cu130"
     assert f"2026-01-03: {where}." in section
     assert "1 cases passed, 1 failed, 0 were left out." in section
-    assert "Failed: gemini, fp16." in section
+    assert "Failed:\n\n- gemini, fp16: `AssertionError: no x`" in section
     assert f"{int(not is_missed)} of 1 bars are met." in section
     ratio = "**1.100, missed**" if is_missed else "1.100"
     row = f"| step of zero 1 | the plain loop | {ratio} | 1.050 to 1.150 | 1.02 | 110 ms | 100 ms | 3 |"
