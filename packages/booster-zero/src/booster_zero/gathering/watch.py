@@ -11,7 +11,6 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,10 +62,9 @@ class ChangeWatch:
             self._note(chunk, versions, before.versions, "was changed in place")
         if before.values is not None and not self.found:
             values = self._values_of(chunk)
-            with _disable_current_modes():
-                same = [*map(torch.equal, values, before.values)]
-            if not all(same):
-                self._note(chunk, same, [True] * len(same), "was changed through `.data`")
+            if values is not None and not all(map(torch.equal, values, before.values)):
+                same = map(torch.equal, values, before.values)
+                self._note(chunk, [*same], [True] * len(values), "was changed through `.data`")
 
     def _note(
         self, chunk: Bucket, now: Sequence[int], before: Sequence[int], how: str, *, tolerates_equal: bool = False
@@ -75,19 +73,15 @@ class ChangeWatch:
             if one != other and not (tolerates_equal and _is_equal(chunk, slot.offset, parameter)):
                 self.found.setdefault(self._names[slot.index], how)
 
-    def _values_of(self, chunk: Bucket) -> list[Tensor]:
-        """Return copies of all values, or some, of each parameter, as bits: NaN differs from itself.
-
-        Modes of the script, such as that of selective activation checkpointing, see none of the operations.
-        """
+    def _values_of(self, chunk: Bucket) -> list[Tensor] | None:
+        """Return copies of all values, or some, of each parameter, as bits: NaN differs from itself."""
         whole = chunk.whole
         assert whole is not None, "asked of parameters that are here"
         found = []
-        with _disable_current_modes():
-            for slot in chunk.plan.slots:
-                values = whole[slot.offset : slot.offset + slot.numel]
-                step = 1 if self._is_thorough else max(slot.numel // _SAMPLES, 1)
-                found.append(values[::step].clone().view(torch.uint8))
+        for slot in chunk.plan.slots:
+            values = whole[slot.offset : slot.offset + slot.numel]
+            step = 1 if self._is_thorough else max(slot.numel // _SAMPLES, 1)
+            found.append(values[::step].clone().view(torch.uint8))
         return found
 
 
