@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from booster_zero.gathering import GatheringModel, ParameterHooks
 
@@ -39,14 +38,6 @@ class GeminiModel(GatheringModel):
         self.attach_chunks(manager)
         self._optimizer = optimizer
         self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the user's model, which is a plain one, inside of `whole_parameters`.
-
-        Raises:
-            ConfigError: Outside of it, where parameters have no values.
-        """
-        return copy.deepcopy(self.unwrap(), memo)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well."""
