@@ -12,6 +12,7 @@ from booster_core import Booster
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket, WholeState
+from booster_zero.gathering import ChunkManager
 
 WIDTH, DEPTH = 16, 8
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -42,17 +43,15 @@ class Counts:
         self.gathers = self.waits = 0
         for chunk in manager.layout.buckets:
             chunk.start_gather = lambda chunk=chunk: self.gather(chunk)
-        use, use_whole = manager.use, manager.use_whole
-        manager.use = lambda chunk: self.use(use, chunk)
-        manager.use_whole = lambda chunk: self.use(use_whole, chunk)
+        manager.use = lambda chunk: self.use(manager, chunk)
 
     def gather(self, chunk):
         self.gathers += 1
         Bucket.start_gather(chunk)
 
-    def use(self, use, chunk):
+    def use(self, manager, chunk):
         self.waits += chunk.state is WholeState.SHARDED
-        return use(chunk)
+        ChunkManager.use(manager, chunk)
 
     def take(self):
         taken, self.gathers, self.waits = (self.gathers, self.waits), 0, 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from booster_zero.gathering import GatheringModel, ParameterHooks
+from booster_zero.gathering import GatheringModel, ParameterHooks, copy_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,9 +35,17 @@ class GeminiModel(GatheringModel):
         leaves: LeafModules,
     ) -> None:
         super().__init__(module, precision=precision)
-        self.attach_chunks(manager)
+        self.attach_chunks(module, manager)
         self._optimizer = optimizer
         self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse a copy, whose parameters would have no values.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise copy_error()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import CheckpointError, ConfigError, shorten
 
@@ -159,8 +158,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def _identity(tensor: Tensor) -> object:
     """Return what tied tensors have in common: they are one object, or all of the same memory."""
     try:
-        with DisableTorchFunctionSubclass():  # one without values has no address, which is no use of them
-            address = tensor.data_ptr()
+        address = tensor.data_ptr()
     except RuntimeError:  # fake tensors and the like have none
         address = 0
     if address == 0 or tensor.numel() == 0:

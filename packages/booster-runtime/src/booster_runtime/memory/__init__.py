@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from booster_runtime.memory.absent import AbsentTensors, is_absent, only_describes, sees_all_uses
 from booster_runtime.memory.blocks import block_bytes, host_stands_for_device
 from booster_runtime.memory.copy_stream import CopyStream
 from booster_runtime.memory.host_memory import (
@@ -17,7 +16,6 @@ from booster_runtime.memory.host_memory import (
 
 __all__ = [
     "ALIGNMENT",
-    "AbsentTensors",
     "CopyStream",
     "MappedFolder",
     "OffloadFolder",
@@ -25,9 +23,6 @@ __all__ = [
     "aligned_buffer",
     "block_bytes",
     "host_stands_for_device",
-    "is_absent",
     "locked_buffer",
-    "only_describes",
-    "sees_all_uses",
     "zeros_in_pages",
 ]

@@ -11,10 +11,9 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import GradientError
-from booster_runtime.memory import only_describes
+from booster_zero.engine.described import only_describes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -74,7 +73,7 @@ class ShardedGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what describes the gradient, set it to zero, and raise for everything else."""
         if only_describes(func) or func is torch.Tensor.detach_:
-            with DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch's own subclasses do
                 return args[0] if func is torch.Tensor.detach_ else func(*args, **(kwargs or {}))
         found = list(_among((*args, *(kwargs or {}).values())))
         if func in _ZERO:
@@ -179,21 +178,17 @@ class StandIns:
         """Return which of some parameters were given no stand-in, or one that is hidden."""
         return indices - self._shown.keys()
 
-    # Absent parameters answer these questions at once: none needs values.
-
     def hide(self) -> None:
         """Take the stand-ins away, so that autograd makes gradients without them, until `show_again`."""
-        with DisableTorchFunctionSubclass():
-            for parameter in self._shown.values():
-                parameter.grad = None
+        for parameter in self._shown.values():
+            parameter.grad = None
         self._hidden, self._shown = self._shown, {}
 
     def show_again(self) -> None:
         """Show what was hidden, except where there is a gradient by now."""
-        with DisableTorchFunctionSubclass():
-            for index, parameter in self._hidden.items():
-                if parameter.grad is None:
-                    self.show(index, parameter)
+        for index, parameter in self._hidden.items():
+            if parameter.grad is None:
+                self.show(index, parameter)
         self._hidden = {}
 
     def take_dropped(self) -> tuple[list[int], bool]:
@@ -213,8 +208,7 @@ class StandIns:
                     "model, on every rank."
                 )
                 raise GradientError(msg)
-        with DisableTorchFunctionSubclass():
-            dropped = [index for index, parameter in self._shown.items() if parameter.grad is None]
+        dropped = [index for index, parameter in self._shown.items() if parameter.grad is None]
         for index in dropped:
             del self._shown[index]
         return dropped, bool(dropped) and not self._shown
