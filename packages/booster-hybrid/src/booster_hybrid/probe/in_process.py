@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from booster_core.errors import ConfigError
 from booster_hybrid.rank_group import RankGroup
@@ -87,7 +88,8 @@ class InProcessRank(RankGroup):
     def _result(self, kind: str, given: Tensor, bounds: Sequence[int] = ()) -> Tensor:
         script = self.script
         if script.position == len(script.results):
-            script.stopped = _StoppedError(kind, given.detach().clone(), bounds)
+            with _disable_current_modes():  # selective checkpointing would expect the copy in the recomputation
+                script.stopped = _StoppedError(kind, given.detach().clone(), bounds)
             raise script.stopped
         script.position += 1
         return script.results[script.position - 1]
