@@ -862,7 +862,7 @@ def _make_gate(device: str) -> Gate | None:
     try:
         return Gate()
     except (AttributeError, OSError) as error:
-        print(f"staged: the host waits in place of streams, for want of cuStreamWaitValue32: {error}", flush=True)
+        print(f"staged: the host waits in place of streams, as cuStreamWaitValue32 is missing: {error}", flush=True)
         return None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
 from booster_runtime import train_batch
 from booster_runtime.sharding import local_of
@@ -403,7 +403,7 @@ class _Phases:
                 continue
             try:
                 storage = local_of(value).untyped_storage()
-            except (RuntimeError, NotImplementedError, GradientError):
+            except (RuntimeError, NotImplementedError):
                 continue  # a stand-in without memory
             key = storage._cdata  # noqa: SLF001 - what identifies a storage
             if key not in seen and storage.device.type != "meta":
