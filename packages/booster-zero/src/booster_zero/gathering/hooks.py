@@ -209,6 +209,7 @@ class ParameterHooks:
         if frame.is_outermost:
             self._manager.end(goes_back=torch.is_grad_enabled())
             self._after_forward()
+            self._manager.raise_own_changes()
         return kept
 
     def _kept(self, output: Any) -> Any:

@@ -182,8 +182,6 @@ class ChunkManager:
             for chunk in self._used.values():
                 if chunk.is_gathered and not chunk.pins:
                     chunk.hide()
-        if self._watch.found and not self._watch.phases_left:  # else the ranks tell each other
-            self._raise_changes([self._watch.found])
 
     def use(self, chunk: Bucket) -> None:
         """Return once a chunk's parameters can be read. They can until others are used, or as long as it is pinned.
@@ -258,6 +256,7 @@ class ChunkManager:
     def _end_of_backward(self) -> None:
         self._ends_with_backward = False
         self.end()
+        self.raise_own_changes()
 
     def on_show(self, bucket: Bucket) -> None:
         """Remember what the parameters of a bucket are like."""
@@ -390,6 +389,21 @@ class ChunkManager:
         self._watch.phases_left -= 1
         self.tell_changes()
 
+    def raise_own_changes(self) -> None:
+        """Raise for parameters that were changed by hand on this rank, once ranks do not tell each other any more.
+
+        Raises:
+            ConfigError: If there are any.
+        """
+        error = None if self._watch.phases_left else self.take_changes()
+        if error is not None:
+            raise error
+
+    def take_changes(self) -> ConfigError | None:
+        """Return the error for parameters that were changed by hand on this rank, and forget them."""
+        found, self._watch.found = self._watch.found, {}
+        return _changed({self.ranks.shard_rank: found})
+
     def tell_changes(self) -> None:
         """Raise on every rank for parameters that were changed by hand on any.
 
@@ -399,21 +413,9 @@ class ChunkManager:
         Collective: every rank of the shard group.
         """
         found, self._watch.found = self._watch.found, {}
-        self._raise_changes(collectives.all_gather_object(found, self.ranks.gathering))
-
-    def _raise_changes(self, every: Sequence[Mapping[str, str]]) -> None:
-        self._watch.found = {}
-        told = [
-            f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
-            for rank, of_rank in enumerate(every)
-            if of_rank
-        ]
-        if told:
-            msg = (
-                f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values "
-                "with `booster.load_model`, or on every rank inside of `with model.whole_parameters(writes=True)`."
-            )
-            raise ConfigError(msg)
+        error = _changed(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
+        if error is not None:
+            raise error
 
     def order_of_first_use(self) -> list[int]:
         """Return all parameters in the order of their first use so far, unused ones last."""
@@ -446,6 +448,7 @@ class ChunkManager:
     def end_backward(self) -> None:
         """End it: release what nobody pins."""
         self.end()
+        self.raise_own_changes()
 
     def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
         """Raise for parameters that were changed by hand.
@@ -465,6 +468,21 @@ class ChunkManager:
             if chunk.ranks.shard_size > 1:
                 chunk.release()
             chunk.mark_changed()
+
+
+def _changed(every: Mapping[int, Mapping[str, str]]) -> ConfigError | None:
+    """Return the error for parameters that were changed by hand, given by rank how; ``None`` if there are none."""
+    told = [
+        f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
+        for rank, of_rank in every.items()
+        if of_rank
+    ]
+    if not told:
+        return None
+    return ConfigError(
+        f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values "
+        "with `booster.load_model`, or on every rank inside of `with model.whole_parameters(writes=True)`."
+    )
 
 
 @contextlib.contextmanager

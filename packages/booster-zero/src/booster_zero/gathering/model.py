@@ -67,6 +67,22 @@ class GatheringModel(ModelWrapper):
 
         Collective: every rank of the world.
         """
+        with self.gathered(writes=writes):
+            yield
+        if not writes:
+            self.manager.tell_changes()
+
+    @contextlib.contextmanager
+    def gathered(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters whole for the block, as `whole_parameters` does, whose end no rank waits for.
+
+        What a block without ``writes`` has written, `ChunkManager.take_changes` returns after it.
+
+        Args:
+            writes: As for `whole_parameters`.
+
+        Collective: every rank of the world at the beginning; none at the end.
+        """
         chunks = self.manager.layout.buckets
         for chunk in chunks:
             chunk.pins += 1
@@ -82,8 +98,6 @@ class GatheringModel(ModelWrapper):
             for chunk in chunks:
                 chunk.pins = max(chunk.pins - 1, 0)
             self.manager.end()
-        if not writes:
-            self.manager.tell_changes()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return copies of the user's model's whole state, on every rank; see `Booster.save_model` for files.
