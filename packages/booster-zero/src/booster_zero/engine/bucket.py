@@ -377,7 +377,7 @@ class Bucket(Shard):
     @functools.cached_property
     def adds_at_once(self) -> bool:
         """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
-        return self.keep is Keep.ALWAYS and self.ranks.shard_size == 1 and self.format.device == self.format.home
+        return not self.home.moves and self.ranks.shard_size == 1 and self.format.device == self.format.home
 
     @property
     def averages_at_once(self) -> bool:
