@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
+    from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
@@ -46,6 +47,7 @@ __all__ = [
     "set_full_state",
     "to_device",
     "train_batch",
+    "whole_parameters",
 ]
 
 __getattr__, __dir__ = public_names(
@@ -56,6 +58,7 @@ __getattr__, __dir__ = public_names(
         ".data.batches": ["to_device"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],
+        ".exported_tensors": ["whole_parameters"],
         ".float8": ["convert_to_float8"],
         ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
         ".lazy": ["LazyInitContext"],
