@@ -13,8 +13,6 @@ from booster_runtime.lora import without_warnings_about_peft
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["merge_lora"]
-
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONFIG = "adapter_config.json"
 
