@@ -97,7 +97,7 @@ class _SumOfLosses(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             msg = "Backward has run through `linear_cross_entropy` already. Pass `retain_graph=True` the first time."
