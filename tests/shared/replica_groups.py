@@ -1,4 +1,4 @@
-"""Replica groups for tests: processes that train by `replica_training`, with a lighthouse, to be killed and restarted."""
+"""Replica groups for tests: processes that train by `replica_training`, to be killed and restarted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Lighthouse:
     """A lighthouse in a process of its own."""
 
     port: int
+    host: str = "127.0.0.1"
     options: tuple[str, ...] = ("--join-timeout", "3")
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         code = "from booster_core.cli import main; main()"
@@ -171,7 +172,7 @@ def replica_groups(
     **options: Any,
 ) -> Iterator[Groups]:
     """Yield groups that are not started yet, and end all of them afterwards."""
-    light = Lighthouse(free_port(), lighthouse)
+    light = Lighthouse(free_port(), options=lighthouse)
     light.start()
     groups = Groups(folder, num_groups, ranks, options, light)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class ReplicaGroups:
 
     @property
     def manager(self) -> GroupManager:
-        """torchft's manager; made when it is first needed, from when on other groups wait for this one.
+        """The manager of torchft, made when it is first needed; from then on other groups wait for this one.
 
         Collective: every rank of the group, at the first time.
         """
@@ -325,5 +325,5 @@ def _different_gradients() -> GradientError:
     return GradientError(
         "Replica groups have gradients of different parameters in this step, or different learning rates or loss "
         "scales, so that their parameters would part. Step schedulers alike in all groups; use every layer in each "
-        "step, or add `0.0 * sum(p.sum() for p in layer.parameters())` of layers that a batch may leave out to the loss."
+        "step, or add `0.0 * sum(p.sum() for p in layer.parameters())` to the loss for layers that batches may skip."
     )

@@ -1,7 +1,8 @@
-"""torchft's `Manager`, which lets a group do something of its own after each quorum. Imported where torchft is needed."""
+"""torchft's `Manager`, which lets a group do something of its own after each quorum."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torchft import Manager
@@ -38,7 +39,10 @@ class GroupManager(Manager):
         before = self.state_dict()
         self._taken = None
         try:
-            super().start_quorum(*arguments, **options)
+            with warnings.catch_warnings():
+                # Of torchft itself, which takes a warning that raises for an error of the connection.
+                warnings.simplefilter("ignore")
+                super().start_quorum(*arguments, **options)
         except Exception as error:
             raise self._no_quorum(error) from error
         self._on_quorum(self, before)

@@ -1,4 +1,4 @@
-"""`FaultTolerantPlugin`: replica groups around any other plugin. A group may die; the others go on, and it comes back."""
+"""`FaultTolerantPlugin`: replica groups around any other plugin, which survive each other."""
 
 from __future__ import annotations
 
@@ -340,15 +340,15 @@ def _inner_plugin(inner: object, options: Mapping[str, Any] | None, precision: A
         msg = "`inner_options` and `precision` go with the name of a plugin; pass them to the plugin object itself."
         raise ConfigError(msg)
     if isinstance(inner, FaultTolerantPlugin) or inner is FaultTolerantPlugin:
-        msg = "`inner='ft'` would put replica groups into replica groups. Use 'ddp', 'zero', 'gemini', 'fsdp' or 'hybrid'."
+        msg = "`inner='ft'` puts replica groups into replica groups. Use 'ddp', 'zero', 'gemini', 'fsdp' or 'hybrid'."
         raise ConfigError(msg)
     if not isinstance(inner, Plugin):
         msg = f"`inner` is the name of a plugin or a Plugin object; got `{type(inner).__name__}`."
         raise TypeError(msg)
     if Capability.SYNCHRONOUS not in inner.capabilities:
         msg = (
-            f"The inner plugin '{inner.name}' lets ranks step apart, so that averages of gradients between groups would "
-            "not be those of one batch. Use a synchronous one, such as 'ddp'; `sync_every` averages parameters."
+            f"The inner plugin '{inner.name}' lets ranks step apart, so that averages of gradients between groups are "
+            "not those of one batch. Use a synchronous one, such as 'ddp'; `sync_every` averages parameters."
         )
         raise ConfigError(msg)
     return inner

@@ -80,7 +80,8 @@ def command(
         _end(running.values())
         server.shutdown()
     if failed:
-        raise click.ClickException(f"Replica group(s) {', '.join(map(str, sorted(failed)))} failed.")
+        msg = f"Replica group(s) {', '.join(map(str, sorted(failed)))} failed."
+        raise click.ClickException(msg)
 
 
 def _interrupt(*_: object) -> None:
