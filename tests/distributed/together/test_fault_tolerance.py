@@ -10,7 +10,7 @@ INNERS = {
     "fsdp": {},
     "gemini": {},
     "hybrid": {"zero_stage": 1},
-    "hybrid-tp": {"tp_size": 2, "unchecked": "allow"},
+    "hybrid-3": {"zero_stage": 3},
 }
 STEPS = 5
 

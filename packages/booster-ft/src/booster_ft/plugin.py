@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from booster_core.checkpoint_io import TrainingObjects
-from booster_core.discovery import load
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
     Boosted,
@@ -20,6 +19,7 @@ from booster_core.plugin import (
     Plugin,
     as_tuple,
     hookimpl,
+    load,
     register_hooks,
     unregister_hooks,
 )
