@@ -38,7 +38,7 @@ def average(manager: Manager, tensors: Sequence[Tensor], device: torch.device) -
     for bucket, flat, work in pending:
         work.wait()
         if flat is not bucket[0]:
-            for tensor, values in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            for tensor, values in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
     if manager.errored() is not None:
         for tensor in tensors:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch does not list it as public
 
 from booster_core.errors import ConfigError, GradientError, LaunchError
 from booster_core.ranks import current_world
@@ -273,7 +274,7 @@ class ReplicaGroups:
         config, rank = self._config, self._coordinator.rank
         limit = timedelta(seconds=config.timeout_seconds)
         host = socket.gethostname()
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
         lighthouse = config.lighthouse or (self._own_lighthouse() if rank == 0 else None)
         address = (host, None if store is None else store.port)
         host, port = self._coordinator.broadcast_object(address, name="step")
@@ -310,7 +311,8 @@ class ReplicaGroups:
 
         server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
         self._closing.append(server.shutdown)
-        return server.address()
+        address: str = server.address()
+        return address
 
 
 def _different_values() -> ConfigError:

@@ -12,7 +12,7 @@ import sys
 import threading
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch does not list it as public
 
 _EXIT_CODE = 77
 _ENDED = 1 << 40
@@ -38,7 +38,7 @@ class RankWatch:
         if not self._others:
             return
         # A connection of its own: a call of the store keeps it until the answer is there.
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds / 2)
         )
         self._thread = threading.Thread(target=self._run, name="booster-ft rank watch", daemon=True)

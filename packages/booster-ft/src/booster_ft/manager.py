@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class GroupManager(Manager):
+class GroupManager(Manager):  # type: ignore[misc] # torchft has no types
     """A manager whose received state is taken by all ranks of the group together, after the quorum.
 
     torchft hands each rank what it has received, also where another rank of the group has received nothing.

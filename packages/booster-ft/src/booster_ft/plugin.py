@@ -157,7 +157,8 @@ class FaultTolerantPlugin(PipelinePlugin):
 
         Collective: every rank of the group.
         """
-        loaders = shard_dataloader(objects.dataloader, _AllGroups(self), context)
+        everyone: Any = _AllGroups(self)
+        loaders = shard_dataloader(objects.dataloader, everyone, context)
         boosted = self.inner.configure(objects._replace(dataloader=loaders), context)
         if objects.optimizer is None:
             return boosted

@@ -244,9 +244,9 @@ def _check_same(here: Mapping[str, TensorShard], tables: Sequence[Sequence[_Part
         sent[key] = part
         numel[key] = numel.get(key, 0) + sum(region.numel for region in regions_of(part.box, part.flat))
     for key, shard in here.items():
-        part = sent.get(key)
-        if part is None or (part.global_shape, part.dtype) != (shard.global_shape, shard.dtype):
-            theirs = "no such tensor" if part is None else f"one of shape {part.global_shape} and {part.dtype}"
+        found = sent.get(key)
+        if found is None or (found.global_shape, found.dtype) != (shard.global_shape, shard.dtype):
+            theirs = "no such tensor" if found is None else f"one of shape {found.global_shape} and {found.dtype}"
             msg = (
                 f"'{key}' is of shape {shard.global_shape} and {shard.dtype} here; another replica group has {theirs}. "
                 "Start all groups by the same script with the same options."
