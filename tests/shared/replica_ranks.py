@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 BATCH = 4
 
 
-def run_groups(fn: Callable[..., Any], num_groups: int, ranks: int = 1, *args: Any, **kwargs: Any) -> list[Any]:
+def run_groups(
+    fn: Callable[..., Any], num_groups: int, ranks: int = 1, *args: Any, min_replicas: int | None = None, **kwargs: Any
+) -> list[Any]:
     """Call ``fn(group, *args)`` in replica groups, and return the results, those of the first group first.
 
     Args:
@@ -28,11 +30,12 @@ def run_groups(fn: Callable[..., Any], num_groups: int, ranks: int = 1, *args: A
         num_groups: Number of groups.
         ranks: In each group.
         *args: Further arguments.
+        min_replicas: Of the lighthouse; all groups by default, so that none goes on alone on a slow machine.
         **kwargs: Those of `run_on_ranks`.
     """
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000)
+    server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas or num_groups, join_timeout_ms=10_000)
     try:
         ports = [free_port() for _ in range(num_groups)]
         settings = {"timeout_seconds": 120.0, **kwargs}

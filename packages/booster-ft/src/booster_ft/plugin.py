@@ -32,8 +32,7 @@ from booster_runtime.data import prepare_dataloader, shard_dataloader
 from booster_runtime.strategy import STRATEGY_TRAINING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -41,7 +40,20 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import PrecisionPolicy
-    from booster_core.state import StateAdapter
+
+
+_OF_INNER = (
+    "data_parallel_coordinates",
+    "describe_model",
+    "enable_lora",
+    "no_sync",
+    "parameter_paths",
+    "resolve_precision",
+    "set_full_gradient",
+    "state_adapter",
+    "supports_device",
+)
+"""The methods of a plugin that the inner one answers."""
 
 
 class FaultTolerantPlugin(PipelinePlugin):
@@ -105,8 +117,9 @@ class FaultTolerantPlugin(PipelinePlugin):
         _check_synchronization(sync_every, outer_optimizer, spares=spares)
         self.inner = _inner_plugin(inner, inner_options, precision)
         self.precision = self.inner.precision
-        # What one object can do is what its inner plugin can do.
+        # What one object can do is what its inner plugin can do, and does.
         vars(self)["capabilities"] = self.inner.capabilities - {Capability.SEVERAL_OPTIMIZERS}
+        vars(self).update({name: getattr(self.inner, name) for name in _OF_INNER})
         self._groups: ReplicaGroups | None = None
 
     # ---- the run
@@ -221,28 +234,8 @@ class FaultTolerantPlugin(PipelinePlugin):
 
     # ---- the inner plugin's own
 
-    def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        return self.inner.resolve_precision(policy)
-
-    def supports_device(self, device_type: str) -> bool:
-        return self.inner.supports_device(device_type)
-
-    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
-        """Return this rank's index among, and the number of, ranks of this group that see different samples."""
-        return self.inner.data_parallel_coordinates(coordinator)
-
-    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
-        return self.inner.state_adapter(model, context)
-
     def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:
         self.inner.prepare_save(model, context)
-
-    def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
-        """Return the inner plugin's context; groups average once a step, however many micro-batches it has."""
-        return self.inner.no_sync(model)
-
-    def parameter_paths(self, model: nn.Module) -> Mapping[str, str]:
-        return self.inner.parameter_paths(model)
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return a parameter's gradient, averaged over ranks and groups: a backward after that raises."""
@@ -250,23 +243,16 @@ class FaultTolerantPlugin(PipelinePlugin):
             self._groups.average()
         return self.inner.full_gradient(model, name)
 
-    def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
-        self.inner.set_full_gradient(model, name, values)
-
-    def enable_lora(self, model: nn.Module, **options: Any) -> Any:
-        return self.inner.enable_lora(model, **options)
-
-    def describe_model(self, model: ModelWrapper) -> Sequence[str]:
-        return self.inner.describe_model(model)
-
     def describe(self) -> Mapping[str, object]:
         """Return the options of both plugins and their values."""
-        own = {**asdict(self.config), "inner": self.inner.name, "sync_every": self.sync_every}
-        return {**own, **{f"inner.{name}": value for name, value in self.inner.describe().items()}}
+        return self._options(self.inner.describe())
 
     def agreed_options(self) -> Mapping[str, object]:
+        return self._options(self.inner.agreed_options())
+
+    def _options(self, inner: Mapping[str, object]) -> dict[str, object]:
         own = {**asdict(self.config), "inner": self.inner.name, "sync_every": self.sync_every}
-        return {**own, **{f"inner.{name}": value for name, value in self.inner.agreed_options().items()}}
+        return {**own, **{f"inner.{name}": value for name, value in inner.items()}}
 
     def has_pipeline(self, model: nn.Module) -> bool:
         return isinstance(self.inner, PipelinePlugin) and self.inner.has_pipeline(model)

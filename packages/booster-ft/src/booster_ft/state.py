@@ -6,8 +6,9 @@ the parts: its layout may differ, such as before the first backward of ZeRO. Not
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,36 +40,6 @@ if TYPE_CHECKING:
     from booster_core.state import StateAdapter
 
 _WHERE = "the state of another replica group"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What one shard holds, without its values: the arguments of `TensorShard`."""
-
-    name: str
-    state: str | None
-    global_shape: tuple[int, ...]
-    dtype: torch.dtype
-    box: tuple[tuple[int, int], ...]
-    flat: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, shard: TensorShard) -> _Part:
-        return cls(
-            name=shard.name,
-            state=shard.state,
-            global_shape=shard.global_shape,
-            dtype=shard.dtype,
-            box=shard.box,
-            flat=shard.flat,
-        )
-
-    def shard(self, values: Tensor) -> TensorShard:
-        return TensorShard(**vars(self), data=values)
-
-    def empty(self) -> TensorShard:
-        shape = box_shape(self.box) if self.flat is None else (self.flat[1] - self.flat[0],)
-        return self.shard(torch.empty(shape, dtype=self.dtype))
 
 
 class GroupState:
@@ -109,9 +80,9 @@ class GroupState:
         """Return a digest of what this rank owns of model and optimizer, and of the order of samples."""
         adapter, found = self._adapter(), xxhash.xxh3_64()
         for shards in (adapter.model_shards(), adapter.optimizer_shards()):
-            for part, values in _owned(shards):
-                found.update(repr(part).encode())
-                found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+            for shard in _owned(shards):
+                found.update(repr((shard.key, shard.global_shape, shard.box, shard.flat)).encode())
+                found.update(shard.data.reshape(-1).view(torch.uint8).numpy().data)
         orders = [(each.state_dict().get("num_samples"), each.state_dict().get("seed")) for each in self._loaders()]
         found.update(repr((adapter.param_groups(), orders)).encode())
         return found.hexdigest()
@@ -137,10 +108,10 @@ class GroupState:
         with self._coordinator.together("step"):
             self._check_optimizer(adapter, received)
         info = OptimizerInfo.merge(self._coordinator.all_gather_object(received["info"]))
-        parts = self._coordinator.all_gather_object([part for part, _ in received["optimizer"]])
+        tables = self._coordinator.all_gather_object([_without_values(shard) for shard in received["optimizer"]])
         metas: dict[str, dict[str, TensorMeta]] = {}
-        for part in (part for of_rank in parts for part in of_rank):
-            metas.setdefault(part.name, {})[part.state] = TensorMeta(shape=part.global_shape, dtype=part.dtype)
+        for shard in (shard for table in tables for shard in table):
+            metas.setdefault(shard.name, {})[shard.state] = TensorMeta(shape=shard.global_shape, dtype=shard.dtype)
         adapter.prepare_optimizer_load(metas, info.scalars, info.groups)
         self._fill(received["optimizer"], adapter.optimizer_shards)
         adapter.finish_load(model=False, optimizer=True)
@@ -179,7 +150,7 @@ class GroupState:
                 found.append(loader)
         return found
 
-    def _fill(self, received: Sequence[tuple[_Part, Tensor]], shards: Callable[[], Iterable[TensorShard]]) -> None:
+    def _fill(self, received: Sequence[TensorShard], shards: Callable[[], Iterable[TensorShard]]) -> None:
         """Write what the group's ranks have received into this rank's shards.
 
         Each tensor is put together from its parts on the host and cut as this rank holds it, one after the other.
@@ -188,20 +159,19 @@ class GroupState:
         """
         staged: dict[str, list[TensorShard]] = {}
         for shard in shards():
-            staged.setdefault(shard.key, []).append(_Part.of(shard).empty())
-        tables = self._coordinator.all_gather_object([part for part, _ in received])
-        with self._coordinator.together("step"):
-            _check_same({shard.key: shard for held in staged.values() for shard in held}, tables)
-        sources: dict[str, list[tuple[int, int]]] = {}
+            staged.setdefault(shard.key, []).append(_empty(shard))
+        tables = self._coordinator.all_gather_object([_without_values(shard) for shard in received])
+        sources: dict[str, list[tuple[int, int, TensorShard]]] = {}
         for rank, table in enumerate(tables):
-            for index, part in enumerate(table):
-                sources.setdefault(_key(part), []).append((rank, index))
-        for key, held in sources.items():
-            first = tables[held[0][0]][held[0][1]]
-            whole = torch.empty(first.global_shape, dtype=first.dtype)
-            for rank, index in held:
-                own = received[index][1] if rank == self._coordinator.rank else None
-                _insert(self._sent(own, tables[rank][index], rank), whole)
+            for index, shard in enumerate(table):
+                sources.setdefault(shard.key, []).append((rank, index, shard))
+        with self._coordinator.together("step"):
+            for key, held in staged.items():
+                _check_covered(held[0], [shard for _, _, shard in sources.get(key, ())])
+        for key, parts in sources.items():
+            whole = torch.empty(parts[0][2].global_shape, dtype=parts[0][2].dtype)
+            for rank, index, shard in parts:
+                self._insert(received[index] if rank == self._coordinator.rank else _empty(shard), rank, whole)
             for shard in staged.get(key, ()):
                 copy_part(whole, shard)
         places = {key: iter(held) for key, held in staged.items()}
@@ -209,55 +179,43 @@ class GroupState:
             for shard in shards():
                 shard.data.copy_(next(places[shard.key]).data)
 
-    def _sent(self, own: Tensor | None, part: _Part, rank: int) -> TensorShard:
-        """Return a part that a rank of the group has received."""
-        shard = part.empty() if own is None else part.shard(own)
-        if self._coordinator.world_size > 1 and shard.numel:
-            dist.broadcast(shard.data.reshape(-1).view(torch.uint8), src=rank)
-        return shard
+    def _insert(self, part: TensorShard, rank: int, whole: Tensor) -> None:
+        """Write a part that a rank of the group has received into the whole tensor, on every rank."""
+        values = part.data.reshape(-1)
+        if self._coordinator.world_size > 1 and part.numel:
+            dist.broadcast(values.view(torch.uint8), src=rank)
+        for region in regions_of(part.box, part.flat_range):
+            inside = values[region.start : region.start + region.numel]
+            whole[slices_of(region.box)] = inside.view(box_shape(region.box))
 
 
-def _key(part: _Part) -> str:
-    return part.name if part.state is None else f"{part.name}/{part.state}"
-
-
-def _owned(shards: Iterable[TensorShard]) -> Iterator[tuple[_Part, Tensor]]:
+def _owned(shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
     """Yield a copy of each shard that this rank owns, on the host."""
     for shard in shards:
         if shard.is_owner:
-            yield _Part.of(shard), shard.data.detach().to("cpu", copy=True).contiguous()
+            yield replace(shard, data=shard.data.detach().to("cpu", copy=True).contiguous())
 
 
-def _insert(shard: TensorShard, whole: Tensor) -> None:
-    values = shard.data.reshape(-1)
-    for region in regions_of(shard.box, shard.flat_range):
-        part = values[region.start : region.start + region.numel]
-        whole[slices_of(region.box)] = part.view(box_shape(region.box))
+def _without_values(shard: TensorShard) -> TensorShard:
+    return replace(shard, data=shard.data.to("meta"))
 
 
-def _check_same(here: Mapping[str, TensorShard], tables: Sequence[Sequence[_Part]]) -> None:
-    """Raise `ConfigError` unless what was sent covers the tensors that are here, in their shapes and formats."""
-    sent: dict[str, _Part] = {}
-    numel: dict[str, int] = {}
-    for part in (part for table in tables for part in table):
-        key = _key(part)
-        sent[key] = part
-        numel[key] = numel.get(key, 0) + sum(region.numel for region in regions_of(part.box, part.flat))
-    for key, shard in here.items():
-        found = sent.get(key)
-        if found is None or (found.global_shape, found.dtype) != (shard.global_shape, shard.dtype):
-            theirs = "no such tensor" if found is None else f"one of shape {found.global_shape} and {found.dtype}"
-            msg = (
-                f"'{key}' is of shape {shard.global_shape} and {shard.dtype} here; another replica group has {theirs}. "
-                "Start all groups by the same script with the same options."
-            )
-            raise ConfigError(msg)
-        if numel[key] != torch.Size(shard.global_shape).numel():
-            msg = (
-                f"Of '{key}' only {numel[key]} elements came from other replica groups. Start all groups with the same "
-                "number of ranks."
-            )
-            raise ConfigError(msg)
+def _empty(shard: TensorShard) -> TensorShard:
+    return replace(shard, data=torch.empty(shard.data.shape, dtype=shard.dtype))
+
+
+def _check_covered(shard: TensorShard, parts: Sequence[TensorShard]) -> None:
+    """Raise `ConfigError` unless what was sent is the tensor that is here, and all of it."""
+    there = {(part.global_shape, part.dtype) for part in parts}
+    numel = sum(part.numel for part in parts)
+    if there != {(shard.global_shape, shard.dtype)} or numel != math.prod(shard.global_shape):
+        theirs = " and ".join(f"shape {shape} and {dtype}" for shape, dtype in there) or "none of this name"
+        msg = (
+            f"'{shard.key}' is of shape {shard.global_shape} and {shard.dtype} here; from another replica group came "
+            f"{numel} elements of {theirs}. Start all groups by the same script, with the same options and number of "
+            "ranks."
+        )
+        raise ConfigError(msg)
 
 
 def _reseed(text: str) -> None:

@@ -6,27 +6,19 @@ It is torchft's. It holds no state of the run: restart it at the same address, a
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import click
 
 from booster_core.errors import BoosterError
 
 
-@click.command()
-@click.option("--bind", default="[::]:29510", show_default=True, help="Address and port; port 0 takes a free one.")
-@click.option(
-    "--min-replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Groups that a step needs."
-)
-@click.option(
-    "--join-timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,
-    help="Seconds for which groups that have ended a step wait for others that are alive.",
-)  # fmt: skip
-@click.option(
-    "--heartbeat-timeout", type=click.FloatRange(min=0.5), default=5.0, show_default=True,
-    help="Seconds after which a group that gives no sign counts as dead.",
-)  # fmt: skip
-def command(*, bind: str, min_replicas: int, join_timeout: float, heartbeat_timeout: float) -> None:
-    """Start the lighthouse, and print the value of TORCHFT_LIGHTHOUSE for all groups."""
+def start_lighthouse(bind: str, min_replicas: int, *, join_timeout: float, heartbeat_timeout: float = 5.0) -> Any:
+    """Return torchft's server, which runs until its ``shutdown``.
+
+    Raises:
+        click.ClickException: If torchft can't be imported.
+    """
     from booster_ft.groups import require_torchft
 
     try:
@@ -35,12 +27,18 @@ def command(*, bind: str, min_replicas: int, join_timeout: float, heartbeat_time
         raise click.ClickException(str(error)) from error
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(
-        bind=bind,
-        min_replicas=min_replicas,
-        join_timeout_ms=round(1000 * join_timeout),
-        heartbeat_timeout_ms=round(1000 * heartbeat_timeout),
-    )
+    milliseconds = round(1000 * join_timeout), round(1000 * heartbeat_timeout)
+    return LighthouseServer(bind, min_replicas, milliseconds[0], heartbeat_timeout_ms=milliseconds[1])
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--bind", default="[::]:29510", help="Address and port; port 0 takes a free one.")
+@click.option("--min-replicas", type=click.IntRange(min=1), default=1, help="Groups that a step needs.")
+@click.option("--join-timeout", type=float, default=60.0, help="Seconds for which groups wait for others that live.")
+@click.option("--heartbeat-timeout", type=float, default=5.0, help="Seconds after which a silent group is dead.")
+def command(*, bind: str, min_replicas: int, join_timeout: float, heartbeat_timeout: float) -> None:
+    """Start the lighthouse, and print the value of TORCHFT_LIGHTHOUSE for all groups."""
+    server = start_lighthouse(bind, min_replicas, join_timeout=join_timeout, heartbeat_timeout=heartbeat_timeout)
     click.echo(f"TORCHFT_LIGHTHOUSE={server.address()}")
     try:
         threading.Event().wait()
