@@ -118,6 +118,13 @@ class Groups:
     def commits(self, group: int, rank: int = 0) -> dict[int, dict[str, Any]]:
         return {line["step"]: line for line in self.steps(group, rank) if line["committed"]}
 
+    def trains(self, group: int) -> bool:
+        """Return whether a group's present process has committed a step."""
+        pid = self.running[group][0].pid
+        return self.running[group][0].poll() is None and any(
+            line["pid"] == pid for line in self.commits(group).values()
+        )
+
     def output(self, group: int, rank: int = 0) -> str:
         return (self.folder / f"group{group}-rank{rank}.txt").read_text(errors="replace")
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from booster_ft.manager import GroupManager
     from booster_ft.state import GroupState
 
-_RETRIES = 20
-"""How often a lighthouse that does not answer is asked, spread over the time limit."""
-
 
 def require_torchft() -> None:
     """Import torchft.
@@ -300,7 +297,7 @@ class ReplicaGroups:
             hostname=host,
             # Values at the first step are compared, since at most one rank would get another group's.
             init_sync=False,
-            quorum_retries=_RETRIES,
+            quorum_retries=int(config.quorum_timeout_seconds),  # one each second, while no lighthouse answers
         )
         self._closing += [lambda: store, pg.shutdown, manager.shutdown, watch.close]
         return manager

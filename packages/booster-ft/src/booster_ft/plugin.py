@@ -73,6 +73,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         outer_optimizer: With ``sync_every``: makes an optimizer of the parameters that steps with the average change
             since the last synchronization (DiLoCo), such as
             ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
+        precision: Of the inner plugin; the same as ``Booster(mixed_precision=...)``.
 
     Raises:
         ConfigError: If torchft can't be imported, a value is out of range, or the inner plugin can't be used.
