@@ -120,10 +120,9 @@ class Groups:
 
     def trains(self, group: int) -> bool:
         """Return whether a group's present process has committed a step."""
-        pid = self.running[group][0].pid
-        return self.running[group][0].poll() is None and any(
-            line["pid"] == pid for line in self.commits(group).values()
-        )
+        process = self.running[group][0]
+        commits = self.commits(group).values()
+        return process.poll() is None and any(line["pid"] == process.pid for line in commits)
 
     def output(self, group: int, rank: int = 0) -> str:
         return (self.folder / f"group{group}-rank{rank}.txt").read_text(errors="replace")
