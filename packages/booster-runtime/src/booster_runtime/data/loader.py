@@ -65,6 +65,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self._start = 0
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
+        # Called when a pass begins, before its first batch is drawn; it may load a position.
+        self.before_pass: Callable[[], object] | None = None
 
     @property
     def epoch(self) -> int:
@@ -86,6 +88,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
+        if self.before_pass is not None:
+            self.before_pass()
         order = self._order
         self.set_epoch(self._next_epoch())
         if order is not None:
