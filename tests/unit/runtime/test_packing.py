@@ -88,6 +88,14 @@ def test_boost_takes_them():
     assert first.tolist() + rest == [row["input_ids"] for row in rows_of(PackedDocuments(DOCUMENTS, 4))]
 
 
+def test_documents_may_have_labels_of_their_own():
+    documents = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}, {"input_ids": [4, 5, 6], "labels": [4, 5, -100]}]
+    first, second = rows_of(PackedDocuments(documents, 3))
+    assert (first["labels"], second["labels"]) == ([-100, -100, 3], [-100, 5, -100])
+    with pytest.raises(ConfigError, match="Document 0 has 2 tokens and 1 labels"):
+        list(PackedDocuments([{"input_ids": [1, 2], "labels": [1]}], 2))
+
+
 def test_a_row_has_tokens():
     with pytest.raises(ConfigError, match="length=0"):
         PackedDocuments(DOCUMENTS, 0)
