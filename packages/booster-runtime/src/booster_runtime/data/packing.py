@@ -53,7 +53,7 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
         self._labels: list[int] = []
         self._positions: list[int] = []
         self._num_read = 0
-        self._num_skipped = 0
+        self._loaded: Mapping[str, Any] | None = None
 
     @property
     def num_shards(self) -> int:
@@ -79,6 +79,8 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the documents have been read, and the tokens that were not handed out."""
+        if self._loaded is not None:  # no pass has begun since
+            return dict(self._loaded)
         own = getattr(self._documents, "state_dict", None)
         return {
             "documents": own() if callable(own) else None,
@@ -90,16 +92,16 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on from there; documents that can't tell their position are read again."""
-        self._tokens, self._labels = list(state["tokens"]), list(state["labels"])
-        self._positions = list(state["positions"])
-        self._num_read = state["num_read"]
-        self._num_skipped = 0 if state["documents"] is not None else self._num_read
+        self._loaded = state
         if state["documents"] is not None:
             documents: Any = self._documents
             documents.load_state_dict(state["documents"])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        skipped, self._num_skipped = self._num_skipped, 0
+        state, self._loaded = self._loaded or {}, None
+        self._tokens, self._labels = list(state.get("tokens", ())), list(state.get("labels", ()))
+        self._positions, self._num_read = list(state.get("positions", ())), state.get("num_read", 0)
+        skipped = self._num_read if state.get("documents") is None else 0
         yield from self._rows()
         for number, document in enumerate(self._documents):
             if number < skipped:
@@ -115,8 +117,6 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
             self._labels += map(int, labels)
             self._positions += range(len(tokens))
             yield from self._rows()
-        # The next pass begins at the start.
-        self._tokens, self._labels, self._positions, self._num_read = [], [], [], 0
 
     def _rows(self) -> Iterator[dict[str, Tensor]]:
         while len(self._tokens) >= self._length:
