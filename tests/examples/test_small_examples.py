@@ -48,6 +48,14 @@ def test_adapters_train_and_go_on(run, tmp_path):
     assert later.keys() == first.keys()
 
 
+def test_answers_are_learned_alike_on_any_number_of_ranks(run):
+    options = ["--steps", 6, "--length", 32]
+    _, before, after = run("supervised_finetuning.py", "--batch-size", 4, *options)
+    assert after < before
+    _, *losses = run("supervised_finetuning.py", "--batch-size", 2, "--plugin", "zero", *options, ranks=2)
+    assert losses == pytest.approx([before, after], rel=1e-3)
+
+
 def test_a_gan_gives_the_same_points_on_any_number_of_ranks(run, tmp_path):
     expected = run("gan.py", "--epochs", 1)
     plain = load_file(tmp_path / "generator.safetensors")

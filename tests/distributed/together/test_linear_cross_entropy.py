@@ -44,6 +44,19 @@ def make_llama(*, tied):
     return tiny_llama(vocab_size=VOCABULARY, tie_word_embeddings=tied).train()
 
 
+def narrow_llama(plugin_class, options, precision, prepare):
+    return train(plugin_class, {**options, "precision": precision}, make_llama(tied=False), own_loss, prepare)
+
+
+@matrix(["ddp-bf16", "fsdp-fp16", "gemini-bf16", "hybrid-tp-fp16"], run=RUNS, precision=["bf16", "fp16"])
+def test_narrow_runs_differ_by_rounding_alone(run, precision):
+    plugin_class, options, world_size = RUNS[run]
+    expected = run_on_ranks(narrow_llama, world_size, plugin_class, options, precision, None)
+    found = run_on_ranks(narrow_llama, world_size, plugin_class, options, precision, enable_linear_cross_entropy)
+    for actual, other in zip(found, expected, strict=True):
+        assert_same_tensors(actual, other, tolerance_for(torch.bfloat16))
+
+
 class Plain(nn.Module):
     """Embeds, and returns hidden states, or the loss itself where it gets labels."""
 

@@ -29,14 +29,15 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
     are left out.
 
     Args:
-        documents: Yields sequences of token ids, or mappings that have them under ``key``; with ``shard`` and
-            ``state_dict`` as streams of ``datasets`` have them, it is split and restored by these.
+        documents: Yields sequences of token ids, or mappings that have them under ``key``, and labels, where they
+            differ, under ``"labels"``; with ``shard`` and ``state_dict`` as streams of ``datasets`` have them, it is
+            split and restored by these.
         length: Tokens in a row.
         key: Where the token ids are.
         ignore_index: Label of tokens that don't count.
 
     Raises:
-        ConfigError: If ``length`` is not positive.
+        ConfigError: If ``length`` is not positive; while iterating, if a document has not one label for each token.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
             msg = f"`length={length}` is no number of tokens in a row."
             raise ConfigError(msg)
         self._documents, self._length, self._key, self._ignore_index = documents, length, key, ignore_index
-        # What has been read and not handed out: tokens, and their positions in their documents.
+        # What has been read and not handed out: tokens, their labels, and their positions in their documents.
         self._tokens: list[int] = []
+        self._labels: list[int] = []
         self._positions: list[int] = []
         self._num_read = 0
-        self._num_skipped = 0
+        self._loaded: Mapping[str, Any] | None = None
 
     @property
     def num_shards(self) -> int:
@@ -77,45 +79,54 @@ class PackedDocuments(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the documents have been read, and the tokens that were not handed out."""
+        if self._loaded is not None:  # no pass has begun since
+            return dict(self._loaded)
         own = getattr(self._documents, "state_dict", None)
         return {
             "documents": own() if callable(own) else None,
             "num_read": self._num_read,
             "tokens": list(self._tokens),
+            "labels": list(self._labels),
             "positions": list(self._positions),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on from there; documents that can't tell their position are read again."""
-        self._tokens, self._positions = list(state["tokens"]), list(state["positions"])
-        self._num_read = state["num_read"]
-        self._num_skipped = 0 if state["documents"] is not None else self._num_read
+        self._loaded = state
         if state["documents"] is not None:
             documents: Any = self._documents
             documents.load_state_dict(state["documents"])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        skipped, self._num_skipped = self._num_skipped, 0
+        state, self._loaded = self._loaded or {}, None
+        self._tokens, self._labels = list(state.get("tokens", ())), list(state.get("labels", ()))
+        self._positions, self._num_read = list(state.get("positions", ())), state.get("num_read", 0)
+        skipped = self._num_read if state.get("documents") is None else 0
         yield from self._rows()
         for number, document in enumerate(self._documents):
             if number < skipped:
                 continue
-            tokens = document[self._key] if hasattr(document, "keys") else document
+            has_names = hasattr(document, "keys")
+            tokens = document[self._key] if has_names else document
+            labels = document["labels"] if has_names and "labels" in document else tokens
+            if len(labels) != len(tokens):
+                msg = f"Document {number} has {len(tokens)} tokens and {len(labels)} labels. Give each token one."
+                raise ConfigError(msg)
             self._num_read += 1
-            self._tokens += (int(token) for token in tokens)
+            self._tokens += map(int, tokens)
+            self._labels += map(int, labels)
             self._positions += range(len(tokens))
             yield from self._rows()
-        self._tokens, self._positions, self._num_read = [], [], 0  # the next pass begins at the start
 
     def _rows(self) -> Iterator[dict[str, Tensor]]:
         while len(self._tokens) >= self._length:
             length = self._length
             row, positions = torch.tensor(self._tokens[:length]), torch.tensor(self._positions[:length])
+            labels = torch.tensor(self._labels[:length]).masked_fill_(positions == 0, self._ignore_index)
             # What is left of a document is one of its own in the next row.
             rest = self._positions[length:]
             cut = rest[0] if rest else 0
             end = rest.index(0) if 0 in rest else len(rest)
-            self._tokens = self._tokens[length:]
+            self._tokens, self._labels = self._tokens[length:], self._labels[length:]
             self._positions = [position - cut for position in rest[:end]] + rest[end:] if cut else rest
-            labels = row.masked_fill(positions == 0, self._ignore_index)
             yield {"input_ids": row, "position_ids": positions, "labels": labels}

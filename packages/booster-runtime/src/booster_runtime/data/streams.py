@@ -68,10 +68,12 @@ class StreamShards(ShardedIterable):
         self._current: tuple[str, Any, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        # What is left of a pass that was not read to its end.
+        starts, self._ended, self._current = self._starts, [], None
         worker = get_worker_info()
         own = range(self.rank, self.num_shards, self.world_size)
         for index in own if worker is None else own[worker.id :: worker.num_workers]:
-            key, start = str(index), self._starts.get(str(index), {})
+            key, start = str(index), starts.get(str(index), {})
             if start.get("is_ended"):
                 continue
             shard: Any = self._shard(index)
@@ -129,8 +131,8 @@ class StreamShards(ShardedIterable):
                 batch = next(batches, _END)
             except Exception as caught:  # noqa: BLE001 - raised by `_agreed`, on every rank
                 error = caught
+            self._starts = {}  # the next pass begins at the start, also where this one is left early
             if not self._agreed(is_left=batch is not _END, is_empty=batch is _END and last is None, error=error):
-                self._starts = {}
                 return
             if batch is not _END:
                 last = batch

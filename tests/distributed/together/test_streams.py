@@ -146,6 +146,20 @@ def test_what_was_read_is_not_read_again():
     assert num_read == 4
 
 
+def leave_early(state):
+    _, loader = loader_of("own", [6, 5])
+    loader.load_state_dict(state)
+    first = numbers_of(next(iter(loader)))
+    return first, [numbers_of(batch) for batch in loader]
+
+
+def test_the_pass_after_one_that_was_left_begins_at_the_start():
+    ((_, state, _),) = run_on_ranks(read, 1, "own", [6, 5], 2, 0, None)
+    ((first, second),) = run_on_ranks(leave_early, 1, state)
+    assert first == [4, 5]
+    assert sorted(number - 10_000 for batch in second for number in batch) == everything([6, 5])
+
+
 def save_and_load(folder):
     booster, loader = loader_of("own", [6, 6])
     model, *_ = booster.boost(torch.nn.Linear(1, 1))
