@@ -86,7 +86,7 @@ class FaultTolerantPlugin(PipelinePlugin):
 
     name: ClassVar[str] = "ft"
     api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL, Capability.PIPELINE}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
