@@ -190,13 +190,12 @@ def test_a_partition(tmp_path, namespaces):
     """The group that is cut off ends with an error that names the lighthouse; the other one goes on."""
     with replica_groups(tmp_path, 2, plugin={"quorum_timeout_seconds": 10}) as groups:
         groups.lighthouse.host = "10.77.0.100"
+        hosts = tmp_path / "hosts"
+        hosts.write_text("127.0.0.1 localhost\n10.77.0.1 ft0\n10.77.0.2 ft1\n")
 
         def inside(group):
-            # A host name of its own, which resolves to its address in the namespace.
-            setup = (
-                f"hostname ft{group}; echo '127.0.0.1 localhost\n10.77.0.{group + 1} ft{group}' > {tmp_path}/h{group}; "
-            )
-            setup += f'mount --bind {tmp_path}/h{group} /etc/hosts; exec "$@"'
+            # A host name of its own, as on a machine of its own.
+            setup = f'hostname ft{group}; mount --bind {hosts} /etc/hosts; exec "$@"'
             return ["ip", "netns", "exec", f"ftgroup{group}", "unshare", "--uts", "--mount", "sh", "-c", setup, "sh"]
 
         groups.prefix = inside

@@ -114,9 +114,6 @@ def _differ(group, folder, how):
         if how == "rates" and step == 1 and group.replica_id:
             optimizer.param_groups[0]["lr"] = 0.3
         booster.backward(loss_of(model, batch_of(group.index)), optimizer)
-        if how == "backward":
-            optimizer.clip_grad_by_norm(1.0)
-            booster.backward(loss_of(model, batch_of(group.index)), optimizer)
         optimizer.step(loss_of if how == "closure" else None)
         optimizer.zero_grad()
 
@@ -128,7 +125,6 @@ def _differ(group, folder, how):
         ("options", ConfigError, "groups start with different values"),
         ("layers", GradientError, "gradients of different parameters.*add `0.0"),
         ("rates", GradientError, "different learning rates.*Step schedulers alike"),
-        ("backward", GradientError, "have been averaged over replica groups.*Run all micro-batches first"),
         ("closure", GradientError, "closure.*replica groups"),
     ],
 )

@@ -141,18 +141,10 @@ class ReplicaGroups:
         self._is_begun, self._is_averaged = True, False
         self.manager.start_quorum()  # which calls `_meet`
 
-    def check_backward(self) -> None:
-        """Raise `GradientError` if the gradients of this step are averaged already."""
-        if self._is_averaged:
-            msg = (
-                "The gradients have been averaged over replica groups, by clipping, `full_gradient` or "
-                "`unscale_gradients`, and this backward would add to the average. Run all micro-batches first, then "
-                "clip, then `optimizer.step()`; or call `optimizer.zero_grad()`."
-            )
-            raise GradientError(msg)
-
     def average(self) -> None:
-        """Average the gradients over the groups that take part, once a step.
+        """Average the gradients over the groups that take part, unless that is done.
+
+        Gradients that are added to an average are averaged with it again: the average is the same in all groups.
 
         A group that lacks an average does not take part in what follows, so that a step is committed only by groups
         that have averages of the same gradients.
@@ -200,7 +192,7 @@ class ReplicaGroups:
         return False
 
     def forget(self) -> None:
-        """Learn that the gradients were dropped."""
+        """Learn that the gradients were dropped, or are about to be added to."""
         self._is_averaged = False
 
     # ---- parts

@@ -28,19 +28,20 @@ class RankWatch:
         port: Of the group's store.
         rank: This rank.
         world_size: Number of ranks in the group; one is not watched.
-        timeout_seconds: The group's time limit; a rank that is silent for half of it counts as stopped.
+        timeout_seconds: The group's time limit; a rank that is silent for a third of it counts as stopped.
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._others = [other for other in range(world_size) if other != rank]
-        self._rank, self._num_ticks = rank, max(3, int(timeout_seconds / 2))
+        self._rank, self._num_ticks = rank, max(3, int(timeout_seconds / 3))
         self._end = threading.Event()
         if not self._others:
             return
         # A connection of its own: a call of the store keeps it until the answer is there.
         self._store = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds / 2)
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._num_ticks)
         )
+        self._store.add(f"alive/{rank}", 1)
         self._thread = threading.Thread(target=self._run, name="booster-ft rank watch", daemon=True)
         self._thread.start()
 
@@ -59,7 +60,7 @@ class RankWatch:
             try:
                 self._store.add(f"alive/{self._rank}", 1)
                 counts = {other: self._store.add(f"alive/{other}", 0) for other in self._others}
-            except RuntimeError:  # rank 0, whose store it is, has ended, or stopped for half of the time limit
+            except RuntimeError:  # rank 0, whose store it is, has ended or stopped
                 if not self._end.wait(self._num_ticks):  # unless this rank is about to end as well
                     _leave("its rank 0 has ended or stopped")
                 return

@@ -86,7 +86,7 @@ class FaultTolerantPlugin(PipelinePlugin):
 
     name: ClassVar[str] = "ft"
     api_version: ClassVar[int] = 2
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL, Capability.PIPELINE}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         self.inner.prepare_save(model, context)
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
-        """Return a parameter's gradient, averaged over ranks and groups: a backward after that raises."""
+        """Return a parameter's gradient, averaged over ranks and groups."""
         if self._groups is not None and self.sync_every is None and model.boosted_optimizers:
             self._groups.average()
         return self.inner.full_gradient(model, name)
@@ -283,7 +283,7 @@ class FaultTolerantPlugin(PipelinePlugin):
             raise ConfigError(msg)
         if optimizer is not None and self._groups is not None:
             self._groups.begin()
-            self._groups.check_backward()
+            self._groups.forget()
         return self.inner.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )

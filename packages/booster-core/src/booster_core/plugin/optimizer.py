@@ -44,11 +44,8 @@ def _shared(name: str) -> Any:
 class Replicas(Protocol):
     """Other copies of this run, each launched by itself, whose gradients are averaged with this one's before a step."""
 
-    def check_backward(self) -> None:
-        """Raise `GradientError` if gradients that are averaged already would be added to."""
-
     def average(self) -> None:
-        """Average the gradients, with their loss scale, over the copies; once a step.
+        """Average the gradients, with their loss scale, over the copies, unless that is done.
 
         Collective: every rank of this run.
         """
@@ -60,7 +57,7 @@ class Replicas(Protocol):
         """
 
     def forget(self) -> None:
-        """Learn that the gradients were dropped."""
+        """Learn that the gradients were dropped, or are about to be added to."""
 
 
 class GradientScaling:
@@ -247,7 +244,7 @@ class OptimizerWrapper(Optimizer):
             inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
             self.check_inputs(inputs)
         if self.scaling.replicas is not None:
-            self.scaling.replicas.check_backward()
+            self.scaling.replicas.forget()
         self.scaling.end_window()
         if self.loss_scaler is not None:
             for optimizer in self.scaling.optimizers:

@@ -1,0 +1,56 @@
+import sys
+
+import pytest
+
+from booster_core.errors import ConfigError
+from booster_ft import FaultToleranceConfig, FaultTolerantPlugin
+
+
+@pytest.fixture(autouse=True)
+def _no_groups(monkeypatch):
+    for name in ("TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_environment_fills_in_what_is_left_out(monkeypatch):
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://head:29510")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "2")
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "4")
+    found = FaultToleranceConfig(replica_id=3).from_environment()
+    assert (found.place, found.lighthouse) == ((3, 4), "http://head:29510")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_replicas": 0}, "`min_replicas=0` is not an integer of at least 1"),
+        ({"timeout_seconds": 0}, "`timeout_seconds=0` is not a number of seconds"),
+        ({"min_replicas": 2}, "more than the 1 replica group"),
+        ({"num_replicas": 2}, "meet at a lighthouse, and none is named"),
+        ({"replica_id": 2, "num_replicas": 2, "lighthouse": "http://a:1"}, "group 2 of 2: groups are numbered from 0"),
+        ({"inner": "ft"}, "replica groups into replica groups"),
+        ({"inner": "single", "inner_options": {}, "outer_optimizer": dict}, "Say how often, by `sync_every=100`"),
+        ({"sync_every": 0}, "`sync_every=0` is not a number of steps"),
+        ({"sync_every": 2, "spares": True}, "Leave one out"),
+    ],
+)
+def test_wrong_options_raise(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FaultTolerantPlugin(**options)
+
+
+def test_a_number_that_is_none_is_named(monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "first")
+    with pytest.raises(ConfigError, match="`REPLICA_GROUP_ID` is 'first', which is not a number"):
+        FaultTolerantPlugin()
+
+
+def test_an_inner_plugin_is_a_plugin():
+    with pytest.raises(TypeError, match="a Plugin object; got `int`"):
+        FaultTolerantPlugin(inner=3)
+
+
+def test_without_torchft_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(ConfigError, match=r"needs torchft, which can't be imported.*Linux on x86_64"):
+        FaultTolerantPlugin()
