@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -75,9 +76,7 @@ class BufferWatch:
         """
         if not any(has_changed):
             return
-        for buffer, is_sent in zip(self.buffers().values(), has_changed, strict=True):
-            if is_sent:
-                send_first(buffer, group)
+        send_first(compress(self.buffers().values(), has_changed), group)
         self.forget()
 
     def forget(self) -> None:

@@ -19,7 +19,7 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
-from booster_runtime.memory import AbsentTensors, CopyStream
+from booster_runtime.memory import AbsentTensors
 from booster_zero.engine.home import Role, zeros_in_memory
 from booster_zero.engine.outgoing import Outgoing
 from booster_zero.engine.shard import Shard
@@ -97,7 +97,6 @@ class Bucket(Shard):
             own = zeros_in_memory(high - low, format.working, format.device, format.device)
         members = [parameters[slot.index] for slot in plan.slots]
         super().__init__(plan, members, format, ranks, home=home, own=own)
-        self.copy_stream = CopyStream(format.device) if format.home != format.device else None
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
         self.pins = 0
         self._pool = pool
@@ -334,7 +333,7 @@ class Bucket(Shard):
             self.round_values()
             return Pending()
         bounds, group = self.plan.bounds, self.ranks.shard_group
-        if self.copy_stream is None:
+        if self.format.home == self.format.device:
             self.round_values()
             if self.ranks.shard_size == 1:
                 return Pending()
@@ -343,9 +342,10 @@ class Bucket(Shard):
         if values.dtype != self.own.dtype:
             taken = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device, is_kept=False)
             values = taken.copy_(values)
-        with self.copy_stream.after_compute():
+        copy_stream = self.home.copy_stream(self.format.device, up=True)
+        with copy_stream.after_compute():
             self.own.copy_(values, non_blocking=True)
-            copied = self.copy_stream.record()
+            copied = copy_stream.record()
             gathered = collectives.all_gather(self.whole, bounds, group)
 
         def finish() -> None:
@@ -491,17 +491,18 @@ class Bucket(Shard):
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         source = self._outgoing.joined(self.plan.slots, gradients)
-        if self.copy_stream is None:
+        if self.format.home == self.format.device:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
         landing = target
         if not is_first:
             landing = zeros_in_memory(target.numel(), target.dtype, target.device, source.device, is_kept=False)
-        with self.copy_stream.after_compute():
+        copy_stream = self.home.copy_stream(self.format.device, up=False)
+        with copy_stream.after_compute():
             staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
             collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
             landing.copy_(staged, non_blocking=True)
-            arrived = self.copy_stream.record()
+            arrived = copy_stream.record()
 
         def add_up() -> None:
             if arrived is not None:
