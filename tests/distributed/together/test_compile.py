@@ -29,6 +29,7 @@ RUNS = {
     "zero1": (LowLevelZeroPlugin, {"stage": 1}, 2),
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 2),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 8192}, 2),
+    "gemini-alone": (GeminiPlugin, {"min_chunk_bytes": 8192}, 1),
     "hybrid": (HybridParallelPlugin, {"tp_size": 2}, 2),
     "zero3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
 }
@@ -104,6 +105,38 @@ def check(run, how, backend, timeout_seconds):
         assert set(tensors) == {"gradient", *names}
         if how in ("before", "method", "blocks", "after-method"):
             assert listed == names
+
+
+def graphs_of_layers():
+    """Return how many graphs two compiled layers have under Gemini, after each of some steps."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    ignore_compiler_warnings()
+    torch.manual_seed(0)
+    model = tiny_llama(num_hidden_layers=2)
+    graphs, after = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    booster = Booster("cpu", plugin=GeminiPlugin())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(3):
+        tokens = torch.arange(32).view(4, 8)
+        booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(len(graphs))
+    return after
+
+
+def test_compiled_layers_stay_whole_where_one_rank_has_all_values():
+    ((first, *later),) = run_on_ranks(graphs_of_layers, 1, timeout_seconds=120)
+    assert first == 1, "both layers are alike"
+    assert later == [first] * 2, "nothing is compiled again"
 
 
 @matrix(["hybrid-checkpointed"], run=RUNS, how=HOW)

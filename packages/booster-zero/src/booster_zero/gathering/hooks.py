@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from booster_core.errors import ConfigError
 from booster_runtime.memory import sees_all_uses
@@ -73,6 +74,43 @@ class _Frame:
         self.is_outermost = False
 
 
+class _Shown:
+    """Whether all parameters are here already, while a forward runs, so that calls of modules gather nothing.
+
+    Attributes:
+        are_all: Whether they are. The compiler reads it, too.
+        by: The module whose forward is the outermost.
+        num_inner: How many calls of it run inside of that.
+    """
+
+    __slots__ = ("are_all", "by", "num_inner")
+
+    def __init__(self) -> None:
+        self.are_all = False
+        self.by: nn.Module | None = None
+        self.num_inner = 0
+
+    def begin(self, module: nn.Module) -> None:
+        """Note that all are here until the forward of this module has ended."""
+        self.are_all, self.by, self.num_inner = True, module, 0
+
+    def note_call(self, module: nn.Module) -> None:
+        """Note a call of a module, which may be the outermost one again."""
+        if module is self.by:
+            self.num_inner += 1
+
+    def ends(self, module: nn.Module) -> bool:
+        """Return whether the outermost forward ends with this call of a module."""
+        if module is not self.by or not self.num_inner:
+            return module is self.by
+        self.num_inner -= 1
+        return False
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self.are_all, self.by = False, None
+
+
 class _Own:
     """A module's own parameters, and the chunks that hold them as they are laid out now.
 
@@ -122,12 +160,15 @@ class ParameterHooks:
         self._manager = manager
         self._before_forward, self._after_forward = before_forward, after_forward
         self._frames: list[_Frame] = []
+        self._shown = _Shown()
         self._saved_uses = SavedUses(manager)
         # Autograd may keep a parameter itself. Backward must not find it without values where that isn't seen.
         self._covers_all = not all(sees_all_uses(chunk.format.device) for chunk in manager.layout.buckets)
         # Where one rank has everything, and leaves it in place, what autograd keeps of it takes no memory.
         self._saves = self._covers_all or manager.ranks.shard_size > 1 or manager.home.moves
+        first_id = RemovableHandle.next_id
         for name, module in model.named_modules():
+            RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
             used = with_model if module is model and with_model else module.parameters(recurse=False)
             own = _Own(manager, [manager.index_of[id(parameter)] for parameter in used])
             inside = [manager.index_of[id(parameter)] for parameter in leaves.get(module, ())]
@@ -138,11 +179,12 @@ class ParameterHooks:
     def _hook(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
         hooked = weakref.ref(module)
+        shown = self._shown if leaf is None else _Shown()  # a leaf is told of its calls in any case
 
-        def enter(module: nn.Module) -> None:
+        def enter(module: nn.Module, shows_all: bool) -> None:  # noqa: FBT001 - called for each module
             owner = hooks()
             if owner is not None and module is hooked():  # copies share functions
-                owner.enter(module, own, name, leaf)
+                owner.enter(module, own, name, leaf, shows_all=shows_all)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
             owner = hooks()
@@ -152,27 +194,45 @@ class ParameterHooks:
 
         # The compiler leaves these calls as they are. Asking for that at each call takes longer than most of them.
         def before(module: nn.Module, _: Any) -> None:
-            (uncompiled_enter if torch.compiler.is_compiling() else enter)(module)
+            is_compiling = torch.compiler.is_compiling()
+            if not shown.are_all:
+                (uncompiled_enter if is_compiling else enter)(module, not is_compiling)
+            elif not is_compiling:
+                shown.note_call(module)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            call = uncompiled_leave if torch.compiler.is_compiling() else leave
-            return call(module, (args, kwargs), output)
+            is_compiling = torch.compiler.is_compiling()
+            if shown.are_all and (is_compiling or not shown.ends(module)):
+                return None
+            return (uncompiled_leave if is_compiling else leave)(module, (args, kwargs), output)
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     # ---- modules
 
-    def enter(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None) -> None:
-        """Fetch a module's own parameters before its forward, and those of a leaf."""
+    def enter(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None, *, shows_all: bool = False) -> None:
+        """Fetch a module's own parameters before its forward, and those of a leaf.
+
+        Args:
+            module: The module.
+            own: Its parameters.
+            name: Its name.
+            leaf: What it gathers as one, if anything.
+            shows_all: Whether the modules inside of it may be called without this, where one rank has all values.
+        """
         manager, frames = self._manager, self._frames
         frame = _Frame(module, leaf, [])
         if not frames and is_in_backward():
             manager.end_with_backward()
+            if manager.keeps_all:
+                manager.use_all()
         elif not frames:
             self._before_forward()
             manager.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
             frame.is_outermost = True
+        if not frames and manager.keeps_all and shows_all:
+            self._shown.begin(module)
         frames.append(frame)
         manager.use_in_forward = self._use
         if own.indices:
@@ -204,6 +264,7 @@ class ParameterHooks:
             frame.leaf.expect_backward(inputs, output)
         if self._frames:
             return None
+        self._shown.end()
         kept = self._kept(output) if frame.is_outermost else None
         self._manager.use_in_forward = None
         if frame.is_outermost:

@@ -58,10 +58,12 @@ class ChunkManager:
         parameters: By number.
         names: Their names in the user's model, by number.
         layout: The chunks and their parameters.
-        first_uses: The parameters in the order of their first use, until they have been laid out by it.
+        first_uses: The parameters in the order of their first use, until they have been laid out by it; ``None`` also
+            where the order makes no difference.
         order: Lets ranks compare what they are about to do together.
         is_laid_out_again: Whether that has happened since this was last set to ``False``.
         layouts: How often parameters have been laid out.
+        keeps_all: Whether this rank has all values where it computes, so that no use waits for any.
         use_in_forward: Gathers for a use of a parameter, given by its number, while a forward runs; ``None`` while
             none does.
     """
@@ -98,7 +100,8 @@ class ChunkManager:
         self.use_in_forward: Callable[[int], AbstractContextManager[None] | None] | None = None
         self._ends_with_backward = False
         self.order = OrderCheck(ranks, remedy)
-        self.first_uses: dict[int, None] | None = {}
+        self.keeps_all = ranks.shard_size == 1 and not home.moves
+        self.first_uses: dict[int, None] | None = None if self.keeps_all else {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
         self._max_ahead_bytes = max_ahead_bytes
@@ -129,10 +132,9 @@ class ChunkManager:
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
         # What comes last in forward is what backward needs first: it gains most from staying.
-        is_shared = self.ranks.shard_size > 1 or self.home.moves  # else there is no other copy to release
-        to_release = is_shared * self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
+        to_release = self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
         for chunk in self.layout.buckets:
-            chunk.keep = Keep.UNTIL_STEP if to_release <= 0 else Keep.IN_USE
+            chunk.keep = Keep.UNTIL_STEP if self.keeps_all or to_release <= 0 else Keep.IN_USE
             to_release -= chunk.plan.numel
         self._chunk_of = {slot.index: chunk for chunk in self.layout.buckets for slot in chunk.plan.slots}
         self.layouts += 1
@@ -165,6 +167,8 @@ class ChunkManager:
         self._last = None
         self._ends_with_backward = False  # that one may have raised
         self.timeline.begin(kind)
+        if self.keeps_all:
+            self.use_all()
         self._look_ahead()
 
     def end(self, *, goes_back: bool = False) -> None:
@@ -205,6 +209,11 @@ class ChunkManager:
             self._prepare(chunk)
             self._look_ahead()
         return chunk.arrived()
+
+    def use_all(self) -> None:
+        """Use all chunks: one call of Python for each use of a module takes longer than to show all parameters."""
+        for chunk in self.layout.buckets:
+            self.use(chunk)
 
     def _prepare(self, chunk: Bucket) -> None:
         """Take note of a use of a chunk, and start to gather it."""

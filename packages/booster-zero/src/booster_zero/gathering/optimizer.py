@@ -63,6 +63,8 @@ class GatheringOptimizer(ZeroOptimizer):
         """
         del order  # which is that of backward
         manager = self.manager
+        if manager.keeps_all:  # the order of gathers makes no difference
+            return
         new = collectives.all_gather_object(manager.order_of_first_use())[0]
         manager.first_uses = None
         if new != self.layout.order():
