@@ -163,3 +163,11 @@ def test_gradients_are_divided_by_the_scale(dtype, scale):
     unscale(given, scale)
     for found, wanted in zip(given, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_unscaling_is_seen_by_whoever_copied_a_gradient_before():
+    flat = torch.full((4,), 8.0)
+    gradient, before = flat[:2], flat._version
+    unscale([gradient], 4.0)
+    assert gradient.tolist() == [2.0, 2.0]
+    assert flat._version > before

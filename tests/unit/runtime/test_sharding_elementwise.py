@@ -91,6 +91,49 @@ class Coupled(Lion):
             p.sub_(p.grad / norm)
 
 
+class EstimatesDistance(Lion):
+    """Estimates its step size from sums over all parameters, as D-Adaptation does; it grows where gradients agree."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        for group in self.param_groups:
+            group.update(distance=1e-6, gained=0.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            size, distance = 0.0, group["distance"]
+            for p in group["params"]:
+                state = self.state[p]
+                start = state.setdefault("start", p.clone())
+                group["gained"] += distance * float((p.grad * (start - p)).sum())
+                size += float(state.setdefault("sum", torch.zeros_like(p)).add_(p.grad, alpha=distance).abs().sum())
+                p.sub_(p.grad.sign(), alpha=distance)
+            group["distance"] = max(distance, group["gained"] / size)
+
+
+class RecordsNorm(Lion):
+    """Writes a norm into its group, by which nothing is updated yet."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["largest"] = max([group.get("largest", 0.0), *(float(p.grad.norm()) for p in group["params"])])
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=0.1)
+
+
+class WarmsUp(Lion):
+    """Updates nothing in its first steps, and counts them in its group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"] if group["count"] > 5 else ():
+                p.sub_(p.grad.sign(), alpha=0.1)
+
+
 class Stashing(Lion):
     """Remembers the parameters that it was made with."""
 
@@ -158,6 +201,7 @@ def test_the_probe_agrees_with_the_declared_matrix_optimizers(kind):
         (FactorsLarge, "parameter"),
         (TreatsKernels, "parameter"),
         (ConstructsState, "flat"),
+        (WarmsUp, "flat"),
         (FactorsConstructedState, "parameter"),
     ],
 )
@@ -184,11 +228,13 @@ def test_a_scheduler_and_state_do_not_disturb_the_probe_nor_it_them():
     ("make", "message"),
     [
         (lambda: Coupled(parameters()), "lets one parameter influence the update of another"),
+        (lambda: EstimatesDistance(parameters()), "lets one parameter influence the update of another"),
+        (lambda: RecordsNorm(parameters()), "computes 'largest' of its groups from gradients or parameters"),
         (lambda: Stashing(parameters()), "does not update parameters that its `param_groups` list"),
         (lambda: torch.optim.LBFGS(parameters()), "LBFGS can't be sharded"),
         (lambda: torch.optim.SparseAdam(parameters()), "SparseAdam takes sparse gradients"),
     ],
-    ids=["coupled", "stashing", "lbfgs", "sparse"],
+    ids=["coupled", "estimates", "records", "stashing", "lbfgs", "sparse"],
 )
 def test_what_cannot_be_sharded_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):

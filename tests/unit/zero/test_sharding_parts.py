@@ -35,6 +35,19 @@ class CountsByParameter(CountsByGroup):
                 parameter.sub_(parameter.grad, alpha=group["lr"] / state["steps"])
 
 
+class AveragesByGroup(CountsByGroup):
+    """Counts for a group what only its state shows."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", parameter.clone())
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+                average.lerp_(parameter, 1 / group["steps"])
+
+
 class Breaks(CountsByGroup):
     def step(self, closure=None):
         raise NotImplementedError
@@ -45,7 +58,9 @@ def test_torch_keeps_everything_by_parameter(kind):
     assert steps_in_parts(kind(parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize(("kind", "answer"), [(CountsByGroup, False), (CountsByParameter, True), (Breaks, False)])
+@pytest.mark.parametrize(
+    ("kind", "answer"), [(CountsByGroup, False), (AveragesByGroup, False), (CountsByParameter, True), (Breaks, False)]
+)
 def test_other_classes_are_tried_out(kind, answer):
     held = parameters()
     before = [parameter.detach().clone() for parameter in held]

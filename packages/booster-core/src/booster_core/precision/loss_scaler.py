@@ -124,6 +124,7 @@ def unscale(gradients: Iterable[Tensor], scale: float) -> list[Tensor]:
     for (device, _), held in alike.items():
         flag, inverse = torch.zeros(1, device=device), torch.full((1,), 1 / scale, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(held, flag, inverse)
+        torch.autograd.graph.increment_version(held)  # which that kernel leaves: copies of gradients are told by it
         flags.append(flag)
     return flags
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn, optim
@@ -40,7 +40,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 WHOLE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])})
-_SHAPE, _STEPS = (6, 5), 4
+_SHAPE, _STEPS = (6, 5), 20
 _FURTHER_SHAPES = ((130, 129), (4, 3, 2, 2))
 _LEARNING_RATE = 1e-2
 """What a probe takes in place of none: schedulers that warm up begin with zero, which updates nothing."""
@@ -134,19 +134,19 @@ def _probed(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first, second = torch.randn(_SHAPE), torch.randn(_SHAPE)
-        gradients = [(torch.randn(_SHAPE), 100 * torch.randn(_SHAPE)) for _ in range(_STEPS)]
-    ones, others = [grads[0] for grads in gradients], [grads[1] for grads in gradients]
+        ones, others = _gradients(_SHAPE), [100 * each for each in _gradients(_SHAPE)]
     name = f"The optimizer {type(optimizer).__qualname__}{_position(optimizer, group)}"
     try:
-        alone = probed_steps(optimizer, group, [first], [[grad] for grad in ones])[0]
-        also_alone = probed_steps(optimizer, group, [second], [[grad] for grad in others])[0]
-        together = probed_steps(optimizer, group, [first, second], [list(grads) for grads in gradients])
+        of_first = probed_steps(optimizer, group, [first], [[grad] for grad in ones])
+        of_second = probed_steps(optimizer, group, [second], [[grad] for grad in others])
+        together = probed_steps(optimizer, group, [first, second], list(zip(ones, others, strict=True))).values
     except Exception as cause:
         msg = (
             f"{name} could not be tried on a parameter of shape {_SHAPE}: {cause}. "
             "Say whether it treats every element alike: `partition='flat'` if so, else `partition='parameter'`."
         )
         raise ConfigError(msg) from cause
+    alone, also_alone = of_first.values[0], of_second.values[0]
     if torch.equal(alone, first):
         msg = (
             f"{name} does not update parameters that its `param_groups` list, so "
@@ -160,14 +160,22 @@ def _probed(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
             "clip (`max_norm`); else use plugin='ddp'."
         )
         raise ConfigError(msg)
+    written = [name for name, value in of_first.settings.items() if not _is_same(value, of_second.settings.get(name))]
+    if written:
+        msg = (
+            f"{name} computes '{written[0]}' of its groups from gradients or parameters, "
+            "of which each rank would have others. Use plugin='ddp'; where it only records it, pass "
+            "`partition='flat'` or `partition='parameter'`."
+        )
+        raise ConfigError(msg)
     if not _is_same_in_halves(optimizer, group, first, ones, alone):
         return "parameter"
     for shape in _FURTHER_SHAPES:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            value, grads = torch.randn(shape), [torch.randn(shape) for _ in range(_STEPS)]
+            value, grads = torch.randn(shape), _gradients(shape)
         try:
-            whole = probed_steps(optimizer, group, [value], [[grad] for grad in grads])[0]
+            whole = probed_steps(optimizer, group, [value], [[grad] for grad in grads]).values[0]
         except Exception:  # noqa: BLE001, S112 - it takes no such tensor, so the model has none
             continue
         if not _is_same_in_halves(optimizer, group, value, grads, whole):
@@ -186,16 +194,48 @@ def _is_same_in_halves(
     optimizer: Optimizer, group: Mapping[str, Any], value: Tensor, gradients: Sequence[Tensor], expected: Tensor
 ) -> bool:
     try:
-        halves = probed_steps(optimizer, group, _halves(value), [_halves(grad) for grad in gradients])
+        halves = probed_steps(optimizer, group, _halves(value), [_halves(grad) for grad in gradients]).values
     except Exception:  # noqa: BLE001 - whatever it minds about vectors, it can have matrices
         return False
     return torch.equal(torch.cat(halves), expected.flatten())
+
+
+def _gradients(shape: Sequence[int]) -> list[Tensor]:
+    """Return a gradient for each step. They have much in common: step sizes that are estimated grow by that."""
+    common = torch.randn(shape)
+    return [common + 0.5 * torch.randn(shape) for _ in range(_STEPS)]
 
 
 def _halves(tensor: Tensor) -> list[Tensor]:
     flat = tensor.flatten()
     cut = len(flat) // 2 - 2  # within a row
     return [flat[:cut].clone(), flat[cut:].clone()]
+
+
+class Probed(NamedTuple):
+    """What steps of a probe have led to.
+
+    Args:
+        values: What its parameters have become.
+        states: What it keeps of each.
+        settings: The entries of its group but for the parameters.
+    """
+
+    values: list[Tensor]
+    states: list[dict[str, Any]]
+    settings: dict[str, Any]
+
+    def equals(self, other: Probed) -> bool:
+        """Return whether two probes are the same, bit for bit."""
+        return (
+            all(map(_is_same, self.values, other.values))
+            and all(map(_has_same_entries, self.states, other.states))
+            and _has_same_entries(self.settings, other.settings)
+        )
+
+
+def _has_same_entries(entries: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return entries.keys() == others.keys() and all(_is_same(value, others[name]) for name, value in entries.items())
 
 
 def probed_steps(
@@ -205,8 +245,8 @@ def probed_steps(
     gradients: Sequence[Sequence[Tensor]],
     *,
     in_parts: bool = False,
-) -> list[Tensor]:
-    """Return what some values become in steps of an optimizer like the user's, with the settings of a group of it.
+) -> Probed:
+    """Take steps from some values with an optimizer like the user's, with the settings of a group of it.
 
     Args:
         optimizer: The user's optimizer; left alone.
@@ -246,7 +286,7 @@ def _steps(
     states: Sequence[dict[str, Any]],
     *,
     in_parts: bool,
-) -> list[Tensor]:
+) -> Probed:
     kind: Any = type(optimizer)
     known = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     probe = object.__new__(kind)
@@ -269,4 +309,5 @@ def _steps(
             probe.param_groups[0]["params"] = part
             kind.step(probe)
         probe.param_groups[0]["params"] = parameters
-    return [parameter.detach() for parameter in parameters]
+    left = {name: value for name, value in probe.param_groups[0].items() if name != "params"}
+    return Probed([each.detach() for each in parameters], [probe.state.get(each, {}) for each in parameters], left)

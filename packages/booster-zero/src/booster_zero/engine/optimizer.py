@@ -7,6 +7,7 @@ A step reads top to bottom in `ZeroOptimizer.step` and `ZeroOptimizer.update_par
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from booster_runtime.sharding import (
     raise_for_unused,
     refuse_gradient,
 )
+from booster_zero.engine.own_methods import call_own_method, is_own_method
 from booster_zero.engine.parts import only, steps_in_parts
 from booster_zero.engine.reducer import Reducer
 from booster_zero.engine.stepping import stepping_on
@@ -124,6 +126,11 @@ class ZeroOptimizer(OptimizerWrapper):
             for index, parameter in enumerate(parameters.values())
             if not parameter.requires_grad and index not in held
         }
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        own = is_own_method(self.unwrap(), name, found)
+        return functools.partial(call_own_method, self, name, found) if own else found
 
     def _adopt_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over groups that the hosted optimizer lists but does not host yet."""

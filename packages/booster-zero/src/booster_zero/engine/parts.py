@@ -43,7 +43,7 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
         for group in distinct_groups(optimizer.param_groups):
             at_once = probed_steps(optimizer, group, values, gradients)
             in_parts = probed_steps(optimizer, group, values, gradients, in_parts=True)
-            if not all(torch.equal(one, other) for one, other in zip(at_once, in_parts, strict=True)):
+            if not at_once.equals(in_parts):
                 return False
     except Exception:  # noqa: BLE001 - an optimizer that can't be probed steps on everything
         return False

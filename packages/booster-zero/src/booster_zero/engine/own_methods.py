@@ -1,0 +1,73 @@
+"""Methods of an optimizer's class other than torch's, such as ``train`` and ``eval`` of schedule-free optimizers.
+
+They may write parameters, of which they see this rank's pieces alone: what they write is brought into all parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster_core.ranks import NamedCall
+from booster_runtime.sharding import RaisedAnywhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from booster_runtime.collectives import Pending
+    from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.optimizer import ZeroOptimizer
+
+
+def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bool:
+    """Return whether an attribute of an optimizer is a method that torch's optimizers have not."""
+    return (
+        callable(value) and getattr(value, "__self__", None) is optimizer and not hasattr(torch.optim.Optimizer, name)
+    )
+
+
+def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the user's optimizer, and bring what it writes into every rank's parameters.
+
+    Args:
+        optimizer: The sharded optimizer.
+        name: The method's name.
+        method: The method.
+        *args: Its arguments.
+        **kwargs: Its arguments.
+
+    Collective: every rank of the world, with the same arguments.
+    """
+    buckets = optimizer.in_order_of_forward()
+    with NamedCall(f"optimizer.{name}"):
+        optimizer.gathers.begin_step(optimizer.layout.buckets, optimizer.names)
+        with contextlib.ExitStack() as stack:
+            for bucket in buckets:
+                if bucket.home.moves:
+                    stack.enter_context(bucket.stepping())
+            before = [_bits(bucket) for bucket in buckets]
+            result = method(*args, **kwargs)
+            flags = bytearray(was != _bits(bucket) for was, bucket in zip(before, buckets, strict=True))
+        # A rank that owns nothing of a bucket does not see what others have written into it.
+        anywhere = RaisedAnywhere(flags, optimizer.device, optimizer.ranks.holders).wait()
+        published: dict[Bucket, Pending] = {}
+        for bucket, is_written in zip(buckets, anywhere, strict=True):
+            if is_written:
+                with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
+                    published[bucket] = bucket.publish()
+        optimizer.gathers.end_step(published)
+    return result
+
+
+def _bits(bucket: Bucket) -> tuple[int, int]:
+    """Return two sums over the bits of what the optimizer holds of a bucket; one depends on where these are."""
+    values: Tensor = bucket.values.detach()
+    bits = values.view(_INTEGERS[values.element_size()]).long()
+    return int(bits.sum()), int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
