@@ -2,13 +2,15 @@
 
 What all ranks of a replica compute alike must draw alike, or they diverge; what they share out must draw differently,
 or dropout would drop the same elements of each part. So a `Stream` lets a rank draw apart for a while. Layers whose
-sequences are split enter and leave theirs, `switch_streams` does so at the borders of split layers, and
-`pipeline_stream` for a stage.
+sequences are split enter and leave theirs, and `switch_streams` does so at the borders of split layers. In a pipeline
+all ranks draw alike what they compute alike, and otherwise differently, by `MicrobatchStreams`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,28 +174,99 @@ def _agree(group: RankGroup, device: torch.device) -> None:
     _reseed(mixed_seed(int(number), 0), device)
 
 
-@contextlib.contextmanager
-def pipeline_stream(model: nn.Module, index: int, device: torch.device) -> Iterator[None]:
-    """Let a model that trains, and has dropout, draw from a stream of its rank's position in this context.
+class MicrobatchStreams:
+    """What one microbatch draws in a pipeline: a function of the batch, the microbatch and the event alone.
 
-    Ranks that were seeded alike would drop the same elements in the first layer of each stage, the second, and so on.
-    Afterwards the generators are where the ranks had them, so that scripts draw alike on all of them. Layers and
-    microbatches draw one after the other; activation checkpointing restores the stream for what it recomputes.
+    Each layer, each other module that some stages leave out, and each function in between draws from a stream of its
+    own. So stages that run different parts of one forward draw alike where they run the same, and layers that backward
+    recomputes draw the same again. The generators are left wherever this puts them; see `kept_streams`.
 
     Args:
-        model: The model.
-        index: The rank's position in the pipeline.
+        seed: The batch's number, alike on all ranks that work on it.
+        microbatch: Number of the microbatch.
         device: Where the model computes.
-
-    Collective: none; each rank's generator advances by one number.
+        host: Whether the generators of Python and numpy are treated alike, as forward draws from them.
     """
-    stream = Stream(index)
-    if model.training and draws(model):
-        stream.enter(device)
+
+    def __init__(self, seed: int, microbatch: int, device: torch.device, *, host: bool = False) -> None:
+        self._base = mixed_seed(seed, microbatch)
+        self._device, self._host = device, host
+        self._region, self._count = self._base, 0
+        self._outer: list[tuple[int, int]] = []
+        self._paused: tuple[torch.Generator, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self._begin_region(mixed_seed(self._base, 0))
+        self._outer.clear()
+
+    def begin_layer(self, position: int) -> None:
+        """Draw for a layer, also where backward recomputes it."""
+        self._begin_region(mixed_seed(self._base, 2 * position + 1))
+
+    def end_layer(self, position: int) -> None:
+        """Draw for what comes after a layer, whether or not it was run."""
+        self._begin_region(mixed_seed(self._base, 2 * position + 2))
+
+    def begin_call(self) -> None:
+        """Draw for a module that is not run on every stage."""
+        self._count += 1
+        self._outer.append((self._region, self._count))
+        self._begin_region(mixed_seed(self._region, self._count))
+
+    def end_call(self) -> None:
+        """Draw for what comes after such a module, whether or not it was run."""
+        region, count = self._outer.pop()
+        self._begin_region(mixed_seed(region, -count))
+        self._region, self._count = region, count
+
+    def begin_criterion(self) -> None:
+        """Draw for the criterion."""
+        self._begin_region(mixed_seed(self._base, -2))
+
+    def begin_function(self, generator: torch.Generator | None = None) -> None:
+        """Draw for a function between layers.
+
+        Args:
+            generator: The model's own, if it draws from one; it is left as it was.
+        """
+        self._count += 1
+        seed = mixed_seed(self._region, self._count)
+        if generator is None:
+            _reseed(seed, self._device)
+        else:
+            self._paused = generator, generator.get_state()
+            generator.manual_seed(mixed_seed(seed, generator.initial_seed()))
+
+    def end_function(self) -> None:
+        """Put the model's own generator back."""
+        if self._paused is not None:
+            generator, state = self._paused
+            generator.set_state(state)
+            self._paused = None
+
+    def _begin_region(self, seed: int) -> None:
+        self._region, self._count = seed, 0
+        _reseed(seed, self._device)
+        if self._host:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def kept_streams(device: torch.device) -> Iterator[None]:
+    """Put torch's generators, the CPU's and a device's, back afterwards to where they were."""
+    states = _states(device)
     try:
         yield
     finally:
-        stream.leave(is_counted=True)
+        _restore(states, device)
+
+
+def next_seed() -> int:
+    """Return a number of the common stream, from which a batch's streams are made."""
+    return int(torch.randint(_RANGE, ()))
 
 
 @contextlib.contextmanager

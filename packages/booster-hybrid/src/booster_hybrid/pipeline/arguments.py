@@ -117,11 +117,12 @@ def _with(value: Any, path: str, values: dict[str, Any]) -> Any:
 
 
 class PassedThrough:
-    """What a layer that is not run returns: some of its arguments, in the form of what it returned in the dry run.
+    """What a layer that is not run returns: tensors in the forms of some of its arguments, as in the dry run.
 
     Args:
-        form: Nested tuples and lists of paths of arguments, and of ``None`` for what is no argument's like.
-        has_shapes: Whether the first tensor of the output has the shape of the argument that stands for it.
+        form: Nested tuples and lists of paths of arguments: ``None`` for what is no tensor, and the first one's for a
+            tensor that is like none.
+        has_shapes: Whether each tensor of the output has the shape and dtype of the argument that stands for it.
     """
 
     def __init__(self, form: Any, *, has_shapes: bool) -> None:
@@ -140,7 +141,7 @@ class PassedThrough:
         """
         found: list[bool] = []
         form = _source(output, dict(arguments), found)
-        return cls(form, has_shapes=found[0]) if found else None
+        return cls(form, has_shapes=all(found)) if found else None
 
     def of(self, arguments: Mapping[str, Any]) -> Any:
         """Return the output.
@@ -160,14 +161,15 @@ def _source(value: Any, free: dict[str, torch.Tensor], found: list[bool]) -> str
         return None
     fits = [path for path, each in free.items() if each.shape == value.shape and each.dtype == value.dtype]
     found.append(bool(fits))
-    if not fits and len(found) == 1:
-        fits = [*free][:1]
-    free.pop(fits[0] if fits else "", None)
-    return fits[0] if fits else None
+    if fits:
+        del free[fits[0]]
+    return fits[0] if fits else ""
 
 
 def _filled(source: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a form with arguments in the places of their paths."""
     if isinstance(source, (list, tuple)):
         return type(source)(_filled(each, arguments) for each in source)
-    return None if source is None else arguments.get(source)
+    if source is None:
+        return None
+    return arguments.get(source, next((each for each in arguments.values() if isinstance(each, torch.Tensor)), None))

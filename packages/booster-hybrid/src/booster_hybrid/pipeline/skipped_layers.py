@@ -123,6 +123,23 @@ def _states() -> tuple[Any, ...]:
     return random.getstate(), *(each.tobytes() if hasattr(each, "tobytes") else each for each in arrays)
 
 
+class HostDraws:
+    """A context that tells whether anything was drawn from the generators of Python or numpy.
+
+    Attributes:
+        were_seen: Whether it was, in one of the contexts.
+    """
+
+    def __init__(self) -> None:
+        self.were_seen = False
+
+    def __enter__(self) -> None:
+        self._before = _states()
+
+    def __exit__(self, *_: object) -> None:
+        self.were_seen = self.were_seen or _states() != self._before
+
+
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
     """Put the generators of Python and numpy back to where they were."""
