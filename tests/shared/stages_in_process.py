@@ -8,7 +8,8 @@ from collections import defaultdict
 import torch
 
 from booster_hybrid.config import PipelineConfig
-from booster_hybrid.pipeline.skipped_layers import HostDraws, kept_generators
+from booster_hybrid.pipeline.host_draws import HostDraws
+from booster_hybrid.pipeline.skipped_layers import kept_generators
 from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams
@@ -19,9 +20,11 @@ CPU = torch.device("cpu")
 def cut(model, example, *, lists=("layers",), pp_size=2, style="1f1b", trains=True):
     """Return a model's plan, and the model of each rank; the model itself stays whole."""
     config = PipelineConfig(size=pp_size, style=style)
-    watched = HostDraws()
+    watched = HostDraws(model)
     with kept_generators(), watched:
         trace, flow = trace_flow(model, list(lists), example)
+    watched.check_own({layer.name for layer in trace.layers})
+    with kept_generators(), watched:
         crossings, idle = find_crossings(model, trace, flow, config, example, trains=trains)
     plan = StagePlan.of(model, Cuts(trace, crossings, idle, draws_on_host=watched.were_seen), config)
     return plan, [plan.cut(copy.deepcopy(model), rank, lambda each: each.dtype) for rank in range(pp_size)]

@@ -16,7 +16,7 @@ from stages_in_process import cut, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster_core.errors import AbsentValueError, BoosterError
+from booster_core.errors import AbsentValueError, BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import is_absent
 
 WIDTH = 5
@@ -212,6 +212,20 @@ PIPELINES = ((2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "zbv"))
 def test_draws_outside_of_layers_are_those_of_one_process(source):
     for place, (pp_size, style) in itertools.product(PLACES, PIPELINES):
         compare(made(source, place), pp_size, style)
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_generators_that_a_model_has_to_itself_are_refused(make):
+    model = made("of_torch")
+    model.generator = make(3)
+    cut(model, batches(1)[0])  # nothing is drawn
+
+    def draw(*_):
+        model.generator.random() if isinstance(model.generator, random.Random) else model.generator.normal()
+
+    model.register_forward_pre_hook(draw)
+    with pytest.raises(ConfigError, match="Generated draws random numbers from a generator of"):
+        cut(model, batches(1)[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -21,11 +21,12 @@ from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
+from booster_hybrid.pipeline.host_draws import HostDraws
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
-from booster_hybrid.pipeline.skipped_layers import HostDraws, check_no_layer_is_skipped, kept_generators
+from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
@@ -361,7 +362,8 @@ class HybridSetup:
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
         dtypes = working_dtypes(self._model, self._context.precision)
-        communicates = self._config.tensor.size > 1 or bool(self._experts)
+        config = self._config
+        communicates = config.tensor.size > 1 or config.sequence.mode is not None or bool(self._experts)
         staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
         leave_out(self._model, self._objects.optimizer)
         return CutModel(staged, split_backward, copies)
@@ -473,9 +475,10 @@ class HybridSetup:
             if not is_pipeline:
                 return found, None
             trains = self._objects.optimizer is not None
-            watched = HostDraws()
+            watched = HostDraws(model)
             with watched:
                 trace, flow = trace_flow(model, lists, batch)
+            watched.check_own({layer.name for layer in trace.layers})
             if trains:
                 check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
             with watched:

@@ -171,9 +171,12 @@ def origin_of(tensor: Tensor) -> str | None:
     """Return what made a tensor's values absent; ``None`` for a tensor that has them."""
     if isinstance(tensor, AbsentTensor):
         return tensor.origin
-    if not _is_any_marked or tensor.layout is not torch.strided:
+    if not _is_any_marked:
         return None
-    return getattr(tensor.untyped_storage(), "_booster_absent", None)
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - the public context is for subclasses alone
+        if tensor.layout is not torch.strided:
+            return None
+        return getattr(tensor.untyped_storage(), "_booster_absent", None)
 
 
 def is_absent(tensor: Tensor) -> bool:
@@ -194,7 +197,8 @@ def mark_written(tensor: Tensor, origin: str) -> None:
     """Let all of a tensor's memory count as absent: an absent value was written into it."""
     global _is_any_marked  # noqa: PLW0603 - so that programs in which this never happens don't look for it
     _is_any_marked = True
-    tensor.untyped_storage()._booster_absent = origin  # type: ignore[attr-defined]  # noqa: SLF001 - our own
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
+        tensor.untyped_storage()._booster_absent = origin  # type: ignore[attr-defined]  # noqa: SLF001 - our own
 
 
 def as_absent(value: Any) -> Any:
@@ -222,12 +226,14 @@ def refuse(what: str, given: Any) -> NoReturn:
     origin = next(
         (origin for each in pytree.tree_leaves(given) if isinstance(each, Tensor) and (origin := origin_of(each))), ""
     )
-    error = AbsentValueError(
-        f"`{what}` needs values of {origin}, which another pipeline stage has, and which the example at `boost` did "
-        "not show to be needed here. Pass an `example_batch` like the batches that are run (with the same entries and "
-        "flags), leave out what asks for it, or use `pp_size=1`."
-    )
     errors = _errors.get()
+    remedy = (
+        "Run batches through `booster.execute_pipeline`: no rank of a model that is cut into stages has all of it."
+        if errors is None
+        else "The example at `boost` did not show that it is needed here. Pass an `example_batch` like the batches "
+        "that are run (with the same entries and flags), leave out what asks for it, or use `pp_size=1`."
+    )
+    error = AbsentValueError(f"`{what}` needs values of {origin}, which another pipeline stage has. {remedy}")
     if errors is not None:
         errors.append(error)
     raise error

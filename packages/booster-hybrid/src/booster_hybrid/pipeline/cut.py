@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, is_absent, refuse
+from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, is_absent, noting_errors, refuse
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
@@ -303,7 +303,8 @@ class StagedModel:
         for (parameters, key), (module, _) in zip(places, self._hollow_places, strict=True):
             parameters[key] = module.__dict__[key]
         try:
-            yield
+            with noting_errors([]):
+                yield
         finally:
             for parameters, key in places:
                 del parameters[key]
@@ -396,6 +397,8 @@ class StagedModel:
             raise ConfigError(msg)
         if position > stage.last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
+        if position > stage.first > 0 and self._run is not None and not self._has_begun:
+            raise self._skipped(stage, stage.first, "with which it begins")
         if position < stage.first:
             output = gate.pass_through(args, kwargs)
             self._leave_layer(position)

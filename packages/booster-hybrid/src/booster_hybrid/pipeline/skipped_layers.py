@@ -76,9 +76,9 @@ def check_no_layer_is_skipped(model: nn.Module, trace: Trace, called: Callable[[
         ConfigError: If it does.
     """
     with _training(model):
-        before = _states()
+        before = host_states()
         _compare(model, trace, called)
-        if _states() == before:
+        if host_states() == before:
             return
         for seed in range(_NUM_SEEDS):
             random.seed(seed)
@@ -116,28 +116,11 @@ def _training(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _states() -> tuple[Any, ...]:
+def host_states() -> tuple[Any, ...]:
     """Return the states of the generators of Python and, where it is loaded, of numpy, to be compared."""
     numpy = sys.modules.get("numpy")
     arrays = () if numpy is None else numpy.random.get_state()
     return random.getstate(), *(each.tobytes() if hasattr(each, "tobytes") else each for each in arrays)
-
-
-class HostDraws:
-    """A context that tells whether anything was drawn from the generators of Python or numpy.
-
-    Attributes:
-        were_seen: Whether it was, in one of the contexts.
-    """
-
-    def __init__(self) -> None:
-        self.were_seen = False
-
-    def __enter__(self) -> None:
-        self._before = _states()
-
-    def __exit__(self, *_: object) -> None:
-        self.were_seen = self.were_seen or _states() != self._before
 
 
 @contextlib.contextmanager
