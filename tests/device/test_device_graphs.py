@@ -80,4 +80,4 @@ def gather_in_a_capture():
 
 
 def test_parameters_are_not_gathered_in_a_capture(simulated_device):
-    assert run_on_devices(gather_in_a_capture, 1, simulated_device) == [True]
+    assert run_on_devices(gather_in_a_capture, 2, simulated_device) == [True, True]

@@ -67,14 +67,14 @@ RAISING = {
     "colossal_pipeline": ("ConfigError", r"has no pipeline to execute|`execute_pipeline` needs a pipeline", "all"),
     "model_module-fsdp": ("CheckpointError", r"one rank's shards of the model.*Call `booster\.save_model", "0"),
     "torch_save-fsdp": ("CheckpointError", r"one rank's shards of the model.*Call `booster\.save_model", "0"),
-    "model_module-gemini": ("ConfigError", r"has no value of '0\.weight' here.*`booster\.save_model", "0"),
+    "model_module-gemini": ("ConfigError", r"'0\.weight' is kept in shards.*`booster\.save_model", "0"),
     "torch_save-gemini-2": ("MissingRanksError", r"`state_dict` #1 timed out .* rank 1 has not reached it", "0"),
     **dict.fromkeys(
         ["clip_by_torch-zero", "clip_by_torch-gemini", "clip_by_torch-hybrid"],
         ("GradientError", r"is split over the ranks.*call `optimizer\.clip_grad_by_norm\(max_norm\)`", "all"),
     ),
     "ema_by_deepcopy-fsdp": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
-    "ema_by_deepcopy-gemini": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
+    "ema_by_deepcopy-gemini": ("ConfigError", r"is kept in shards.*`booster\.ema\(model\)`", "all"),
     "ema_by_deepcopy-hybrid": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
 }
 """The error that ends a script (under one plugin and number of ranks), on all ranks or on those that save.

@@ -18,7 +18,6 @@ from booster_zero.gathering import (
     GatheringOptimizer,
     ParameterHooks,
     check_modules,
-    copy_error,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class GatheredModel(GatheringModel, ZeroModel):
 
     def __init__(self, module, manager, leaves, *, precision, optimizer):
         super().__init__(module, precision=precision, optimizer=optimizer)
-        self.attach_chunks(module, manager)
+        self.attach_chunks(manager)
         self.hooks = ParameterHooks(
             module,
             manager,
@@ -50,9 +49,6 @@ class GatheredModel(GatheringModel, ZeroModel):
             leaves,
             on_passed=None if optimizer is None else optimizer.reducer.leave_out,
         )
-
-    def __deepcopy__(self, memo):
-        raise copy_error()
 
 
 class GatheringPlugin(Strategy):

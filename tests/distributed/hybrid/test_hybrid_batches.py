@@ -216,6 +216,36 @@ def test_replicas_may_have_other_numbers_of_microbatches_while_gradients_are_kep
     assert norms == pytest.approx([norm] * 4, rel=1e-5)
 
 
+def write_in_a_stage(first_step):
+    from booster_hybrid import HybridParallelPlugin
+
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, zero_stage=3, microbatch_size=1))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = booster.context.coordinator.rank
+    tokens = torch.randint(64, (2 + 2 * (rank // 2), 8), generator=torch.Generator().manual_seed(rank // 2))
+    step = 0
+
+    def write(layer, *_):
+        if rank == 1 and step >= first_step:
+            with torch.no_grad():
+                layer.input_layernorm.weight.clamp_(max=0.5)
+
+    model.unwrap().model.layers[-1].register_forward_pre_hook(write)
+    while True:
+        batch = {"input_ids": tokens, "labels": tokens}
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        assert step <= first_step, "a write that is lost raises"
+
+
+@pytest.mark.parametrize("first_step", [0, 14])
+def test_a_write_into_a_gathered_parameter_of_a_stage_raises_on_every_rank(first_step):
+    expect_on_ranks(ConfigError, "weight' was changed in place", write_in_a_stage, 4, first_step)
+
+
 def norm_with_an_error_before(options, fails):
     from booster_hybrid import HybridParallelPlugin
 

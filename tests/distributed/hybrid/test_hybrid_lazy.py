@@ -14,6 +14,7 @@ from model_zoo.transformers_heads import HEADS
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext
+from booster_runtime.memory import is_absent
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
@@ -64,8 +65,8 @@ def held(model):
     """Return what lies here of the user's own model, and how its parameters are used."""
     buffers = dict(model.named_buffers())
     tensors = {**dict(model.named_parameters()), **buffers}
-    # What is in shards has no values here: its parameters are one element of memory, seen many times.
-    return {name: each.detach().clone() for name, each in tensors.items() if name in buffers or any(each.stride())}
+    # What is in shards has no values here.
+    return {name: each.detach().clone() for name, each in tensors.items() if not is_absent(each)}
 
 
 def groups(optimizer):

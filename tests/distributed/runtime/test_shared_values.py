@@ -1,15 +1,19 @@
 """Ranks begin with the first rank's values, send buffers that forward changed, and name what took no part."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from booster_core.errors import GradientError
+from booster_core.ranks import observed_by
 from booster_runtime.sharding import (
     BufferWatch,
     RanksOfWorld,
     agree_on_values,
+    agreement,
     describe_reductions,
     note_reductions,
     raise_for_unused,
@@ -46,6 +50,38 @@ def test_every_rank_begins_with_the_first_ranks_values():
     for found in run_on_ranks(agree, 2):
         assert found
         assert all(found)
+
+
+class Calls:
+    """Counts collectives that begin."""
+
+    number = 0
+
+    def during(self, call):
+        self.number += call.payload_bytes > 0  # not when it is waited for
+        return contextlib.nullcontext()
+
+
+def agree_on_many(message_bytes):
+    agreement._MESSAGE_BYTES = message_bytes
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(*(nn.BatchNorm2d(3 + index) for index in range(40)), nn.Linear(50, 50).double())
+    for norm in model[:40]:
+        norm.running_mean.normal_()
+        nn.init.normal_(norm.weight)
+    with torch.inference_mode():
+        model.register_buffer("cache", torch.randn(3))
+    calls = Calls()
+    with observed_by(calls):
+        agree_on_values(model)
+    return calls.number, [each.tolist() for each in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize(("message_bytes", "least", "most"), [(32 << 20, 3, 3), (1000, 10, 40), (1, 202, 203)])
+def test_small_values_travel_together(message_bytes, least, most):
+    (messages, values), (_, others) = run_on_ranks(agree_on_many, 2, message_bytes)
+    assert values == others
+    assert least <= messages <= most, messages
 
 
 def watch():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster_core.errors import GradientError
+from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import load
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_hybrid.pipeline.runtime import PipelineRun
@@ -106,7 +106,7 @@ def _held(before):
     sizes = {}
     for each in gc.get_objects():
         if isinstance(each, Tensor) and id(each) not in known and each.device.type == "cpu":
-            with contextlib.suppress(RuntimeError, GradientError):  # wrappers and stand-ins have no memory
+            with contextlib.suppress(RuntimeError, ConfigError, GradientError):  # wrappers and stand-ins have no memory
                 storage = each.untyped_storage()
                 if storage.data_ptr():
                     sizes[storage.data_ptr()] = storage.nbytes()

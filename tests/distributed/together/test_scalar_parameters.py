@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 from matrix import matrix
@@ -24,6 +26,9 @@ PLUGINS = {
     "zero whole": lambda: LowLevelZeroPlugin(partition="parameter"),
     "fsdp": TorchFSDPPlugin,
     "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
+    "gemini offloaded": lambda: GeminiPlugin(
+        min_chunk_bytes=256, offload_optim_frac=1.0, offload_param_frac=0.5, offload_dir=tempfile.gettempdir()
+    ),
     "gemini whole": lambda: GeminiPlugin(min_chunk_bytes=256, partition="parameter"),
     "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
     "hybrid zero": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=2),

@@ -12,7 +12,6 @@ from booster_core import Booster
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero.engine import Bucket, WholeState
-from booster_zero.gathering import ChunkManager
 
 WIDTH, DEPTH = 16, 8
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -43,15 +42,17 @@ class Counts:
         self.gathers = self.waits = 0
         for chunk in manager.layout.buckets:
             chunk.start_gather = lambda chunk=chunk: self.gather(chunk)
-        manager.use = lambda chunk: self.use(manager, chunk)
+        use, use_whole = manager.use, manager.use_whole
+        manager.use = lambda chunk: self.use(use, chunk)
+        manager.use_whole = lambda chunk: self.use(use_whole, chunk)
 
     def gather(self, chunk):
         self.gathers += 1
         Bucket.start_gather(chunk)
 
-    def use(self, manager, chunk):
+    def use(self, use, chunk):
         self.waits += chunk.state is WholeState.SHARDED
-        ChunkManager.use(manager, chunk)
+        return use(chunk)
 
     def take(self):
         taken, self.gathers, self.waits = (self.gathers, self.waits), 0, 0

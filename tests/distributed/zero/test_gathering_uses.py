@@ -450,21 +450,47 @@ def read_and_write_whole_parameters():
     assert all(torch.equal(state[name], 2 * tensor) for name, tensor in expected.items())
     model.load_state_dict(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    assert bool(model.unwrap().gain.isnan().all()), "outside of a use a parameter has no values"
+    with pytest.raises(ConfigError, match=r"'gain' is kept in shards .* `isnan` finds no values"):
+        model.unwrap().gain.isnan()
 
 
 def test_whole_parameters_can_be_read_and_written():
     run_on_ranks(read_and_write_whole_parameters, 2)
 
 
+def transform():
+    expected, original = make("repeated"), make("repeated")
+    _, model, _ = boost(original)
+    found = [torch.func.grad(lambda x, net=net: net(x).square().mean())(batch(0, 1)) for net in (expected, model)]
+    assert_same_tensors({"x": found[1].detach()}, {"x": found[0].detach()}, CLOSE)
+
+
+def test_inputs_are_differentiated_by_a_function_transform():
+    run_on_ranks(transform, 2)
+
+
+def read_after_own_backward(name):
+    _, model, _ = boost(make(name))
+    model(batch(0, 1)).square().mean().backward()
+    for parameter in model.unwrap().parameters():
+        with pytest.raises(ConfigError, match="is kept in shards"):
+            parameter.sum()
+
+
+@pytest.mark.parametrize("name", ["of others", "checkpointed"])
+def test_a_backward_that_the_script_calls_leaves_no_values_behind(name):
+    run_on_ranks(read_after_own_backward, 2, name)
+
+
 def give_other_memory():
     _, model, _ = boost(make("repeated"))
     model.unwrap().layers[0].weight.data = torch.zeros(WIDTH, WIDTH)
-    model(batch(0, 1))
 
 
 def test_other_memory_of_a_parameter_is_refused():
-    expect_on_ranks(ConfigError, r"'layers.0.weight' was given other memory after `boost`", give_other_memory, 2)
+    expect_on_ranks(
+        ConfigError, r"'layers.0.weight' is kept in shards .* `.data = ...` finds no values", give_other_memory, 2
+    )
 
 
 def gathers_of_a_step(frac):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from booster_runtime.collectives import new_groups
 from booster_runtime.collectives.transports import native
 from booster_runtime.collectives.transports.torch import TorchTransport
 from device_runs.parts import Part, case_of
@@ -107,6 +108,14 @@ def make_groups(setting: Setting) -> None:
             dist.destroy_process_group(group)
 
 
+def check_priority(setting: Setting) -> None:
+    """Collectives run before the kernels of computation that are queued."""
+    for group in (dist.group.WORLD, new_groups([[0]])):
+        assert group is not None
+        options = group._get_backend(torch.device(setting.device)).options
+        assert options.is_high_priority_stream
+
+
 def _values(dtype: torch.dtype, device: str) -> Tensor:
     values = torch.arange(NUMEL, device=device) % 97
     return (values % 2).bool() if dtype is torch.bool else values.to(dtype)
@@ -129,6 +138,7 @@ CASES = [
             Part("reduce", reduce),
             Part("wait on another stream", wait_on_another_stream),
             Part("new groups", make_groups),
+            Part("priority", check_priority, only_on="cuda"),
         ],
     )
 ]

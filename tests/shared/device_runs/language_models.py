@@ -128,6 +128,7 @@ def peak_flops() -> float | None:
 FULLY_SHARD, TRANSFORMERS = "fully_shard", "transformers' FSDP2"
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
+    "ddp, gradient_as_bucket_view": ("ddp", {"gradient_as_bucket_view": True}),
     "fsdp": ("fsdp", {}),
     "zero 1": ("zero", {"stage": 1}),
     "zero 2": ("zero", {"stage": 2}),

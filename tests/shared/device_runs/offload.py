@@ -149,6 +149,7 @@ CASES = [
                 )
                 for name, options, offload, d in kinds[: None if precision == "bf16" else 1]
             ],
+            seconds=150,  # a slow disk takes most of it
         )
         for plugin, kinds in KINDS.items()
         for precision in ("bf16", "fp32")

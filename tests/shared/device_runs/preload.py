@@ -1,8 +1,17 @@
-"""Imported once by the server that ranks are forked from; none of it may touch a device."""
+"""Imported once by the server that ranks are forked from; none of it may touch a device.
 
-import torch  # noqa: F401
-import transformers.models.llama.modeling_llama  # noqa: F401
+transformers imports torchao where it is installed, and that opens CUDA, after which a process can't be forked: here it
+is not found. The ranks that need it import it.
+"""
 
-from device_runs.cases import all_cases
+import sys
+
+sys.modules["torchao"] = None  # type: ignore[assignment]  # as if it were not installed
+
+import torch  # noqa: E402, F401
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
+
+from device_runs.cases import all_cases  # noqa: E402
 
 all_cases()
+del sys.modules["torchao"]

@@ -29,6 +29,14 @@ def wait_for_nothing(setting: Setting, *, case: device_smoke.Case, precision: st
     assert not found, "\n".join(found)
 
 
+def wait_once(setting: Setting, *, case: device_smoke.Case) -> None:
+    """Under fp16's loss scale the host asks once a step whether to skip it."""
+    found, seen = host_waits.waits_of(case, setting.device, "fp16")
+    assert seen == 3, "what is looked for is found"
+    assert len(found) == 2, "\n".join(found)
+    assert all("loss_scaler.py" in each for each in found), "\n".join(found)
+
+
 def list_waits(setting: Setting, *, name: str, case: device_smoke.Case) -> list[Figure]:
     """Count what a step with offload waits for: events and streams of copies, and the norm that clips on the host."""
     found, _ = host_waits.waits_of(case, setting.device, "bf16")
@@ -53,6 +61,13 @@ CASES = [
             ],
         )
         for precision in ("fp32", "bf16")
+    ),
+    case_of(
+        "host waits, fp16",
+        [
+            Part(name, wait_once, {"case": case}, only_on="cuda" if name == "ddp" else "")
+            for name, case in (("ddp", device_smoke.Case("ddp")), *host_waits.CASES.items())
+        ],
     ),
     case_of(
         "host waits, offload",

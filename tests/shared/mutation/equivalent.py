@@ -196,18 +196,6 @@ EQUIVALENT: dict[str, dict[tuple[str, str, str], str]] = {
             "min(ends) -> max(ends)",
         ): "in a V each action takes as long as any other, so that all that are underway end at one time",
     },
-    "core/loss_scaler": {
-        (
-            "any_nonfinite",
-            "return not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())",
-            "0 -> -1",
-        ): "the norms may be put together on the device of any of them",
-        (
-            "any_nonfinite",
-            'if all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in present):',
-            "tensor.device.type == 'cpu' and tensor.is_floating_point() -> tensor.is_floating_point()",
-        ): "the smallest and the largest tell the same elsewhere, only slower",
-    },
     "core/norm": {
         (
             "global_norm",

@@ -163,7 +163,7 @@ def _module() -> types.ModuleType:
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.synchronize = lambda device=None: ops.synchronize()  # torch 2.10's own takes the device for unused
-    module.empty_cache = lambda: None
+    module.empty_cache = ops.empty_cache
     module._is_in_bad_fork = lambda: False
     # Kernels run on the CPU and use its generator.
     module.manual_seed = module.manual_seed_all = lambda seed: None
@@ -171,10 +171,11 @@ def _module() -> types.ModuleType:
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.memory_allocated = lambda device=None: ops.memory_allocated()
-    module.memory_reserved = lambda device=None: ops.memory_allocated()
+    module.memory_reserved = lambda device=None: ops.memory_reserved()
+    module.max_memory_reserved = lambda device=None: ops.max_memory_reserved()
     module.max_memory_allocated = lambda device=None: ops.max_memory_allocated()
     module.reset_peak_memory_stats = lambda device=None: ops.reset_peak_memory_stats()
-    module.mem_get_info = lambda device=None: (_total_bytes() - ops.memory_allocated(), _total_bytes())
+    module.mem_get_info = lambda device=None: (_total_bytes() - ops.memory_reserved(), _total_bytes())
     return module
 
 
@@ -218,6 +219,17 @@ def max_memory_active() -> int:
 
     ops: Any = torch.ops.simulated_device
     return ops.max_memory_active()
+
+
+def streams_made() -> int:
+    """Return how many streams were made so far, those of communicators aside.
+
+    CUDA hands out 32 in turn: whoever makes more shares them with streams that it must not wait for.
+    """
+    import torch
+
+    ops: Any = torch.ops.simulated_device
+    return ops.streams_made()
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ Tensor adopt(const Tensor& tensor) {
   if (tensor.numel() == 0)
     return empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(), {}, {}, {});
   const auto num_bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  accounts().take(num_bytes);
+  accounts().take(num_bytes, current_stream());
   auto* block = new Block;
   block->adopted = tensor.storage();
   block->num_bytes = num_bytes;
@@ -500,6 +500,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY(simulated_device, m) {
   m.def("memory_allocated() -> int", []() -> int64_t { return accounts().allocated(); });
   m.def("max_memory_allocated() -> int", []() -> int64_t { return accounts().peak(); });
+  m.def("memory_reserved() -> int", []() -> int64_t { return accounts().reserved(); });
+  m.def("max_memory_reserved() -> int", []() -> int64_t { return accounts().peak_reserved(); });
+  m.def("empty_cache() -> ()", []() { accounts().empty_cache(); });
+  m.def("streams_made() -> int", []() -> int64_t { return order().streams_made(); });
   m.def("max_memory_active() -> int", []() -> int64_t { return accounts().peak_active(); });
   m.def("reset_peak_memory_stats() -> ()", []() { accounts().reset_peak(); });
   m.def("synchronize() -> ()", []() { c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).synchronizeDevice(0); });

@@ -14,9 +14,18 @@ namespace {
 
 using at::Tensor;
 
+// Allocators keep what was freed for the stream for which it was allocated: a stream's pool is as large as the most that
+// was allocated for it at a time. (A real pool may be larger: its blocks don't fit every size.) Streams come from a pool
+// as well, so that two of many share a pool of memory.
+struct Pool {
+  int64_t allocated = 0, peak = 0;
+};
+
 class Accounts {
  public:
-  void take(int64_t num_bytes) {
+  static constexpr StreamId kStreams = 32;  // of a device, the default one aside
+
+  void take(int64_t num_bytes, StreamId home) {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(
         OutOfMemoryError, limit_ < 0 || allocated_ + num_bytes <= limit_,
@@ -25,10 +34,24 @@ class Accounts {
     allocated_ += num_bytes;
     peak_ = std::max(peak_, allocated_);
     peak_active_ = std::max(peak_active_, allocated_ + held());
+    auto& pool = pools_[pool_of(home)];
+    pool.allocated += num_bytes;
+    pool.peak = std::max(pool.peak, pool.allocated);
+    if (limit_ >= 0 && sum_of_pools() > limit_) empty_pools();  // what an allocator does before it gives up
+    peak_reserved_ = std::max(peak_reserved_, sum_of_pools());
   }
-  void give_back(int64_t num_bytes) {
+  void give_back(int64_t num_bytes, StreamId home) {
     std::lock_guard<std::mutex> lock(mutex_);
     allocated_ -= num_bytes;
+    pools_[pool_of(home)].allocated -= num_bytes;
+  }
+  void empty_cache() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    empty_pools();
+  }
+  int64_t reserved() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return sum_of_pools();
   }
   // Memory that `record_stream` named is freed, but is not used again before the host has seen that those streams have
   // come as far as its free; a host that runs ahead sees it late.
@@ -49,6 +72,7 @@ class Accounts {
     std::lock_guard<std::mutex> lock(mutex_);
     peak_ = allocated_;
     peak_active_ = allocated_ + held();
+    peak_reserved_ = sum_of_pools();
   }
   void set_limit(int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -57,6 +81,7 @@ class Accounts {
   int64_t allocated() { return read(allocated_); }
   int64_t peak() { return read(peak_); }
   int64_t peak_active() { return read(peak_active_); }
+  int64_t peak_reserved() { return read(peak_reserved_); }
   int64_t limit() { return read(limit_); }
   int64_t to_device() { return read(to_device_); }
   int64_t to_host() { return read(to_host_); }
@@ -66,6 +91,15 @@ class Accounts {
     int64_t num_bytes;
     Clock until;
   };
+  static StreamId pool_of(StreamId home) { return home <= 0 ? home : 1 + (home - 1) % kStreams; }
+  int64_t sum_of_pools() const {
+    int64_t sum = 0;
+    for (const auto& [stream, pool] : pools_) sum += pool.peak;
+    return sum;
+  }
+  void empty_pools() {
+    for (auto& [stream, pool] : pools_) pool.peak = pool.allocated;
+  }
   int64_t held() {
     int64_t sum = 0;
     held_.erase(
@@ -79,7 +113,8 @@ class Accounts {
     return value;
   }
   std::mutex mutex_;
-  int64_t allocated_ = 0, peak_ = 0, peak_active_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
+  int64_t allocated_ = 0, peak_ = 0, peak_active_ = 0, peak_reserved_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
+  std::map<StreamId, Pool> pools_;
   std::vector<Held> held_;
 };
 
@@ -103,7 +138,7 @@ void release(void* context) {
   auto* block = static_cast<Block*>(context);
   forget_pending(block);
   order().release(block->history);
-  accounts().give_back(block->num_bytes);
+  accounts().give_back(block->num_bytes, block->history.home);
   Clock until;
   for (StreamId stream : block->history.recorded) until[stream] = order().clock_of(stream)[stream];
   if (!until.empty()) accounts().hold(block->num_bytes, std::move(until));
@@ -114,7 +149,7 @@ void release(void* context) {
 struct DeviceAllocator final : at::Allocator {
   at::DataPtr allocate(size_t num_bytes) override {
     if (num_bytes == 0) return {nullptr, nullptr, &no_release, kDevice};
-    accounts().take(static_cast<int64_t>(num_bytes));
+    accounts().take(static_cast<int64_t>(num_bytes), current_stream());
     auto* block = new Block;
     block->own = c10::alloc_cpu(num_bytes);
     block->num_bytes = static_cast<int64_t>(num_bytes);

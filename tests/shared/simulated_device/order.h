@@ -62,6 +62,10 @@ class Order {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     return ++last_stream_;
   }
+  int64_t streams_made() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return last_stream_;
+  }
   StreamId new_communicator_stream() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     return ++last_communicator_;

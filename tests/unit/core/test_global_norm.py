@@ -1,4 +1,4 @@
-"""The norm of gradients on the CPU, whose rows are summed in fp32, and the search for what is not finite."""
+"""The norm of gradients on the CPU, whose rows are summed in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from booster_core.gradients.norm import global_norm
-from booster_core.precision.loss_scaler import any_nonfinite
 
 
 @pytest.fixture
@@ -47,12 +46,9 @@ def test_squares_beyond_fp32_are_counted(value):
 @pytest.mark.parametrize("place", [0, 1023, 1024, 1029])
 def test_what_is_not_finite_shows(value, place):
     tensor = torch.ones(1030)
-    assert not any_nonfinite([tensor, torch.tensor(2.0)])
     tensor[place] = value
     norm = float(global_norm([torch.ones(2048), tensor]))
     assert math.isnan(norm) if math.isnan(value) else norm == math.inf
-    assert any_nonfinite([torch.ones(3), tensor])
-    assert any_nonfinite([tensor.to(torch.complex64), tensor])
 
 
 def test_zeros_have_no_norm():
@@ -63,11 +59,3 @@ def test_zeros_have_no_norm():
 def test_gradients_of_whole_rows_take_the_faster_kernels():
     tensors = [torch.full((2, 1024), 2.0), torch.zeros(4096)]
     assert float(global_norm(tensors)) == pytest.approx(exact(tensors), rel=1e-6)
-    assert not any_nonfinite(tensors)
-
-
-def test_each_complex_number_is_looked_at():
-    finite, infinite = torch.ones(3, dtype=torch.complex64), torch.full((3,), math.inf, dtype=torch.complex64)
-    assert not any_nonfinite([finite])
-    assert any_nonfinite([finite, infinite])
-    assert any_nonfinite([infinite, finite])

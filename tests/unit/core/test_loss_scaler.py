@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from booster_core.errors import ConfigError
 from booster_core.precision import DynamicLossScaler, LossScaleConfig
-from booster_core.precision.loss_scaler import any_nonfinite
+from booster_core.precision.loss_scaler import any_raised, unscale
 
 INTERVALS = st.integers(1, 4)
 OVERFLOWS = st.lists(st.booleans(), max_size=30)
@@ -139,16 +139,27 @@ def test_settings_at_the_ends_of_their_ranges_are_taken(options):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_nonfinite_values_are_found(bad):
-    good = [torch.ones(3), torch.zeros(0), torch.full((2,), 3e38)]
-    assert not any_nonfinite(good)
-    assert not any_nonfinite([])
-    assert any_nonfinite([*good, torch.tensor([1.0, bad])])
-    assert any_nonfinite([torch.tensor([bad, 1.0]), *good])
-    assert any_nonfinite([torch.full((2,), bad, dtype=torch.bfloat16), torch.ones(1)])
-    assert any_nonfinite([torch.tensor(bad)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_what_is_not_finite_is_found(bad, dtype):
+    def good():
+        return [torch.ones(3), torch.zeros(0), torch.full((2,), 3e38), torch.ones(2, 3, dtype=dtype).t()]
+
+    assert not any_raised(unscale(good(), 4.0))
+    assert any_raised(unscale([*good(), torch.tensor([1.0, bad], dtype=dtype)], 4.0))
+    assert any_raised(unscale([torch.tensor([bad, 1.0], dtype=dtype), *good()], 4.0))
+    assert any_raised(unscale([torch.tensor(bad, dtype=dtype)], 4.0))
 
 
 def test_tensors_without_elements_are_finite():
-    assert any_nonfinite([torch.zeros(0), torch.zeros(2, 0)]) is False
-    assert any_nonfinite([]) is False
+    assert any_raised(unscale([torch.zeros(0), torch.zeros(2, 0)], 2.0)) is False
+    assert any_raised(unscale([], 2.0)) is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("scale", [2.0**16, 0.5, 1.0])
+def test_gradients_are_divided_by_the_scale(dtype, scale):
+    given = [torch.randn(5, 3, dtype=dtype), torch.randn(4, 2, dtype=dtype).t(), torch.randn((), dtype=dtype)]
+    expected = [each / scale for each in given]
+    unscale(given, scale)
+    for found, wanted in zip(given, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -48,9 +48,7 @@ def hollow_model(
     for parameter in model.parameters():
         if parameter.device.type != "meta":
             parameter.data = parameter.data.to(device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
-            send_first(tensor.data)
+    send_first(each.data for each in (*model.parameters(), *model.buffers()) if each.device.type != "meta")
     dtype_of = stored_dtypes(model, policy)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype_of(parameter))

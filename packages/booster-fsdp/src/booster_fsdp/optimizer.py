@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
@@ -14,8 +13,7 @@ from booster_core.plugin import OptimizerWrapper, rebind
 from booster_core.state import NamedTensors
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
-from booster_runtime import collectives
-from booster_runtime.sharding import check_takes_parts, local_of, numbers_of_group, partition_for
+from booster_runtime.sharding import RaisedAnywhere, check_takes_parts, local_of, numbers_of_group, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -199,9 +197,7 @@ class FSDPOptimizer(OptimizerWrapper):
 
         Collective: every rank of the world.
         """
-        flag = torch.tensor([overflow], dtype=torch.uint8, device=self._device)
-        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
-        return bool(flag.item())
+        return any(RaisedAnywhere(bytearray([overflow]), self._device).wait())
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of a parameter's whole gradient, without loss scale; ``None`` if no rank used the parameter.

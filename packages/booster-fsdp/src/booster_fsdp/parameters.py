@@ -157,7 +157,7 @@ def _write_whole(self: ShardedParameter, name: str, args: tuple[Any, ...], kwarg
         whole = _whole_of(self)
         getattr(whole, name)(*map(_whole_of, args), **{key: _whole_of(each) for key, each in kwargs.items()})
         sent = whole.to(self.device_mesh.device_type).contiguous()
-        send_first(sent)
+        send_first([sent])
         self._local_tensor.copy_(local_of(sharded_like(sent.to(whole.device), self)))
     _note_write(self)
 

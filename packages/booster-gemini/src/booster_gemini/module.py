@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+import copy
+from typing import TYPE_CHECKING, Any
 
-from booster_zero.gathering import GatheringModel, ParameterHooks, copy_error
+from booster_zero.gathering import GatheringModel, ParameterHooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,17 +36,17 @@ class GeminiModel(GatheringModel):
         leaves: LeafModules,
     ) -> None:
         super().__init__(module, precision=precision)
-        self.attach_chunks(module, manager)
+        self.attach_chunks(manager)
         self._optimizer = optimizer
         self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse a copy, whose parameters would have no values.
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the user's model, which is a plain one, inside of `whole_parameters`.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: Outside of it, where parameters have no values.
         """
-        raise copy_error()
+        return copy.deepcopy(self.unwrap(), memo)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well."""

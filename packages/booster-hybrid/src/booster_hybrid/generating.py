@@ -204,7 +204,7 @@ def _through_stages(model: HybridModel, batch: dict[str, Any], device: torch.dev
     """
     assert model.engine is not None, "asked for where there are stages only"
     run, last = model.engine.forward(batch)
-    model.engine.raise_together(run.error)
+    model.engine.raise_together(run.error or model.engine.written())
     outputs = pytree.tree_map_only(Tensor, _whole, run.outputs.get(0))
     form = pytree.tree_map_only(Tensor, lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype), outputs)
     group = model.local.pipeline

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import digest
+from booster_runtime.memory import is_absent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -170,8 +171,9 @@ class ReplicaCheck:
                 yield ("model", shard.name, str(shard.box), str(shard.flat_range)), _digest(shard.data)
         for path, parameter in module.named_parameters():
             # What strategies compute with may be another tensor than what they save.
-            is_whole = type(parameter.data) is Tensor and tuple(parameter.shape) == shapes.get(path)
-            if is_whole and not isinstance(parameter, DTensor):
+            if is_absent(parameter) or isinstance(parameter, DTensor):
+                continue
+            if type(parameter.data) is Tensor and tuple(parameter.shape) == shapes.get(path):
                 yield ("parameter", path), _digest(parameter)
         for shard in adapter.optimizer_shards():
             place = (str(shard.box), str(shard.flat_range))

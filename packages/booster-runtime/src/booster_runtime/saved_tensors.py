@@ -59,7 +59,7 @@ class SavedTensorHooks(ABC):
             return False
         level = _Level(self, others)
         self._levels.append(level)
-        level.context.__enter__()
+        autograd._push_saved_tensors_default_hooks(level.pack, level.unpack)  # noqa: SLF001
         return True
 
     def is_on(self) -> bool:
@@ -69,7 +69,9 @@ class SavedTensorHooks(ABC):
 
     def pop(self) -> None:
         """Stop what `push` has begun."""
-        self._levels.pop().context.__exit__()
+        self._levels.pop()
+        autograd: Any = torch._C._autograd  # noqa: SLF001
+        autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - what torch's own context does, for each module
 
 
 class _Level:
@@ -83,7 +85,6 @@ class _Level:
     def __init__(self, hooks: SavedTensorHooks, others: Any) -> None:
         self.hooks = hooks
         self._others = others
-        self.context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do

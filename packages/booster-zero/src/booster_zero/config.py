@@ -20,8 +20,8 @@ class ZeroConfig(ShardingOptions):
             parameter has a bucket of its own. ``None`` is 25 MiB; from stage 2 on at most an eighth of all gradients,
             and at least 1 MiB: a few buckets exist at a time, and larger ones would hold all gradients of a small
             model. Over more than 100 ranks it is 256 KiB for each rank, up to an eighth of all gradients.
-        overlap_allgather: Let ``step`` return while updated parameters are gathered; the first use of each in the
-            model's forward waits for it. Reads outside of forward by a script's own references don't wait.
+        overlap_allgather: Let ``step`` return while updated parameters are gathered; the first use of each waits for
+            it. Reads by views that a script has made before the step don't wait.
         cpu_offload: The same as ``offload="cpu"``, which it sets.
         offload: ``"cpu"`` offloads optimizer state and masters to host memory and steps there, bucket by bucket; if
             forward runs on the CPU, they are in host memory already. ``"disk"`` offloads elementwise optimizer state

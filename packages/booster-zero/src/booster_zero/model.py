@@ -33,7 +33,6 @@ class ZeroModel(ModelWrapper):
     ) -> None:
         super().__init__(module, precision=precision)
         self._optimizer = optimizer
-        self.__dict__["_gathers"] = None if optimizer is None else optimizer.gathers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroModel:
         """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer."""
@@ -65,53 +64,16 @@ class ZeroModel(ModelWrapper):
         self._optimizer.reducer.watch()
         if not self._optimizer.gathers.is_underway:
             return self._run(*args, **kwargs)
-        with self._optimizer.gathers.during_forward(self._inside()):
+        with self._optimizer.gathers.during_forward(self.module):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        precision, module = self.precision, self._inside()
+        precision, module = self.precision, self.module
         if precision is None or not precision.uses_autocast:
             return module(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=precision.compute_dtype):
             outputs = module(*args, **kwargs)
         return cast_floating(outputs, precision.output_dtype)
-
-    def _inside(self) -> nn.Module:
-        """Return the user's model without waiting for its parameters."""
-        module = self._modules["module"]
-        assert module is not None, "set by the constructor"
-        return module
-
-    # ---- whoever asks for the user's model may read parameters, which must be there then
-
-    def _wait(self) -> None:
-        gathers = self.__dict__.get("_gathers")
-        if gathers is not None:
-            gathers.wait()
-
-    def unwrap(self) -> nn.Module:
-        """Return the user's own model."""
-        self._wait()
-        return super().unwrap()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an iterator over names and parameters."""
-        self._wait()
-        return super().named_parameters(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an iterator over names and modules."""
-        self._wait()
-        return super().named_modules(*args, **kwargs)
-
-    def named_children(self) -> Any:
-        """Return an iterator over names and modules right below."""
-        self._wait()
-        return super().named_children()
-
-    def __getattr__(self, name: str) -> Any:
-        self._wait()
-        return super().__getattr__(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well."""

@@ -205,20 +205,21 @@ class LowLevelZeroPlugin(Strategy):
             listed = {id(parameter) for group in given.param_groups for parameter in group["params"]}
             reduced = [each for each in model.parameters() if each.requires_grad or id(each) in listed]
             gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in reduced)
+            gathers = Gathers(overlaps=config.overlap_allgather)
             optimizer = optimizer_class(
                 given,
                 model,
                 config=config,
                 layout=Layout(
                     ranks,
-                    partial(Bucket, home=home),
+                    partial(Bucket, home=home, user=gathers),
                     kind=partition_for(given, config.partition),
                     bucket_bytes=config.bucket_bytes
                     or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
                 ),
                 format_of=format_of,
                 home=home,
-                gathers=Gathers(overlaps=config.overlap_allgather),
+                gathers=gathers,
                 offloads=host is not None,
                 device=context.device,
                 context=context,
@@ -232,8 +233,6 @@ class LowLevelZeroPlugin(Strategy):
             refuse_all_gradients(model)
         for parameter in model.parameters():  # those that are not reduced
             parameter.data = parameter.data.to(format_of(parameter).working)
-        if config.overlap_allgather and optimizer is not None:
-            optimizer.gathers.watch(model)
         wrapped = model_class(model, precision=context.precision, optimizer=optimizer)
         return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
 

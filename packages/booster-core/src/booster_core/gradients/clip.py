@@ -55,10 +55,7 @@ def clip_by_norm(
         check_finite_norm(norm)
     # The same guard as torch's: clamping instead of branching keeps the device from having to be asked.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for place, held in by_device.items():
+    for place, held in _by_device(gradients).items():
         torch._foreach_mul_(held, factor.to(place))
     return norm
 
@@ -76,5 +73,13 @@ def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:
     if not clip_value >= 0:
         msg = f"`clip_value={clip_value}` must be 0 or more; it is the largest magnitude that a gradient keeps."
         raise ConfigError(msg)
+    for held in _by_device(gradients).values():
+        torch._foreach_clamp_min_(held, -clip_value)
+        torch._foreach_clamp_max_(held, clip_value)
+
+
+def _by_device(gradients: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        gradient.clamp_(-clip_value, clip_value)
+        found.setdefault(gradient.device, []).append(gradient)
+    return found

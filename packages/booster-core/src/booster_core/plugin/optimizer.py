@@ -17,7 +17,7 @@ from booster_core.gradients.clip import clip_by_norm, clip_by_value
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.call_guard import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.plugin.interface import as_tuple
-from booster_core.precision.loss_scaler import DynamicLossScaler, any_nonfinite
+from booster_core.precision.loss_scaler import DynamicLossScaler, any_raised, unscale
 from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
@@ -322,20 +322,16 @@ class OptimizerWrapper(Optimizer):
         """Divide the gradients that this optimizer steps with by the loss scale, unless they are."""
         if self.loss_scaler is None or self.is_unscaled:
             return
-        overflows = []
-        for gradients in self.gradients_in_parts():
-            overflows.append(any_nonfinite(gradients))
-            for gradient in gradients:
-                gradient.div_(self.loss_scaler.scale)
-        self.scaling.found_overflow |= self.overflow_anywhere(any(overflows))
+        scale = self.loss_scaler.scale
+        flags = [flag for gradients in self.gradients_in_parts() for flag in unscale(gradients, scale)]
+        self.scaling.found_overflow |= self.overflow_anywhere(any_raised(flags))
         self.is_unscaled = True
 
     def _rescale_gradients(self) -> None:
         """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
         if self.loss_scaler is not None and self.is_unscaled:
             for gradients in self.gradients_in_parts():
-                for gradient in gradients:
-                    gradient.mul_(self.loss_scaler.scale)
+                torch._foreach_mul_(gradients, self.loss_scaler.scale)
         self.is_unscaled = False
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass

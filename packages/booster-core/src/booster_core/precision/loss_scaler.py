@@ -103,21 +103,34 @@ class DynamicLossScaler:
         self.num_good_steps = int(state["num_good_steps"])
 
 
-def any_nonfinite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether any tensor holds an infinity or a NaN.
+def unscale(gradients: Iterable[Tensor], scale: float) -> list[Tensor]:
+    """Divide gradients by a loss scale in place, and look for those that overflowed, without waiting for a device.
 
     Args:
-        tensors: Floating tensors of any shapes and devices.
+        gradients: Dense tensors of any shapes, formats and devices.
+        scale: The loss scale.
+
+    Returns:
+        Flags for `any_raised`, one for each device and format: shape ``(1,)``, not zero where some element is infinite
+        or NaN.
 
     Collective: none; a sharded strategy combines the flags of its ranks.
     """
-    present = [tensor for tensor in tensors if tensor.numel()]
-    if not present:
-        return False
-    # The largest magnitude is infinite or NaN exactly where some element is; unlike a sum of squares
-    # it cannot overflow on gradients that are all finite.
-    if all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in present):
-        # An eighth of the time of the norm on the CPU.
-        return not all(bool(torch.stack(torch.aminmax(tensor)).isfinite().all()) for tensor in present)
-    norms = torch._foreach_norm(present, float("inf"))  # noqa: SLF001 - the kernel behind torch's clip_grad_norm_
-    return not bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        alike.setdefault((real.device, real.dtype), []).append(real)
+    flags = []
+    for (device, _), held in alike.items():
+        flag, inverse = torch.zeros(1, device=device), torch.full((1,), 1 / scale, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(held, flag, inverse)
+        flags.append(flag)
+    return flags
+
+
+def any_raised(flags: Iterable[Tensor]) -> bool:
+    """Return whether a flag of `unscale` is not zero; the host waits once for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for flag in flags:
+        by_device.setdefault(flag.device, []).append(flag)
+    return any(bool(torch.cat(held).any()) for held in by_device.values())

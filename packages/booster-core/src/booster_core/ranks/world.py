@@ -232,7 +232,13 @@ def open_world(
     limit = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group(
-            backend, store=_below(shared, "torch"), rank=rank, world_size=world_size, timeout=limit, device_id=device
+            backend,
+            store=_below(shared, "torch"),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            pg_options=group_options(backend, timeout_seconds),
+            device_id=device,
         )
     except BaseException:
         if _default_group() is not None:
@@ -242,6 +248,25 @@ def open_world(
     world.process_group = _default_group()
     _world = world
     return _world
+
+
+def group_options(backend: str, timeout_seconds: float) -> Any:
+    """Return torch's options for a new process group, ``None`` for its defaults.
+
+    NCCL's collectives run in streams of high priority: those that were started to run in parallel to computation would
+    otherwise begin only when the kernels that are queued leave room.
+
+    Args:
+        backend: As for ``init_process_group``, or of a group that exists.
+        timeout_seconds: Time limit of its collectives.
+    """
+    if "nccl" not in backend:
+        return None
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=timeout_seconds)  # noqa: SLF001 - torch warns where it isn't the argument's
+    return options
 
 
 def close_world() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import CheckpointError, ConfigError, shorten
 
@@ -158,7 +159,8 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def _identity(tensor: Tensor) -> object:
     """Return what tied tensors have in common: they are one object, or all of the same memory."""
     try:
-        address = tensor.data_ptr()
+        with DisableTorchFunctionSubclass():  # one without values has no address, which is no use of them
+            address = tensor.data_ptr()
     except RuntimeError:  # fake tensors and the like have none
         address = 0
     if address == 0 or tensor.numel() == 0:

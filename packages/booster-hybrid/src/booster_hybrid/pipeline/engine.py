@@ -70,6 +70,7 @@ class PipelineEngine:
     Attributes:
         staged: As above.
         gathered: Makes a context in which the stages' parameters can be read.
+        written: Returns an error if stages have written into these parameters there, where that is lost.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PipelineEngine:
     ) -> None:
         self.staged = staged
         self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.written: Callable[[], Exception | None] = lambda: None
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
         self._config, self._index, self._link, self._entries = config, index, link, entries
@@ -179,7 +181,7 @@ class PipelineEngine:
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
-            error, outputs = run.error, None
+            error, outputs = run.error or self.written(), None
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]

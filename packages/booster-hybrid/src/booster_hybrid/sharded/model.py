@@ -39,7 +39,7 @@ class ShardedHybridModel(GatheringModel, HybridModel):
         gathers_on_use: bool,
     ) -> None:
         super().__init__(module, precision=precision, optimizer=optimizer)
-        self.attach_chunks(module, manager)
+        self.attach_chunks(manager)
         self.hooks = None
         if gathers_on_use:
             self.hooks = ParameterHooks(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from booster_core.ranks import current_world
+from booster_core.ranks import current_world, group_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +32,16 @@ def new_groups(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
 
     Collective: every rank of the world, in the same order among calls.
     """
-    rank, limit = dist.get_rank(), timedelta(seconds=current_world().timeout_seconds)
+    rank, seconds, backend = dist.get_rank(), current_world().timeout_seconds, dist.get_backend_config()
     world = distributed_c10d._world  # noqa: SLF001 - where torch counts groups
     found = None
     for together in _made_together(groups):
         own = next((index for index, ranks in enumerate(together) if rank in ranks), None)
         count = world.group_count
         world.group_count = count + (own or 0)
-        made: ProcessGroup = dist.new_group(together[own or 0], timeout=limit)
+        made: ProcessGroup = dist.new_group(
+            together[own or 0], timeout=timedelta(seconds=seconds), pg_options=group_options(backend, seconds)
+        )
         world.group_count = count + len(together)
         if own is not None:
             found = made

@@ -126,9 +126,7 @@ def hollow_objects(
     hollow = recording.name_of
     place_model(model, optimizer, device, policy, hollow)
     state.give_back(recording.replaced)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in hollow:
-            send_first(tensor.data)
+    send_first(each.data for each in (*model.parameters(), *model.buffers()) if id(each) not in hollow)
     return recording
 
 

@@ -177,7 +177,7 @@ class HostValues:
                 whole = torch.empty_like(value, device=device) if is_whole else None
                 for box in _boxes(full_box(tuple(value.shape)), _SENT_BYTES // value.element_size()):
                     part = value[slices_of(box)].to(device).contiguous()
-                    send_first(part)
+                    send_first([part])
                     if whole is not None:
                         whole[slices_of(box)] = part
                     if error is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from booster_runtime.memory.absent import AbsentTensors, is_absent, only_describes, sees_all_uses
 from booster_runtime.memory.blocks import block_bytes, host_stands_for_device
 from booster_runtime.memory.copy_stream import CopyStream
 from booster_runtime.memory.host_memory import (
@@ -16,6 +17,7 @@ from booster_runtime.memory.host_memory import (
 
 __all__ = [
     "ALIGNMENT",
+    "AbsentTensors",
     "CopyStream",
     "MappedFolder",
     "OffloadFolder",
@@ -23,6 +25,9 @@ __all__ = [
     "aligned_buffer",
     "block_bytes",
     "host_stands_for_device",
+    "is_absent",
     "locked_buffer",
+    "only_describes",
+    "sees_all_uses",
     "zeros_in_pages",
 ]

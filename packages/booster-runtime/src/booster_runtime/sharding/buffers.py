@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from booster_runtime.sharding.agreement import send_first
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -27,17 +28,32 @@ class BufferWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._named: dict[str, nn.Module] = {}
+        self._children: list[nn.Module | None] | None = None
         self.forget()
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name, the same names on every rank."""
-        return dict(self._model.named_buffers())
+        found: dict[int, tuple[str, Tensor]] = {}  # each once, under its first name
+        for prefix, module in self._modules():
+            for name, buffer in module._buffers.items():  # noqa: SLF001 - the public generators take most of the time
+                if buffer is not None:
+                    found.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
+        return dict(found.values())
+
+    def _modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """Return the model's modules by name, which are searched for again where one has other children than before."""
+        children = [child for module in self._named.values() for child in module._modules.values()]  # noqa: SLF001
+        if children != self._children:
+            self._named = dict(self._model.named_modules())
+            self._children = [child for module in self._named.values() for child in module._modules.values()]  # noqa: SLF001
+        return self._named.items()
 
     def changed(self) -> list[bool]:
         """Return for each buffer whether it has changed since `forget`."""
         statistics = {
             id(buffer)
-            for module in self._model.modules()
+            for _, module in self._modules()
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training  # noqa: SLF001 - their common base
             for buffer in module.buffers(recurse=False)
         }
@@ -60,9 +76,7 @@ class BufferWatch:
         """
         if not any(has_changed):
             return
-        for buffer, is_sent in zip(self.buffers().values(), has_changed, strict=True):
-            if is_sent:
-                send_first(buffer, group)
+        send_first(compress(self.buffers().values(), has_changed), group)
         self.forget()
 
     def forget(self) -> None:

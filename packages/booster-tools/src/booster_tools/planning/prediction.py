@@ -21,6 +21,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
 from booster_runtime import train_batch
+from booster_runtime.memory import is_absent
 from booster_runtime.sharding import local_of
 from booster_tools.planning.candidates import Rehearses, check_on_device
 from booster_tools.planning.relay import Relay
@@ -399,7 +400,7 @@ class _Phases:
         """Return the size of storages that are counted and not seen yet."""
         total = 0
         for value in values:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or is_absent(value):
                 continue
             try:
                 storage = local_of(value).untyped_storage()

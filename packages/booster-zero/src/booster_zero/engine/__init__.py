@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
-from booster_zero.engine.described import only_describes
 from booster_zero.engine.gathers import Wholes
 from booster_zero.engine.home import Home, Key, Role
 from booster_zero.engine.layout import Layout
@@ -35,7 +34,6 @@ __all__ = [
     "keeping_gradients",
     "keeping_shards",
     "lengths_of_flat",
-    "only_describes",
     "plan_flat",
     "set_gradient",
 ]

@@ -2,15 +2,14 @@
 
 A bucket is laid out flat; each rank owns a slice of it (`booster_zero.engine.shard`). `Keep` says how long a rank has
 the whole values. Where they are gathered, parameters are views of them, so that a gather of slices arrives in the
-parameters. Elsewhere parameters are placeholders: right in shape, format and device, and NaN all over. Buffers of whole
-values live as long as anything refers to them, so a bucket may be released at any time: what still reads it keeps its
-own view.
+parameters. Elsewhere parameters are absent: see `booster_runtime.memory.absent`. Buffers of whole values live as long
+as anything refers to them, so a bucket may be released at any time: what still reads it keeps its own view.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,14 +19,15 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
-from booster_runtime.memory import CopyStream
+from booster_runtime.memory import AbsentTensors
 from booster_zero.engine.home import Role, zeros_in_memory
 from booster_zero.engine.outgoing import Outgoing
 from booster_zero.engine.shard import Shard
 from booster_zero.engine.whole import Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
     from booster_zero.engine.whole import BufferPool
 
 
-class Watch(Protocol):
-    """Looks for parameters that somebody changes by hand."""
+class User(Protocol):
+    """Who gathers buckets, and is told what becomes of their parameters."""
 
-    def take(self, bucket: Bucket) -> None:
-        """Remember a bucket's parameters as they are now."""
+    def on_use(self, bucket: Bucket, index: int, what: str) -> AbstractContextManager[None] | None:
+        """Gather a bucket one of whose parameters is used, or raise; see `AbsentTensors`."""
 
-    def look(self, bucket: Bucket) -> None:
-        """Compare a bucket's parameters with what was remembered."""
+    def on_show(self, bucket: Bucket) -> None:
+        """Take note of a bucket whose parameters have just got values."""
+
+    def on_hide(self, bucket: Bucket) -> None:
+        """Take note of a bucket whose parameters are about to lose them."""
 
 
 class Bucket(Shard):
@@ -54,12 +57,12 @@ class Bucket(Shard):
 
     Args:
         plan: Layout.
-        parameters: The model's parameters by number; those of the plan become views of this bucket, or placeholders.
+        parameters: The model's parameters by number; those of the plan become views of this bucket, or absent.
         format: Formats and devices.
         ranks: The ranks that share the bucket.
         home: Keeps this rank's slice.
         pool: Lends memory for whole values; ``None`` keeps them always.
-        watch: Finds parameters that are changed by hand; ``None`` where nobody looks.
+        user: Gathers it; it is not kept alive. ``None`` where nobody does.
         valued: Numbers of the parameters whose values are taken; ``None`` for all. The others are zero at first.
 
     Attributes:
@@ -81,7 +84,7 @@ class Bucket(Shard):
         *,
         home: Home,
         pool: BufferPool | None = None,
-        watch: Watch | None = None,
+        user: User | None = None,
         valued: Container[int] | None = None,
     ) -> None:
         low, high = plan.bounds[ranks.shard_rank : ranks.shard_rank + 2]
@@ -94,12 +97,12 @@ class Bucket(Shard):
             own = zeros_in_memory(high - low, format.working, format.device, format.device)
         members = [parameters[slot.index] for slot in plan.slots]
         super().__init__(plan, members, format, ranks, home=home, own=own)
-        self.copy_stream = CopyStream(format.device) if format.home != format.device else None
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
         self.pins = 0
         self._pool = pool
-        self._watch = watch
+        self._user = _nobody if user is None else weakref.ref(user)
         self._pending: Pending | None = None
+        self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
         self._added: set[int] = set()
         self._is_averaged = False
         self.awaits_average = False
@@ -116,14 +119,7 @@ class Bucket(Shard):
         if taken:
             self.round_values()
         self.hand_to_home()
-        filler = math.nan if format.working.is_floating_point else 0
-        # One element of memory each: tied parameters are told by their addresses.
-        self._placeholders = [
-            torch.full((), filler, dtype=format.working, device=format.device).expand(parameter.shape)
-            for parameter in members
-        ]
-        self._strides = [_strides(parameter.shape) for parameter in members]
-        self._show_placeholders()
+        self._absent.hide()
 
     def _show_whole(self, whole: Tensor) -> None:
         """Let the parameters be views of the whole values, which take the parameters'."""
@@ -192,7 +188,7 @@ class Bucket(Shard):
         """
         assert self._pool is not None, "what is always whole is not gathered"
         refuse_capture("gather of parameters")
-        self._become(WholeState.GATHERING)
+        self._become(WholeState.ARRIVING)
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
         self._fetch(Role.PARAM).wait()
         if self.ranks.shard_size == 1:
@@ -204,49 +200,80 @@ class Bucket(Shard):
         self._release(Role.PARAM, changed=False)
         self._pending = collectives.all_gather(self.whole, bounds, self.ranks.gathering)
 
-    def finish_gather(self, names: Mapping[int, str]) -> None:
+    def finish_gather(self) -> None:
         """Wait for the whole values, and let the parameters be views of them.
-
-        Args:
-            names: The parameters' names, for errors.
-
-        Raises:
-            ConfigError: If a parameter was given other memory by somebody else.
 
         Collective: none; the gather was entered when it was started.
         """
+        whole = self.arrived()
+        if self._shown is None:
+            self._shown = [whole[begin:end].view(shape) for begin, end, shape in self._places]
+        self._absent.show(self._shown)
+        self._become(WholeState.GATHERED)
+        self._tell_shown()
+
+    def arrived(self) -> Tensor:
+        """Wait for the whole values, and return them, shape ``(length of the bucket,)``.
+
+        Collective: none; the gather was entered when it was started.
+        """
+        self._wait()
+        assert self.whole is not None, "a gather that has been started has a buffer"
+        return self.whole
+
+    def _wait(self) -> None:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        assert self.whole is not None, "a gather that has been started has a buffer"
-        for slot, parameter, placeholder in zip(self.plan.slots, self.parameters, self._placeholders, strict=True):
-            if slot.numel and parameter.data_ptr() != placeholder.data_ptr():
-                raise _left(
-                    names[slot.index],
-                    "Change values with `booster.load_model`, or inside of `with model.whole_parameters(writes=True)`.",
-                )
-        for slot, parameter, placeholder, strides in zip(
-            self.plan.slots, self.parameters, self._placeholders, self._strides, strict=True
-        ):
-            parameter.data = self.whole.as_strided(placeholder.shape, strides, slot.offset)
-        self._become(WholeState.GATHERED)
-        if self._watch is not None:
-            self._watch.take(self)
+
+    @functools.cached_property
+    def _absent(self) -> AbsentTensors:
+        own = weakref.WeakMethod(self._on_use)  # a parameter must not keep alive what it belongs to
+
+        def on_use(position: int, what: str) -> AbstractContextManager[None] | None:
+            method = own()
+            assert method is not None, "tensors are asked of as long as their bucket lives"
+            return method(position, what)
+
+        return AbsentTensors(
+            self.parameters,
+            on_use,
+            dtype=self.format.working,
+            device=self.format.device,
+        )
+
+    def _on_use(self, position: int, what: str) -> AbstractContextManager[None] | None:
+        user = self._user()
+        if user is None:
+            msg = f"`{what}` needs the values of a parameter whose boosted model is gone, and its shards with it."
+            raise ConfigError(msg)
+        return user.on_use(self, self.plan.slots[position].index, what)
+
+    def await_gather(self, pending: Pending) -> None:
+        """Let the parameters be absent until `finish_gather`: values that are always here are on their way."""
+        self._pending = pending
+        self._become(WholeState.ARRIVING)
+        self._absent.hide()
+
+    def hide(self) -> None:
+        """Let the parameters be absent; the whole values stay for the next use."""
+        user = self._user()
+        if user is not None:
+            user.on_hide(self)
+        self._become(WholeState.ARRIVING)
+        self._absent.hide()
 
     def release(self) -> None:
         """Forget the whole values. Whoever still reads views of them keeps their memory alive."""
         if self.state is WholeState.SHARDED:
             return
         assert self._pool is not None, "what is always whole is not released"
-        if self._watch is not None and self.is_gathered:
-            self._watch.look(self)
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self.is_gathered:
+            self.hide()
+        self._wait()
         self._become(WholeState.SHARDED)
-        self._show_placeholders()
-        whole, self.whole = self.whole, None
-        if whole is None:
+        whole, self.whole, self._shown = self.whole, None, None
+        if whole is None:  # its gather failed
             return
         if self.ranks.shard_size == 1:
             self._release(Role.PARAM, changed=False)
@@ -254,20 +281,42 @@ class Bucket(Shard):
             self.home.free(self.whole_bytes)
             self._pool.give(whole)
 
+    @functools.cached_property
+    def position_of(self) -> dict[int, int]:
+        """Where parameters are among those of the bucket, by their numbers."""
+        return {slot.index: position for position, slot in enumerate(self.plan.slots)}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[int, int, torch.Size]]:
+        """Where the parameters begin and end in the whole values, and their shapes."""
+        slots = zip(self.plan.slots, self.parameters, strict=True)
+        return [(slot.offset, slot.offset + slot.numel, parameter.shape) for slot, parameter in slots]
+
+    def _tell_shown(self) -> None:
+        user = self._user()
+        if user is not None:
+            user.on_show(self)
+
     def write_back(self) -> None:
-        """Take this rank's slice from the whole values, in which somebody has changed some."""
+        """Take this rank's slice from the parameters, some of which somebody has changed, or given other memory.
+
+        Raises:
+            ConfigError: If one has another shape now.
+        """
         assert self.whole is not None, "only what is gathered can have been changed"
+        for (begin, end, shape), parameter in zip(self._places, self.parameters, strict=True):
+            place = self.whole[begin:end].view(shape)
+            if parameter.data_ptr() != place.data_ptr():
+                if parameter.shape != shape:
+                    msg = f"A parameter of shape {tuple(shape)} was given values of shape {tuple(parameter.shape)}."
+                    raise ConfigError(msg)
+                place.copy_(parameter.data)
+                parameter.data = place
         bounds, rank = self.plan.bounds, self.ranks.shard_rank
         with self.in_use(Role.PARAM, Role.OPTIM, changes=True):
             if self.ranks.shard_size > 1:
                 self.own.copy_(self.whole[bounds[rank] : bounds[rank + 1]])
             self.take_working_values()
-
-    def _show_placeholders(self) -> None:
-        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
-            parameter.data = placeholder
-        if self._watch is not None:
-            self._watch.take(self)
 
     def _become(self, state: WholeState) -> None:
         check_transition(self.state, state)
@@ -284,7 +333,7 @@ class Bucket(Shard):
             self.round_values()
             return Pending()
         bounds, group = self.plan.bounds, self.ranks.shard_group
-        if self.copy_stream is None:
+        if self.format.home == self.format.device:
             self.round_values()
             if self.ranks.shard_size == 1:
                 return Pending()
@@ -293,9 +342,10 @@ class Bucket(Shard):
         if values.dtype != self.own.dtype:
             taken = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device, is_kept=False)
             values = taken.copy_(values)
-        with self.copy_stream.after_compute():
+        copy_stream = self.home.copy_stream(self.format.device, up=True)
+        with copy_stream.after_compute():
             self.own.copy_(values, non_blocking=True)
-            copied = self.copy_stream.record()
+            copied = copy_stream.record()
             gathered = collectives.all_gather(self.whole, bounds, group)
 
         def finish() -> None:
@@ -307,10 +357,10 @@ class Bucket(Shard):
     def mark_changed(self) -> None:
         """Tell autograd that the parameters have other values: it refuses to run former graphs backward."""
         torch.autograd.graph.increment_version(self.parameters)
-        if self._watch is not None:
-            self._watch.take(self)
         if self.keep is Keep.ALWAYS:
             self.note_versions()
+        elif self.is_gathered:
+            self._tell_shown()
 
     # ---- reduction
 
@@ -327,7 +377,7 @@ class Bucket(Shard):
     @functools.cached_property
     def adds_at_once(self) -> bool:
         """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
-        return self.keep is Keep.ALWAYS and self.ranks.shard_size == 1 and self.format.device == self.format.home
+        return not self.home.moves and self.ranks.shard_size == 1 and self.format.device == self.format.home
 
     @property
     def averages_at_once(self) -> bool:
@@ -441,17 +491,18 @@ class Bucket(Shard):
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         source = self._outgoing.joined(self.plan.slots, gradients)
-        if self.copy_stream is None:
+        if self.format.home == self.format.device:
             return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
         # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
         landing = target
         if not is_first:
             landing = zeros_in_memory(target.numel(), target.dtype, target.device, source.device, is_kept=False)
-        with self.copy_stream.after_compute():
+        copy_stream = self.home.copy_stream(self.format.device, up=False)
+        with copy_stream.after_compute():
             staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
             collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
             landing.copy_(staged, non_blocking=True)
-            arrived = self.copy_stream.record()
+            arrived = copy_stream.record()
 
         def add_up() -> None:
             if arrived is not None:
@@ -485,10 +536,5 @@ def _left(name: str, remedy: str) -> ConfigError:
     )
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def _nobody() -> None:
+    """Return ``None``, as the reference to an object that is gone does."""

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_runtime.memory import CopyStream
 from booster_zero.engine.home import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from booster_zero.engine.home import Home
     from booster_zero.engine.shard import Shard
 
 
@@ -21,13 +21,13 @@ class EarlyGradient:
 
     Args:
         gradient: On the device; in use.
-        pins: Whether the copy is page-locked.
+        home: Whose stream of copies is used.
     """
 
-    def __init__(self, gradient: Tensor, *, pins: bool) -> None:
-        copy_stream = CopyStream(gradient.device)
+    def __init__(self, gradient: Tensor, home: Home) -> None:
+        copy_stream = home.copy_stream(gradient.device, up=False)
         with copy_stream.after_compute():
-            self.copy = _sent(gradient, pins=pins)
+            self.copy = _sent(gradient, pins=home.pins)
             self.arrived = copy_stream.record()
         copy_stream.keep(gradient)
         self._gradient, self._version = gradient, gradient._version  # noqa: SLF001 - as autograd does
@@ -60,7 +60,7 @@ class Descent:
         self._use = contextlib.ExitStack()
         self.own = shard.use_own_below(self._use)
         self._use.enter_context(shard.in_use(*self.roles, Role.GRAD, changes=False))
-        copy_stream, pins = CopyStream(shard.format.device), shard.home.pins
+        copy_stream, pins = shard.home.copy_stream(shard.format.device, up=False), shard.home.pins
         self._early = early
         with copy_stream.after_compute():
             self.gradient = _sent(shard.gradient, pins=pins) if early is None and shard.has_gradient else None

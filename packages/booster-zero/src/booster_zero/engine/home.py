@@ -15,7 +15,7 @@ import torch
 
 from booster_core.errors import OffloadError
 from booster_runtime.collectives import Pending
-from booster_runtime.memory import locked_buffer, zeros_in_pages
+from booster_runtime.memory import CopyStream, locked_buffer, zeros_in_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +62,18 @@ class Home:
         self._folder = folder
         self.is_on_disk = folder is not None
         self._problem: OffloadError | None = None
+        self._copy_streams: dict[tuple[torch.device, bool], CopyStream] = {}
+
+    def copy_stream(self, device: torch.device, *, up: bool) -> CopyStream:
+        """Return the stream of all copies from the host to a device (``up``), or of all from it to the host.
+
+        One for each: a device has few streams and keeps freed memory apart for each, and copies in one direction run
+        one after the other anyway.
+        """
+        key = device, up
+        if key not in self._copy_streams:
+            self._copy_streams[key] = CopyStream(device)
+        return self._copy_streams[key]
 
     # ---- memory
 

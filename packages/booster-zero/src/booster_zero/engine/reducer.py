@@ -23,6 +23,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
@@ -185,12 +186,13 @@ class Reducer:
         Raises:
             GradientError: If one has.
         """
-        for index, (_, _, parameter) in self._place.items():
-            gradient = parameter.grad
-            if type(gradient) is ShardedGradient and gradient.added is None:
-                continue  # most are; a call of `holds_values` for each takes longer
-            if holds_values(gradient):
-                raise assigned_error(self._names[index])
+        with DisableTorchFunctionSubclass():
+            for index, (_, _, parameter) in self._place.items():
+                gradient = parameter.grad
+                if type(gradient) is ShardedGradient and gradient.added is None:
+                    continue  # most are; a call of `holds_values` for each takes longer
+                if holds_values(gradient):
+                    raise assigned_error(self._names[index])
 
     def show_used(self, indices: AbstractSet[int]) -> None:
         """Show that there are gradients of parameters which any rank has used."""
@@ -222,10 +224,11 @@ class Reducer:
         self._round = Round()
         self._stand_ins.clear()
         self._with_pieces = set()
-        for bucket in self.buckets:
-            bucket.drop_gradient()
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        with DisableTorchFunctionSubclass():
+            for bucket in self.buckets:
+                bucket.drop_gradient()
+                for parameter in bucket.parameters:
+                    parameter.grad = None
 
     def zero(self) -> None:
         """Set the gradients to zero; parameters that have one keep it."""
@@ -267,11 +270,12 @@ class Reducer:
         self._is_open = True
         self._has_local = False
         repeated = self._buckets_of(self.repeated)
-        self._round = Round(
-            (bucket, Filling(missing, bucket in repeated))
-            for bucket in self._in_order()
-            if (missing := bucket.num_trained)
-        )
+        with DisableTorchFunctionSubclass():
+            self._round = Round(
+                (bucket, Filling(missing, bucket in repeated))
+                for bucket in self._in_order()
+                if (missing := bucket.num_trained)
+            )
 
     def _in_order(self) -> list[Bucket]:
         """Return the buckets in the order of the next round: those that others would wait for come last."""
@@ -428,12 +432,13 @@ class Reducer:
 
     def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor | None:
         """Return what backward has accumulated in a parameter, and show its stand-in instead."""
-        gradient = parameter.grad
-        if type(gradient) is ShardedGradient:  # in a backward that a script called itself
-            gradient = gradient.take_added()
-            self._stand_ins.show(slot.index, parameter)
-        elif self._stand_ins.show(slot.index, parameter):
-            self._drop(slot.index)  # a script did, before this backward
+        with DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+            if type(gradient) is ShardedGradient:  # in a backward that a script called itself
+                gradient = gradient.take_added()
+                self._stand_ins.show(slot.index, parameter)
+            elif self._stand_ins.show(slot.index, parameter):
+                self._drop(slot.index)  # a script did, before this backward
         self.used.add(slot.index)
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 

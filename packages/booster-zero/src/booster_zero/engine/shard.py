@@ -378,7 +378,7 @@ class Shard:
     def start_early_descent(self) -> None:
         """Start copying a gradient to the host that has just been reduced, unless an earlier copy went unused."""
         if self._steps_below and self._descends_early and self.ranks.replica_group is None:  # else it is averaged later
-            self._early = EarlyGradient(self.make_gradient(), pins=self.home.pins)
+            self._early = EarlyGradient(self.make_gradient(), self.home)
 
     def end_descent(self) -> None:
         """Give up what `start_descent` has started."""

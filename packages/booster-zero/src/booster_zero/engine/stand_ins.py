@@ -11,9 +11,10 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import GradientError
-from booster_zero.engine.described import only_describes
+from booster_runtime.memory import only_describes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -73,7 +74,7 @@ class ShardedGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what describes the gradient, set it to zero, and raise for everything else."""
         if only_describes(func) or func is torch.Tensor.detach_:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch's own subclasses do
+            with DisableTorchFunctionSubclass():
                 return args[0] if func is torch.Tensor.detach_ else func(*args, **(kwargs or {}))
         found = list(_among((*args, *(kwargs or {}).values())))
         if func in _ZERO:
@@ -178,17 +179,21 @@ class StandIns:
         """Return which of some parameters were given no stand-in, or one that is hidden."""
         return indices - self._shown.keys()
 
+    # Absent parameters answer these questions at once: none needs values.
+
     def hide(self) -> None:
         """Take the stand-ins away, so that autograd makes gradients without them, until `show_again`."""
-        for parameter in self._shown.values():
-            parameter.grad = None
+        with DisableTorchFunctionSubclass():
+            for parameter in self._shown.values():
+                parameter.grad = None
         self._hidden, self._shown = self._shown, {}
 
     def show_again(self) -> None:
         """Show what was hidden, except where there is a gradient by now."""
-        for index, parameter in self._hidden.items():
-            if parameter.grad is None:
-                self.show(index, parameter)
+        with DisableTorchFunctionSubclass():
+            for index, parameter in self._hidden.items():
+                if parameter.grad is None:
+                    self.show(index, parameter)
         self._hidden = {}
 
     def take_dropped(self) -> tuple[list[int], bool]:
@@ -208,7 +213,8 @@ class StandIns:
                     "model, on every rank."
                 )
                 raise GradientError(msg)
-        dropped = [index for index, parameter in self._shown.items() if parameter.grad is None]
+        with DisableTorchFunctionSubclass():
+            dropped = [index for index, parameter in self._shown.items() if parameter.grad is None]
         for index in dropped:
             del self._shown[index]
         return dropped, bool(dropped) and not self._shown

@@ -36,4 +36,4 @@ def view_in(block: Tensor, like: Tensor, start: int) -> Tensor:
 def placeholder(like: Tensor) -> Any:
     """Return a tensor of the same shape, format and device that takes one element of memory."""
     filler = float("nan") if like.is_floating_point() else 0
-    return torch.full((1,), filler, dtype=like.dtype, device=like.device).expand(like.shape)
+    return torch.full((), filler, dtype=like.dtype, device=like.device).expand(like.shape)

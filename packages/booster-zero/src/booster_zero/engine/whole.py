@@ -37,17 +37,17 @@ class WholeState(enum.Enum):
     """What a rank has of a bucket's whole values."""
 
     SHARDED = "sharded"
-    """Its own slice alone: parameters are placeholders."""
-    GATHERING = "gathering"
-    """A buffer that the other ranks' slices are arriving in; parameters are placeholders."""
+    """Its own slice alone: parameters are absent."""
+    ARRIVING = "arriving"
+    """A buffer with all of them, here or on its way; parameters are absent."""
     GATHERED = "gathered"
-    """All: parameters are views of it."""
+    """All, to be used: parameters are views of it."""
 
 
 TRANSITIONS: dict[WholeState, frozenset[WholeState]] = {
-    WholeState.SHARDED: frozenset({WholeState.GATHERING}),
-    WholeState.GATHERING: frozenset({WholeState.GATHERED, WholeState.SHARDED}),
-    WholeState.GATHERED: frozenset({WholeState.SHARDED}),
+    WholeState.SHARDED: frozenset({WholeState.ARRIVING}),
+    WholeState.ARRIVING: frozenset({WholeState.GATHERED, WholeState.SHARDED}),
+    WholeState.GATHERED: frozenset({WholeState.ARRIVING, WholeState.SHARDED}),
 }
 """Where each state may lead. A gather that failed leads back to the beginning."""
 

@@ -6,7 +6,7 @@ backward where that needs their values; `GatheringOptimizer` steps on this rank'
 
 from __future__ import annotations
 
-from booster_zero.gathering.hooks import LeafModules, ParameterHooks, check_modules, copy_error
+from booster_zero.gathering.hooks import LeafModules, ParameterHooks, check_modules
 from booster_zero.gathering.manager import ChunkManager
 from booster_zero.gathering.model import GatheringModel
 from booster_zero.gathering.optimizer import GatheringOptimizer
@@ -20,5 +20,4 @@ __all__ = [
     "LeafModules",
     "ParameterHooks",
     "check_modules",
-    "copy_error",
 ]

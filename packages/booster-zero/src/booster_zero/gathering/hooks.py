@@ -3,31 +3,32 @@
 A parameter may be used in three ways, and each is noticed in its own:
 
 - its module's forward runs: hooks before and after that;
-- a torch function gets it as an argument anywhere else, as tied heads and functional calls do: a
-  ``TorchFunctionMode`` that is active while the model runs;
+- anything gets it as an argument elsewhere, as tied heads and functional calls do: its values are absent then, and the
+  use itself is seen (`booster_runtime.memory.absent`);
 - backward needs what forward has saved of it: `SavedUses`, which saves a note of where the values are instead of them.
 """
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from booster_core.errors import ConfigError
-from booster_zero.engine.described import only_describes
+from booster_runtime.memory import sees_all_uses
 from booster_zero.gathering.leaves import LeafUse
+from booster_zero.gathering.manager import is_in_backward
 from booster_zero.gathering.saved_uses import SavedUses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from booster_zero.engine.bucket import Bucket
     from booster_zero.gathering.manager import ChunkManager
@@ -53,18 +54,45 @@ def check_modules(model: nn.Module) -> None:
             raise ConfigError(msg)
 
 
-@dataclass
 class _Frame:
-    """One running forward."""
+    """One running forward; it holds what its leaf gathers.
 
-    module: nn.Module
-    pinned: list[Bucket] = field(default_factory=list)
-    leaf: LeafUse | None = None
-    holder: object = field(default_factory=object)
-    saves: bool = False
-    is_covered: bool = False
-    is_outermost: bool = False
-    is_differentiated: bool = field(default_factory=torch.is_grad_enabled)
+    Args:
+        module: Whose it is.
+        leaf: What the module gathers as one, if anything.
+        pinned: The chunks that stay gathered until it ends.
+    """
+
+    __slots__ = ("is_outermost", "leaf", "module", "pinned", "saves")
+
+    def __init__(self, module: nn.Module, leaf: LeafUse | None, pinned: list[Bucket]) -> None:
+        self.module = module
+        self.leaf = leaf
+        self.pinned = pinned
+        self.saves = False
+        self.is_outermost = False
+
+
+class _Own:
+    """A module's own parameters, and the chunks that hold them as they are laid out now.
+
+    Args:
+        manager: The chunks.
+        indices: The parameters, by number.
+    """
+
+    def __init__(self, manager: ChunkManager, indices: list[int]) -> None:
+        self.indices = indices
+        self._manager = manager
+        self._chunks: list[Bucket] = []
+        self._layout = -1
+
+    def chunks(self) -> list[Bucket]:
+        """Return the chunks, each once, in a list of its own."""
+        if self._layout != self._manager.layouts:
+            self._layout = self._manager.layouts
+            self._chunks = list(dict.fromkeys(map(self._manager.chunk_of, self.indices)))
+        return [*self._chunks]
 
 
 class ParameterHooks:
@@ -95,182 +123,128 @@ class ParameterHooks:
         self._before_forward, self._after_forward = before_forward, after_forward
         self._frames: list[_Frame] = []
         self._saved_uses = SavedUses(manager)
-        self._mode = _FunctionUses(self)
+        # Autograd may keep a parameter itself. Backward must not find it without values where that isn't seen.
+        self._covers_all = not all(sees_all_uses(chunk.format.device) for chunk in manager.layout.buckets)
+        # Where one rank has everything, and leaves it in place, what autograd keeps of it takes no memory.
+        self._saves = self._covers_all or manager.ranks.shard_size > 1 or manager.home.moves
         for name, module in model.named_modules():
             used = with_model if module is model and with_model else module.parameters(recurse=False)
-            own = [manager.index_of[id(parameter)] for parameter in used]
+            own = _Own(manager, [manager.index_of[id(parameter)] for parameter in used])
             inside = [manager.index_of[id(parameter)] for parameter in leaves.get(module, ())]
             leaf = LeafUse(manager, inside, on_passed) if inside else None
-            if own or any(True for _ in module.parameters()):
+            if own.indices or any(True for _ in module.parameters()):
                 self._hook(module, own, name or type(model).__name__, leaf)
 
-    def _hook(self, module: nn.Module, own: list[int], name: str, leaf: LeafUse | None) -> None:
+    def _hook(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
         hooked = weakref.ref(module)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(module: nn.Module, _: Any) -> None:
+        def enter(module: nn.Module) -> None:
             owner = hooks()
-            if module is not hooked():  # copies share functions
-                raise copy_error()
-            if owner is not None:
+            if owner is not None and module is hooked():  # copies share functions
                 owner.enter(module, own, name, leaf)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
             owner = hooks()
-            if owner is not None:
-                owner.leave(module, (args, kwargs), output)
+            return None if owner is None else owner.leave(module, inputs, output)
+
+        uncompiled_enter, uncompiled_leave = _disable_dynamo(enter), _disable_dynamo(leave)
+
+        # The compiler leaves these calls as they are. Asking for that at each call takes longer than most of them.
+        def before(module: nn.Module, _: Any) -> None:
+            (uncompiled_enter if torch.compiler.is_compiling() else enter)(module)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            call = uncompiled_leave if torch.compiler.is_compiling() else leave
+            return call(module, (args, kwargs), output)
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     # ---- modules
 
-    def enter(self, module: nn.Module, own: Sequence[int], name: str, leaf: LeafUse | None = None) -> None:
+    def enter(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None) -> None:
         """Fetch a module's own parameters before its forward, and those of a leaf."""
-        frame = _Frame(module, leaf=leaf)
-        if not self._frames and not _is_in_backward():
+        manager, frames = self._manager, self._frames
+        frame = _Frame(module, leaf, [])
+        if not frames and is_in_backward():
+            manager.end_with_backward()
+        elif not frames:
             self._before_forward()
-            self._manager.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
+            manager.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
             frame.is_outermost = True
-        self._frames.append(frame)
-        if len(self._frames) == 1:
-            _keep_from_compiler()
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-        if own:
-            self._manager.home.moment(name)
-            self._manager.note_first_use(own)
-            self._pin(frame, own)
+        frames.append(frame)
+        manager.use_in_forward = self._use
+        if own.indices:
+            manager.home.moment(name)
+            manager.note_first_use(own.indices)
+            for chunk in own.chunks():
+                self._pin(frame, chunk)
+        if self._saves and (own.indices or (frame.is_outermost and self._covers_all)):
             frame.saves = self._saved_uses.push()
-        frame.is_covered = frame.saves or self._saved_uses.is_on()
         if leaf is not None:
-            self._manager.note_first_use(leaf.indices)
-            self._manager.hold(frame.holder, leaf.chunks())
+            manager.note_first_use(leaf.indices)
+            manager.hold(frame, leaf.chunks())
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Let go of a module's parameters after its forward, also where that raised and there is no output."""
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Let go of a module's parameters after its forward, also where that raised and there is no output.
+
+        Returns:
+            What to return in place of the output; ``None`` for the output itself.
+        """
         if not self._frames or self._frames[-1].module is not module:
-            return  # it never got as far as `enter`
+            return None  # it never got as far as `enter`
         frame = self._frames.pop()
         if frame.saves:
             self._saved_uses.pop()
         for chunk in frame.pinned:
             chunk.pins = max(chunk.pins - 1, 0)
         if frame.leaf is not None:
-            self._manager.let_go(frame.holder)
+            self._manager.let_go(frame)
             frame.leaf.expect_backward(inputs, output)
-        if not self._frames:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            if frame.is_outermost:
-                self._manager.end(goes_back=torch.is_grad_enabled())
-                self._after_forward()
+        if self._frames:
+            return None
+        kept = self._kept(output) if frame.is_outermost else None
+        self._manager.use_in_forward = None
+        if frame.is_outermost:
+            self._manager.end(goes_back=torch.is_grad_enabled())
+            self._after_forward()
+            self._manager.raise_own_changes()
+        return kept
 
-    def _pin(self, frame: _Frame, indices: Iterable[int]) -> None:
-        for chunk in dict.fromkeys(self._manager.chunk_of(index) for index in indices):
-            if chunk not in frame.pinned:
-                self._manager.use(chunk)
-                chunk.pins += 1
-                frame.pinned.append(chunk)
+    def _kept(self, output: Any) -> Any:
+        """Return an output with views in place of parameters, which keep their values; ``None`` if it has none."""
+        manager, index_of = self._manager, self._manager.index_of
+        if not any(id(each) in index_of for each in tree_leaves(output)):
+            return None
 
-    # ---- functions
+        def view(value: Any) -> Any:
+            index = index_of.get(id(value))
+            if index is None:
+                return value
+            manager.use(manager.chunk_of(index))
+            return value.view(value.shape)
 
-    def parameters_among(self, values: Iterable[Any]) -> list[int]:
-        """Return the numbers of the model's parameters among a call's arguments."""
-        index_of = self._manager.index_of
-        found = []
-        for value in values:
-            index = index_of.get(id(value))  # the parameters live as long as their numbers, so an id tells
-            if index is not None:
-                found.append(index)
-            elif isinstance(value, (list, tuple)):
-                found += self.parameters_among(value)
-        return found
+        return tree_map(view, output)
 
-    def call(self, func: Callable[..., Any], indices: Sequence[int], args: Any, kwargs: Any) -> Any:
-        """Call a torch function that reads parameters.
+    def _pin(self, frame: _Frame, chunk: Bucket) -> None:
+        self._manager.use(chunk)
+        chunk.pins += 1
+        frame.pinned.append(chunk)
 
-        Raises:
-            ConfigError: If it has changed one, because only the gathered copy has that change.
-        """
+    def _use(self, index: int) -> AbstractContextManager[None] | None:
+        """Gather for a use outside of the parameter's own module."""
         frame = self._frames[-1]
-        if not all(self._manager.chunk_of(index) in frame.pinned for index in indices):
-            self._manager.note_first_use(indices)
-            # They stay until the running forward ends: it may go on with views of them.
-            self._pin(frame, indices)
-        if frame.is_differentiated and not frame.is_covered and not torch.is_grad_enabled():
-            # The forward of a custom autograd function has gradients off, and saves its inputs after it has returned.
-            frame.saves = frame.is_covered = self._saved_uses.push(before_saving=True)
-        # Also where they were gathered already: autograd would keep the parameter itself, a placeholder in backward.
-        saves = not frame.is_covered and self._saved_uses.push()
-        # A traced call is a part of a graph, where version counters are no values.
-        used = [] if torch.compiler.is_compiling() else [self._manager.parameters[index] for index in indices]
-        versions = [parameter._version for parameter in used]  # noqa: SLF001 - as autograd notices changes
+        self._manager.note_first_use([index])
+        self._pin(frame, self._manager.chunk_of(index))  # until the running forward ends: it may go on with views
+        is_free = not self._saves or not torch.is_grad_enabled() or self._saved_uses.is_on()
+        return None if is_free else self._saving()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        saves = self._saved_uses.push()
         try:
-            result = func(*args, **kwargs)
+            yield
         finally:
             if saves:
                 self._saved_uses.pop()
-        if versions != [parameter._version for parameter in used]:  # noqa: SLF001
-            msg = (
-                f"Forward changed a parameter in place, of shape {tuple(used[0].shape)}, by "
-                f"`{getattr(func, '__name__', func)}`. That change is dropped with the gathered copy. Change "
-                "parameters after `optimizer.step()`, inside of `with model.whole_parameters(writes=True):`."
-            )
-            raise ConfigError(msg)
-        return result
-
-
-class _FunctionUses(TorchFunctionMode):
-    """Notices torch functions that get parameters, while a forward runs."""
-
-    def __init__(self, hooks: ParameterHooks) -> None:
-        super().__init__()
-        self._hooks = weakref.ref(hooks)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Fetch what a function reads, and call it."""
-        if torch.compiler.is_compiling():
-            return self._call(func, args, kwargs or {})  # traced as a part of a compiled forward
-        return self._call_as_it_is(func, args, kwargs or {})
-
-    @_disable_dynamo
-    def _call_as_it_is(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._call(func, args, kwargs)
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        hooks = self._hooks()
-        if hooks is None:
-            return func(*args, **kwargs)
-        indices = hooks.parameters_among(args)
-        if kwargs:
-            indices += hooks.parameters_among(kwargs.values())
-        if not indices or only_describes(func):  # most calls get no parameter: that is seen soonest
-            return func(*args, **kwargs)
-        return hooks.call(func, indices, args, kwargs)
-
-
-def copy_error() -> ConfigError:
-    """Return the error for a copy of a model whose parameters are in chunks, which has none of them."""
-    msg = (
-        "A model whose parameters are split over the ranks can't be copied: the copy has no values. For a running mean "
-        "of the parameters use `booster.ema(model)`; for a copy of all of them, `model.state_dict()`, which every rank "
-        "calls; or copy the model before `boost`, and boost the copy as well."
-    )
-    return ConfigError(msg)
-
-
-def _keep_from_compiler() -> None:
-    """Keep torch.compile, once it is there, from making graphs of single calls of torch functions.
-
-    It tells functions apart by their addresses there, which getters, such as that of `Tensor.device`, have in turn:
-    they are made again for each use, and one would get what was compiled for another.
-    """
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None:
-        compiler.skip_code(_FunctionUses.__torch_function__.__code__)
-
-
-def _is_in_backward() -> bool:
-    """Whether autograd is running, as it is when checkpointed layers are recomputed."""
-    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name

@@ -20,8 +20,9 @@ from booster_zero.gathering.watch import ChangeWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
@@ -38,7 +39,7 @@ class ChunkManager:
     """Keeps the model's parameters in chunks.
 
     Args:
-        model: The user's model, with values on this rank's device; its parameters become placeholders.
+        model: The user's model, with values on this rank's device; its parameters become absent.
         ranks: The ranks that share the chunks.
         format_of: Formats and places of a parameter.
         kind: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
@@ -51,7 +52,7 @@ class ChunkManager:
         units: Numbers of the parameters that share no chunk with others, such as those of a layer, for each unit;
             ``None`` for one unit of all.
         remedy: What to do where ranks use other parameters, for the error.
-        debug: Look for parameters that are changed by hand at all times, not only in the first phases.
+        debug: Compare the values of parameters before and after each use at all times, not some in the first phases.
 
     Attributes:
         parameters: By number.
@@ -60,6 +61,9 @@ class ChunkManager:
         first_uses: The parameters in the order of their first use, until they have been laid out by it.
         order: Lets ranks compare what they are about to do together.
         is_laid_out_again: Whether that has happened since this was last set to ``False``.
+        layouts: How often parameters have been laid out.
+        use_in_forward: Gathers for a use of a parameter, given by its number, while a forward runs; ``None`` while
+            none does.
     """
 
     def __init__(
@@ -91,15 +95,19 @@ class ChunkManager:
             self.names[index] = named.name_of[id(parameter)]
             self.index_of[id(parameter)] = index
         self._watch = ChangeWatch(self.names, is_thorough=debug)
+        self.use_in_forward: Callable[[int], AbstractContextManager[None] | None] | None = None
+        self._ends_with_backward = False
         self.order = OrderCheck(ranks, remedy)
         self.first_uses: dict[int, None] | None = {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
         self._max_ahead_bytes = max_ahead_bytes
         self.is_laid_out_again = False
+        self.layouts = 0
         self._shard_param_frac = shard_param_frac
         self._pool = BufferPool(least_bytes=chunk_bytes, most_idle_bytes=2 * chunk_bytes)
         self._used: dict[int, Bucket] = {}
+        self._last: Bucket | None = None
         self._ahead: dict[int, Bucket] = {}
         self._held: dict[object, list[Bucket]] = {}
         self._gathered = 0
@@ -116,25 +124,28 @@ class ChunkManager:
     def _make(self, *described: Any) -> Bucket:
         # Chunks that are laid out again are written to by the layout.
         valued = () if self._number_of else self._valued
-        return Chunk(self.order, *described, home=self.home, pool=self._pool, watch=self._watch, valued=valued)
+        return Chunk(self.order, *described, home=self.home, pool=self._pool, user=self, valued=valued)
 
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
         # What comes last in forward is what backward needs first: it gains most from staying.
-        to_release = self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
+        is_shared = self.ranks.shard_size > 1 or self.home.moves  # else there is no other copy to release
+        to_release = is_shared * self._shard_param_frac * sum(chunk.plan.numel for chunk in self.layout.buckets)
         for chunk in self.layout.buckets:
             chunk.keep = Keep.UNTIL_STEP if to_release <= 0 else Keep.IN_USE
             to_release -= chunk.plan.numel
         self._chunk_of = {slot.index: chunk for chunk in self.layout.buckets for slot in chunk.plan.slots}
+        self.layouts += 1
 
     def chunk_of(self, index: int) -> Bucket:
         """Return the chunk that holds a parameter."""
         return self._chunk_of[index]
 
     def chunk_holding(self, address: int) -> Bucket | None:
-        """Return the chunk whose whole values are in the storage that begins at an address, if one has them there."""
+        """Return the chunk whose whole values have an address, if one has."""
         for chunk in self._used.values():
-            if chunk.whole is not None and chunk.whole.data_ptr() == address:
+            whole = chunk.whole
+            if whole is not None and 0 <= address - whole.data_ptr() < chunk.whole_bytes:
                 return chunk
         return None
 
@@ -148,8 +159,11 @@ class ChunkManager:
 
         Collective: every rank of the shard group.
         """
-        self.check_changes()
+        with _plainly():
+            self.check_changes()
         self._let_go_of_all()
+        self._last = None
+        self._ends_with_backward = False  # that one may have raised
         self.timeline.begin(kind)
         self._look_ahead()
 
@@ -162,16 +176,41 @@ class ChunkManager:
         if self.timeline.kind == _BACKWARD:
             self._let_go_of_all()
         self.timeline.end()
+        self._last = None
         with _plainly():
             self.release_unused(keep=1 if goes_back else 0)
+            for chunk in self._used.values():
+                if chunk.is_gathered and not chunk.pins:
+                    chunk.hide()
 
     def use(self, chunk: Bucket) -> None:
         """Return once a chunk's parameters can be read. They can until others are used, or as long as it is pinned.
 
         Collective: every rank of the shard group, in the same order.
         """
+        if chunk is self._last and chunk.is_gathered:
+            return  # most uses follow another one of the same chunk
+        self._prepare(chunk)
+        if not chunk.is_gathered:
+            with _plainly():
+                chunk.finish_gather()
+        self._look_ahead()
+
+    def use_whole(self, chunk: Bucket) -> Tensor:
+        """Return a chunk's whole values, as `use` gathers them; its parameters need not be readable.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        if chunk is not self._last or chunk.whole is None:
+            self._prepare(chunk)
+            self._look_ahead()
+        return chunk.arrived()
+
+    def _prepare(self, chunk: Bucket) -> None:
+        """Take note of a use of a chunk, and start to gather it."""
         if self._held and any(chunk in held for held in self._held.values()):
             return  # other ranks may use other parts of what is held
+        self._last = chunk
         number = self._number_of[chunk]
         self.timeline.note(number)
         self._ahead.pop(number, None)
@@ -182,8 +221,50 @@ class ChunkManager:
                 self.release_unused(keep=1)
                 if chunk.state is WholeState.SHARDED:
                     self._start_gather(number, chunk)
-                chunk.finish_gather(self.names)
-        self._look_ahead()
+
+    # ---- what buckets tell, see `User`
+
+    def on_use(self, bucket: Bucket, index: int, what: str) -> AbstractContextManager[None] | None:
+        """Gather what is used in a forward or a backward.
+
+        Raises:
+            ConfigError: If none is running.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        if self.use_in_forward is not None:
+            return self.use_in_forward(index)
+        if not is_in_backward():
+            msg = (
+                f"Parameter '{self.names[index]}' is kept in shards outside of the model's forward and backward, so "
+                f"that `{what}` finds no values. Read values inside of `with model.whole_parameters():` or from "
+                "`model.state_dict()` of the boosted model, and change them inside of `with "
+                "model.whole_parameters(writes=True):`, each on every rank. `booster.save_model` writes files, "
+                "`booster.ema(model)` keeps an average; copy the model inside of such a block, or before `boost`."
+            )
+            raise ConfigError(msg)
+        self.use(bucket)
+        self.end_with_backward()
+        return None
+
+    def end_with_backward(self) -> None:
+        """See to it that the backward that is running ends as a phase does, where a script has called it itself."""
+        if self.timeline.kind is None and not self._ends_with_backward:
+            self._ends_with_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # noqa: SLF001 - as DDP does
+
+    def _end_of_backward(self) -> None:
+        self._ends_with_backward = False
+        self.end()
+        self.raise_own_changes()
+
+    def on_show(self, bucket: Bucket) -> None:
+        """Remember what the parameters of a bucket are like."""
+        self._watch.take(bucket)
+
+    def on_hide(self, bucket: Bucket) -> None:
+        """Find those of them that were changed."""
+        self._watch.look(bucket)
 
     def _look_ahead(self) -> None:
         """Start gathering what is expected next."""
@@ -268,7 +349,7 @@ class ChunkManager:
         loose = [
             number
             for number, chunk in self._used.items()
-            if not chunk.pins and chunk.keep is Keep.IN_USE and chunk.is_gathered
+            if not chunk.pins and chunk.keep is Keep.IN_USE and chunk.whole is not None
         ]
         for number in loose[: len(loose) - keep]:
             self._used.pop(number).release()
@@ -305,22 +386,36 @@ class ChunkManager:
             self.order.is_on = False
             return
         self.order.meet(self._device())
-        for chunk in self.layout.buckets:
-            self._watch.look(chunk)
-        self._watch.end_phase()
+        self._watch.phases_left -= 1
+        self.tell_changes()
+
+    def raise_own_changes(self) -> None:
+        """Raise for parameters that were changed by hand on this rank, once ranks do not tell each other any more.
+
+        Raises:
+            ConfigError: If there are any.
+        """
+        error = None if self._watch.phases_left else self.take_changes()
+        if error is not None:
+            raise error
+
+    def take_changes(self) -> ConfigError | None:
+        """Return the error for parameters that were changed by hand on this rank, and forget them."""
         found, self._watch.found = self._watch.found, {}
-        every = collectives.all_gather_object(found, self.ranks.gathering)
-        told = [
-            f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
-            for rank, of_rank in enumerate(every)
-            if of_rank
-        ]
-        if told:
-            msg = (
-                f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values "
-                "with `booster.load_model`, or on every rank inside of `with model.whole_parameters(writes=True)`."
-            )
-            raise ConfigError(msg)
+        return _changed({self.ranks.shard_rank: found})
+
+    def tell_changes(self) -> None:
+        """Raise on every rank for parameters that were changed by hand on any.
+
+        Raises:
+            ConfigError: If there are any.
+
+        Collective: every rank of the shard group.
+        """
+        found, self._watch.found = self._watch.found, {}
+        error = _changed(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
+        if error is not None:
+            raise error
 
     def order_of_first_use(self) -> list[int]:
         """Return all parameters in the order of their first use so far, unused ones last."""
@@ -333,6 +428,7 @@ class ChunkManager:
             with chunk.in_use(changes=True):
                 chunk.round_values()
         self._used = {}
+        self._last = None
         self._ahead = {}
         self._pool.clear()
         self._enumerate()
@@ -352,6 +448,7 @@ class ChunkManager:
     def end_backward(self) -> None:
         """End it: release what nobody pins."""
         self.end()
+        self.raise_own_changes()
 
     def begin_step(self, buckets: Sequence[Bucket], names: Mapping[int, str]) -> None:
         """Raise for parameters that were changed by hand.
@@ -373,8 +470,29 @@ class ChunkManager:
             chunk.mark_changed()
 
 
+def _changed(every: Mapping[int, Mapping[str, str]]) -> ConfigError | None:
+    """Return the error for parameters that were changed by hand, given by rank how; ``None`` if there are none."""
+    told = [
+        f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
+        for rank, of_rank in every.items()
+        if of_rank
+    ]
+    if not told:
+        return None
+    return ConfigError(
+        f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values "
+        "with `booster.load_model`, or on every rank inside of `with model.whole_parameters(writes=True)`."
+    )
+
+
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Leave inference mode, in which memory could not be used in training later, and be seen by no mode."""
-    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch's own modes do
+    """Leave inference mode, whose memory could not be used in training later, and be seen by no mode or transform."""
+    private: Any = torch._C  # noqa: SLF001 - as torch's own modes do
+    with torch.inference_mode(mode=False), torch.no_grad(), private.DisableTorchFunction(), private._DisableFuncTorch():  # noqa: SLF001
         yield
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running on this thread, as it is when checkpointed layers are recomputed."""
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name

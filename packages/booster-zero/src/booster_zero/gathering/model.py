@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.ranks import NamedCall
 from booster_runtime.local_state import refuse_pickle
@@ -15,8 +14,6 @@ from booster_runtime.sharding import generate_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import nn
 
     from booster_zero.engine.optimizer import ZeroOptimizer
     from booster_zero.gathering.manager import ChunkManager
@@ -42,14 +39,8 @@ class GatheringModel(ModelWrapper):
         """
         refuse_pickle()
 
-    def attach_chunks(self, module: nn.Module, manager: ChunkManager) -> None:
-        """Set the chunks of the user's model, whose own ``state_dict`` raises from now on.
-
-        Args:
-            module: The user's model.
-            manager: Its chunks.
-        """
-        module.register_state_dict_pre_hook(_refuse_placeholders)  # type: ignore[no-untyped-call]
+    def attach_chunks(self, manager: ChunkManager) -> None:
+        """Set the chunks of the user's model."""
         self.manager = manager
         generate_together(self)
 
@@ -69,9 +60,28 @@ class GatheringModel(ModelWrapper):
         Args:
             writes: Keep what the block writes into them in place; it must write the same on every rank.
 
+        Raises:
+            ConfigError: If the block writes without ``writes``, or gives a parameter other memory.
+
         Memory: the whole model on every rank.
 
         Collective: every rank of the world.
+        """
+        with self.gathered(writes=writes):
+            yield
+        if not writes:
+            self.manager.tell_changes()
+
+    @contextlib.contextmanager
+    def gathered(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters whole for the block, as `whole_parameters` does, whose end no rank waits for.
+
+        What a block without ``writes`` has written, `ChunkManager.take_changes` returns after it.
+
+        Args:
+            writes: As for `whole_parameters`.
+
+        Collective: every rank of the world at the beginning; none at the end.
         """
         chunks = self.manager.layout.buckets
         for chunk in chunks:
@@ -108,20 +118,3 @@ class GatheringModel(ModelWrapper):
         """
         with NamedCall("load_state_dict"), self.whole_parameters(writes=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 - torch's signature
-    """Raise where the user's own model is asked for a state that it does not hold.
-
-    Raises:
-        ConfigError: If so.
-    """
-    if keep_vars:
-        return  # asks for the parameters themselves, whatever they hold; checks of names do
-    for name, parameter in module.named_parameters():
-        if parameter.numel() > 1 and not any(parameter.stride()):  # one element of memory, shown as many
-            msg = (
-                f"The user's own model has no value of '{prefix}{name}' here, which is kept in shards. Call "
-                "`state_dict` of the boosted model on every rank, or `booster.save_model(model, path)`."
-            )
-            raise ConfigError(msg)

@@ -7,8 +7,7 @@ that the chunk's memory can go; backward brings the chunk back when it needs the
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,11 +20,10 @@ if TYPE_CHECKING:
     from booster_zero.gathering.manager import ChunkManager
 
 
-@dataclass(frozen=True)
-class _Note:
+class _Note(NamedTuple):
     """Where saved values are: in which parameter, from which of its bytes, and how they are read."""
 
-    index: int
+    number: int
     start_bytes: int | torch.SymInt
     dtype: torch.dtype
     shape: torch.Size
@@ -66,31 +64,32 @@ class SavedUses(SavedTensorHooks):
         )
 
     def _chunk_of(self, tensor: Tensor) -> Bucket | None:
-        """Return the gathered chunk that a tensor is a view of, if it is; a sparse one has no storage to ask."""
+        """Return the gathered chunk that a tensor is a view of, if it is."""
         if tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
-        return self._manager.chunk_holding(storage.data_ptr()) if storage.nbytes() else None
+        try:
+            return self._manager.chunk_holding(tensor.data_ptr())
+        except RuntimeError:  # inside of a function transform, which keeps it alive
+            return None
 
     def give(self, taken: _Note) -> Tensor:
         """Return a parameter's values, which are gathered for it."""
         manager = self._manager
-        parameter = manager.parameters[taken.index]
+        parameter = manager.parameters[taken.number]
         if parameter._version != taken.version:  # noqa: SLF001
             msg = (
-                f"Backward needs parameter '{manager.names[taken.index]}' as it was in forward, but it has been "
+                f"Backward needs parameter '{manager.names[taken.number]}' as it was in forward, but it has been "
                 "changed in place since, by `optimizer.step()` or by hand. Run backward before the step."
             )
             raise RuntimeError(msg)
-        chunk = manager.chunk_of(taken.index)
-        manager.use(chunk)
-        slot = next(slot for slot in chunk.plan.slots if slot.index == taken.index)
-        assert chunk.whole is not None, "what is in use has been gathered"
+        chunk = manager.chunk_of(taken.number)
+        whole = manager.use_whole(chunk)
+        slot = chunk.plan.slots[chunk.position_of[taken.number]]
         offset_bytes = slot.offset * chunk.format.working.itemsize + taken.start_bytes
-        if taken.dtype == chunk.whole.dtype:
-            found = chunk.whole.as_strided(taken.shape, taken.strides, offset_bytes // taken.dtype.itemsize)
+        if taken.dtype == whole.dtype:
+            found = whole.as_strided(taken.shape, taken.strides, offset_bytes // taken.dtype.itemsize)
         else:  # parameters begin at multiples of many elements, of whichever format
-            found = torch.empty(0, dtype=taken.dtype, device=chunk.whole.device)
-            found.set_(chunk.whole.untyped_storage(), offset_bytes // taken.dtype.itemsize, taken.shape, taken.strides)
+            found = torch.empty(0, dtype=taken.dtype, device=whole.device)
+            found.set_(whole.untyped_storage(), offset_bytes // taken.dtype.itemsize, taken.shape, taken.strides)
         found = torch._conj(found) if taken.is_conjugate else found  # noqa: SLF001 - what sets the flag alone
         return torch._neg_view(found) if taken.is_negative else found  # noqa: SLF001 - the same

@@ -1,8 +1,8 @@
-"""Find parameters that somebody has changed by hand, where their values are not kept.
+"""Find parameters that somebody has changed while their values were here, which would be forgotten with these.
 
-What is written into a gathered chunk is forgotten when the chunk is released, and a released parameter has no values
-to write to. Versions tell of operations in place, digests of what went through ``.data``: of all values in debugging,
-else of some of them, and only during the first phases, because a model that changes its parameters does so each time.
+A parameter without values raises where it is written. While values are here, versions tell of operations in place,
+and addresses of ``.data = ...``, at all times. What went through ``.data`` leaves no trace but the values: some are
+compared during the first phases, because a model that writes so does it each time, and all of them in debugging.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import xxhash
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 
 _PHASES = 12
 _SAMPLES = 256
-_OTHER_MEMORY = "was given other memory"
 
 
 class ChangeWatch:
-    """Remembers what parameters were like when they were last updated, and finds those that are not.
+    """Remembers parameters as they were shown, and finds those that are others when they are hidden.
 
     Args:
         names: The parameters' names, by number.
-        is_thorough: Whether to read all values, of released parameters too, and never to stop.
+        is_thorough: Whether to compare all values, and never to stop.
 
     Attributes:
         found: How parameters were changed, by name, since this was last emptied.
-        phases_left: How many more forwards, backward passes and steps are looked at.
+        phases_left: In how many more forwards, backward passes and steps values are compared.
 
     Collective: none of its methods.
     """
@@ -44,78 +43,78 @@ class ChangeWatch:
         self.phases_left: float = math.inf if is_thorough else _PHASES
         self._is_thorough = is_thorough
         self._names = names
-        self._seen: dict[int, _Look] = {}
-
-    def end_phase(self) -> None:
-        """Count a phase; after the last one, forget everything."""
-        self.phases_left -= 1
-        if not self.phases_left:
-            self._seen = {}
+        self._seen: dict[Bucket, _Look] = {}
 
     def take(self, chunk: Bucket) -> None:
-        """Remember a chunk's parameters as they are now."""
-        if not self._looks_at(chunk):
-            return
-        for slot, parameter in zip(chunk.plan.slots, chunk.parameters, strict=True):
-            self._seen[slot.index] = self._look_at(chunk, parameter)
+        """Remember a chunk's parameters, which are here, as they are now."""
+        values = self._values_of(chunk) if self.phases_left else None
+        self._seen[chunk] = _Look(_versions(chunk), _addresses(chunk), values)
 
     def look(self, chunk: Bucket) -> None:
         """Compare a chunk's parameters with what was remembered, and add those that differ to `found`."""
-        if not self._looks_at(chunk):
+        before = self._seen.pop(chunk, None)
+        if before is None:
             return
-        for slot, parameter in zip(chunk.plan.slots, chunk.parameters, strict=True):
-            now, before = self._look_at(chunk, parameter), self._seen.get(slot.index)
-            if before is None:
-                continue
-            how = now.difference(before)
-            if how == _OTHER_MEMORY and not parameter.requires_grad and now.has_values_of(before):
-                continue  # bitsandbytes' layers do so in each forward, and have a copy of their own anyway
-            if how is not None:
+        addresses, versions = _addresses(chunk), _versions(chunk)
+        if addresses != before.addresses:
+            # bitsandbytes' layers give their weights other memory in each forward, with the same values.
+            self._note(chunk, addresses, before.addresses, "was given other memory", tolerates_equal=True)
+        if versions != before.versions:
+            self._note(chunk, versions, before.versions, "was changed in place")
+        if before.values is not None and not self.found:
+            values = self._values_of(chunk)
+            with _disable_current_modes():
+                same = [*map(torch.equal, values, before.values)]
+            if not all(same):
+                self._note(chunk, same, [True] * len(same), "was changed through `.data`")
+
+    def _note(
+        self, chunk: Bucket, now: Sequence[int], before: Sequence[int], how: str, *, tolerates_equal: bool = False
+    ) -> None:
+        for slot, parameter, one, other in zip(chunk.plan.slots, chunk.parameters, now, before, strict=True):
+            if one != other and not (tolerates_equal and _is_equal(chunk, slot.offset, parameter)):
                 self.found.setdefault(self._names[slot.index], how)
-                self._seen[slot.index] = now
 
-    def _looks_at(self, chunk: Bucket) -> bool:
-        # A released parameter that was given other memory is found when its chunk is gathered, without looking.
-        return self.phases_left > 0 and (self._is_thorough or chunk.is_gathered)
+    def _values_of(self, chunk: Bucket) -> list[Tensor]:
+        """Return copies of all values, or some, of each parameter, as bits: NaN differs from itself.
 
-    def _look_at(self, chunk: Bucket, parameter: Tensor) -> _Look:
-        with torch._C.DisableTorchFunction(), torch.no_grad():  # noqa: SLF001 - as torch's own modes do
-            values = parameter.detach()
-            if not chunk.is_gathered and values.numel():
-                values = values.as_strided((1,), (1,))  # a released parameter has one element of memory
-            values = values.reshape(-1)
-            if self._is_thorough:
-                plain = values.view(torch.uint8).cpu().numpy()
-                content: Tensor | int = xxhash.xxh3_64_intdigest(plain.tobytes())
-            else:
-                content = values[:: max(values.numel() // _SAMPLES, 1)].clone().view(torch.uint8)
-            return _Look(parameter._version, parameter.data_ptr(), content)  # noqa: SLF001 - there is no public name
+        Modes of the script, such as that of selective activation checkpointing, see none of the operations.
+        """
+        whole = chunk.whole
+        assert whole is not None, "asked of parameters that are here"
+        found = []
+        with _disable_current_modes():
+            for slot in chunk.plan.slots:
+                values = whole[slot.offset : slot.offset + slot.numel]
+                step = 1 if self._is_thorough else max(slot.numel // _SAMPLES, 1)
+                found.append(values[::step].clone().view(torch.uint8))
+        return found
 
 
 class _Look(NamedTuple):
-    """What a parameter was like.
+    """What a chunk's parameters were like.
 
     Args:
-        version: Its version, which operations in place raise.
-        address: Where its memory is.
-        content: A digest of its values, or some of them, on its device.
+        versions: Their versions, which operations in place raise.
+        addresses: Where their memory is.
+        values: Some or all of their values; ``None`` where these are not compared.
     """
 
-    version: int
-    address: int
-    content: Tensor | int
+    versions: list[int]
+    addresses: list[int]
+    values: list[Tensor] | None
 
-    def difference(self, before: _Look) -> str | None:
-        """Return how a parameter was changed since ``before``; ``None`` if it was not."""
-        if self.address != before.address:
-            return _OTHER_MEMORY
-        if self.version != before.version:
-            return "was changed in place"
-        return None if self.has_values_of(before) else "was changed through `.data`"
 
-    def has_values_of(self, before: _Look) -> bool:
-        """Return whether the values that were looked at are the same."""
-        if isinstance(self.content, int):
-            return self.content == before.content
-        assert isinstance(before.content, torch.Tensor), "a watch looks in one way"
-        return torch.equal(self.content, before.content)
+def _versions(chunk: Bucket) -> list[int]:
+    return [parameter._version for parameter in chunk.parameters]  # noqa: SLF001 - there is no public name
+
+
+def _addresses(chunk: Bucket) -> list[int]:
+    return [parameter.data_ptr() for parameter in chunk.parameters]
+
+
+def _is_equal(chunk: Bucket, offset: int, parameter: Tensor) -> bool:
+    assert chunk.whole is not None, "asked of parameters that are here"
+    own = chunk.whole[offset : offset + parameter.numel()].view(parameter.shape)
+    is_like = (parameter.dtype, parameter.device) == (own.dtype, own.device)
+    return not parameter.requires_grad and is_like and torch.equal(parameter.detach(), own)

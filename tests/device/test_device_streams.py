@@ -1,0 +1,54 @@
+"""Streams and pools of memory: made once, and few, because devices hand out few streams and keep memory for each."""
+
+import gc
+from importlib import import_module
+
+import pytest
+import torch
+from device_smoke import PLUGINS
+from simulated_device import NAME, run_on_devices, streams_made
+from torch import nn
+
+from booster_core import Booster
+
+CASES = {
+    "zero, offload": ("zero", {"stage": 2, "offload": "cpu", "bucket_bytes": 1 << 14}),
+    "gemini": ("gemini", {"min_chunk_bytes": 1 << 14}),
+    "gemini, offload": ("gemini", {"min_chunk_bytes": 1 << 14, "offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
+    "gemini, half": ("gemini", {"min_chunk_bytes": 1 << 14, "offload_param_frac": 0.5, "offload_optim_frac": 0.5}),
+    "fsdp, offload": ("fsdp", {"cpu_offload": True}),
+}
+MOST_STREAMS = {"fsdp, offload": 8}
+"""torch's FSDP makes some of its own."""
+
+
+def train(plugin, options):
+    gc.collect()
+    torch.simulated.empty_cache()
+    torch.simulated.reset_peak_memory_stats()
+    before = streams_made()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)), nn.Linear(64, 1))
+    module, name = PLUGINS[plugin].split(":")
+    booster = Booster(NAME, "fp32", getattr(import_module(module), name)(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    x = torch.ones(256, 64, device=NAME)
+    streams, reserved = [], []
+    for _ in range(4):
+        for _ in range(2):
+            booster.backward(model(x).square().mean(), optimizer)
+            optimizer.clip_grad_by_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        streams.append(streams_made() - before)
+        reserved.append(torch.simulated.memory_reserved())
+    return streams, reserved, torch.simulated.max_memory_allocated()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streams_are_made_once_and_pools_stay_small(name, simulated_device):
+    for streams, reserved, allocated in run_on_devices(train, 2, simulated_device, *CASES[name]):
+        assert streams[-1] == streams[0], f"streams after each two steps: {streams}"
+        assert streams[-1] <= MOST_STREAMS.get(name, 4), f"{streams[-1]} streams"
+        assert reserved[-1] == reserved[1], f"memory that pools hold after each two steps: {reserved}"
+        assert reserved[-1] <= 1.25 * allocated, f"{reserved[-1]} bytes in pools, {allocated} at the peak"
