@@ -2,7 +2,8 @@
 
 An absent tensor has shape, strides, dtype and device, and no storage. A `StageRun` lets it through the model's code
 outside of the layers, by the form of what each function would return; anywhere else, and wherever its values decide
-something, it raises `AbsentValueError`.
+something, it raises `AbsentValueError`. The other kind of absent values, those that an engine brings when they are used
+(`booster_runtime.memory`), is known here.
 """
 
 from __future__ import annotations
@@ -352,8 +353,8 @@ class Forms:
             for leaf in leaves:
                 if not isinstance(leaf, Tensor):
                     given.append(leaf)
-                elif isinstance(leaf, AbsentTensor):
-                    given.append(leaf.form.empty())
+                elif leaf.layout is torch.strided:
+                    given.append(Form.of(leaf).empty())
                 else:
                     given.append(self._fakes.from_tensor(leaf.detach()))
             return self._described(function, given, leaves, structure)

@@ -8,6 +8,7 @@ Layers and other modules that are not run return absent tensors in the form of w
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from booster_hybrid.pipeline.absent import (
     origin_of,
 )
 from booster_hybrid.pipeline.trace import kept_attributes
+from booster_runtime.memory import only_describes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,60 +38,6 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 256
 """Forms of arguments that are remembered for each module."""
-_ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "ndim",
-    "layout",
-    "is_sparse",
-    "is_leaf",
-    "is_cuda",
-    "is_cpu",
-    "is_mps",
-    "is_xpu",
-    "is_meta",
-    "is_quantized",
-    "is_nested",
-    "names",
-    "itemsize",
-    "nbytes",
-    "grad",
-    "grad_fn",
-    "is_mkldnn",
-]
-_METHODS = [
-    "size",
-    "dim",
-    "stride",
-    "numel",
-    "nelement",
-    "__len__",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "storage_offset",
-    "element_size",
-    "get_device",
-    "ndimension",
-    "is_signed",
-    "is_same_size",
-    "is_inference",
-    "__hash__",
-    "requires_grad_",
-    "_is_view",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "retain_grad",
-]
-_DESCRIBING = frozenset(
-    {getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)}
-    | {getattr(Tensor, name) for name in _METHODS}
-    | {Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-    | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_tensor}
-)
-"""What looks at no value: an absent tensor answers for itself. No gradient comes to one, so hooks wait in vain."""
 _FORM_OF_FIRST = frozenset(
     {getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
     | {getattr(Tensor, f"new_{name}") for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")}
@@ -97,6 +45,9 @@ _FORM_OF_FIRST = frozenset(
 """Functions that look at the form of their first argument alone."""
 _FORM_OF_SECOND = frozenset({Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as})
 """Functions that look at the form of their second argument alone, where that is a tensor."""
+
+
+_describes = functools.cache(only_describes)
 
 
 class KnownReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -152,7 +103,7 @@ class StageRun(TorchFunctionMode):
         """Run a function, or let absent tensors through it."""
         del types
         kwargs = kwargs or {}
-        if self._is_paused or func in _DESCRIBING:
+        if self._is_paused or _describes(func):  # an absent tensor answers for itself; hooks on it wait in vain
             return func(*args, **kwargs)
         if func is Tensor.__iter__:  # the tensors of an iterator would pass by
             return iter(self._run(Tensor.unbind, args, kwargs))
