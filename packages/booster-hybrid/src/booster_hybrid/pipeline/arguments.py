@@ -30,12 +30,18 @@ class ArgumentNames:
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters.values()
         self._names = [each.name for each in parameters if each.kind in _POSITIONAL]
+        self._index_of = {name: index for index, name in enumerate(self._names)}
         variable = [each.name for each in parameters if each.kind is inspect.Parameter.VAR_POSITIONAL]
         self._variable = variable[0] if variable else ""
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by their names, in the order in which they were given."""
         return {**{self._name(index): value for index, value in enumerate(args)}, **kwargs}
+
+    def get(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the argument of a call that has a name; ``None`` where there is none."""
+        index = self._index_of.get(name, len(args))
+        return args[index] if index < len(args) else kwargs.get(name)
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors among the arguments of a call, those in containers as well, by path."""
@@ -127,6 +133,11 @@ class PassedThrough:
 
     def __init__(self, form: Any, *, has_shapes: bool) -> None:
         self._form, self.has_shapes = form, has_shapes
+
+    @property
+    def argument(self) -> str | None:
+        """The argument that the whole output is like; ``None`` where the output is a container."""
+        return self._form if isinstance(self._form, str) and self._form else None
 
     @classmethod
     def like(cls, output: Any, arguments: Mapping[str, torch.Tensor]) -> PassedThrough | None:

@@ -559,21 +559,34 @@ class _Gate:
             except Exception:
                 if not has_shapes:
                     raise
-        arguments = dict(self.names.leaves(args, kwargs))
+        origin = f"layer '{self.layer.name}'"
+        arguments = self._arguments(args, kwargs)
         forms = {
-            path: absent_like(Form.of(leaf), f"layer '{self.layer.name}'")
+            path: absent_like(Form.of(leaf), origin)
             for path, leaf in arguments.items()
             if isinstance(leaf, torch.Tensor)
         }
-        self._staged.show_what_came(self.position, next(iter(forms.values())))
+        if self.calls.is_watched:
+            self._staged.show_what_came(self.position, next(iter(forms.values())))
         return self.layer.returned.of({**arguments, **forms})
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those arguments of a call, by path, that outputs may be like."""
+        name = self.layer.returned.argument
+        value = None if name is None else self.names.get(name, args, kwargs)
+        return dict(self.names.leaves(args, kwargs)) if name is None or value is None else {name: value}
 
     def check(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise if a layer that was run returned tensors of other shapes than stages that did not run it assume."""
         if self._may_be_tried and not self.layer.returned.has_shapes:
             return
-        assumed = self.layer.returned.of(dict(self.names.leaves(args, kwargs)))
-        pairs = zip(pytree.tree_leaves(assumed), pytree.tree_leaves(output), strict=False)
+        assumed = self.layer.returned.of(self._arguments(args, kwargs))
+        is_one = isinstance(assumed, torch.Tensor) and isinstance(output, torch.Tensor)
+        pairs = (
+            [(assumed, output)]
+            if is_one
+            else zip(pytree.tree_leaves(assumed), pytree.tree_leaves(output), strict=False)
+        )
         wrong = [
             (one, two)
             for one, two in pairs
