@@ -242,6 +242,15 @@ def test_modes(is_training, is_recomputed):
         )
 
 
+def test_evaluation_in_inference_mode():
+    model = made("of_form", "between", "residual", is_training=False)
+    plan, staged = cut(model, batches(1)[0])
+    with torch.inference_mode():
+        ((outputs, _),), _ = run(plan, staged, batches(1), criterion, trains=False)
+        model.replayed = merged(staged, model.source)
+        torch.testing.assert_close(outputs["out"], model(**batches(1)[0])["out"])
+
+
 def test_entries_that_come_later_are_used():
     compare(made("of_torch", "after"), given=batches(2, shift=torch.ones(3, 1)))
 

@@ -31,6 +31,8 @@ _States = tuple["Tensor", "Tensor | None"]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANGE = 2**62
 """Numbers from which streams are seeded are below this."""
+_entered: list[Stream] = []
+"""Streams between `enter` and `leave`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Weyl's increment of splitmix64, which spreads consecutive numbers over all bits."""
 
@@ -94,6 +96,8 @@ class Stream:
         """
         before = _states(device)
         self._seed = mixed_seed(int(torch.randint(_RANGE, ())), self._rank + 1)
+        if self._outside is None:
+            _entered.append(self)
         self._outside, self._device = (before, _states(device)), device
         _reseed(self._seed, device)
         self._seeded = _states(device)
@@ -110,6 +114,7 @@ class Stream:
             is_unused = not is_counted and _are_equal(_states(self._device), self._seeded)
             _restore(before if is_unused else after, self._device)
             self._outside = None
+            _entered.remove(self)
 
     def pause(self) -> None:
         """Leave until `resume`, if it was entered: the ranks compute the same there."""
@@ -225,12 +230,14 @@ class MicrobatchStreams:
         self._begin_region(mixed_seed(self._base, -2))
 
     def begin_function(self, generator: torch.Generator | None = None) -> None:
-        """Draw for a function between layers.
+        """Draw for a function between layers, unless ranks that share out what it computes draw apart by a `Stream`.
 
         Args:
             generator: The model's own, if it draws from one; it is left as it was.
         """
         self._count += 1
+        if any(stream.is_current for stream in _entered):
+            return
         seed = mixed_seed(self._region, self._count)
         if generator is None:
             _reseed(seed, self._device)

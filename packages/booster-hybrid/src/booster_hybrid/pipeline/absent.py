@@ -78,7 +78,7 @@ class AbsentTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - as torch's own wrappers
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what it takes by position alone
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Describe a tensor, or refuse to compute with it."""
@@ -87,7 +87,7 @@ class AbsentTensor(Tensor):
             refuse(func.__name__.partition(".")[0], (args, kwargs))
         return absent_like(args[0].form._replace(requires_grad=False), args[0].origin)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
         """Return a description, which has no values."""
         del tensor_contents
         return f"<absent {tuple(self.form.shape)} {self.form.dtype}: {self.origin}>"
@@ -156,7 +156,7 @@ def absent_like(form: Form, origin: str) -> AbsentTensor:
         form: Its shape, strides, dtype, device, and whether it says of itself that it has a gradient.
         origin: What has the values, for errors: ``"layer 'layers.0'"``.
     """
-    made: AbsentTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001 - documented for this
+    made: AbsentTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001 - documented for this
         AbsentTensor,
         form.shape,
         strides=form.stride,
@@ -199,7 +199,7 @@ def mark_written(tensor: Tensor, origin: str) -> None:
     global _is_any_marked  # noqa: PLW0603 - so that programs in which this never happens don't look for it
     _is_any_marked = True
     with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
-        tensor.untyped_storage()._booster_absent = origin  # type: ignore[attr-defined]  # noqa: SLF001 - our own
+        tensor.untyped_storage()._booster_absent = origin  # noqa: SLF001 - our own
 
 
 def as_absent(value: Any) -> Any:
@@ -224,9 +224,7 @@ def refuse(what: str, given: Any) -> NoReturn:
     Raises:
         AbsentValueError: Always.
     """
-    origin = next(
-        (origin for each in pytree.tree_leaves(given) if isinstance(each, Tensor) and (origin := origin_of(each))), ""
-    )
+    origin = _first_origin(pytree.tree_leaves(given))
     errors = _errors.get()
     remedy = (
         "Run batches through `booster.execute_pipeline`: no rank of a model that is cut into stages has all of it."
@@ -240,6 +238,11 @@ def refuse(what: str, given: Any) -> NoReturn:
     raise error
 
 
+def _first_origin(leaves: Iterable[Any]) -> str:
+    origins = (origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return next((origin for origin in origins if origin is not None), "")
+
+
 class _Result(NamedTuple):
     """What a function returns for arguments of some forms."""
 
@@ -249,7 +252,7 @@ class _Result(NamedTuple):
 
 
 class _Given(NamedTuple):
-    index: int
+    place: int
 
 
 class Forms:
@@ -278,7 +281,7 @@ class Forms:
             AbsentValueError: If the result depends on absent values in another way than by its own values.
         """
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        origin = next(found for leaf in leaves if isinstance(leaf, Tensor) and (found := origin_of(leaf)))
+        origin = _first_origin(leaves)
         key = self._key(function, leaves, structure)
         found = None if key is None else self._known.get(key)
         if found is None:
@@ -293,7 +296,7 @@ class Forms:
         made = [
             absent_like(leaf, origin)
             if isinstance(leaf, Form)
-            else leaves[leaf.index]
+            else leaves[leaf.place]
             if isinstance(leaf, _Given)
             else leaf
             for leaf in found.leaves
@@ -301,7 +304,7 @@ class Forms:
         return pytree.tree_unflatten(made, found.structure)
 
     def _key(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
-        described = []
+        described: list[Any] = []
         device = "cpu"
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -332,7 +335,7 @@ class Forms:
     def on_zeros(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what a function returns if all absent values are zero; tensors in it are absent."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        origin = next((found for leaf in leaves if isinstance(leaf, Tensor) and (found := origin_of(leaf))), "")
+        origin = _first_origin(leaves)
         given = [
             (torch.zeros_like(leaf.form.empty()) if isinstance(leaf, AbsentTensor) else leaf.detach().clone())
             if isinstance(leaf, Tensor)
@@ -349,7 +352,7 @@ class Forms:
 
     def _on_fakes(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> _Result:
         given: list[Any] = []
-        with torch.no_grad(), quiet_fakes(), self._fakes:
+        with torch.inference_mode(mode=False), torch.no_grad(), quiet_fakes(), self._fakes:
             for leaf in leaves:
                 if not isinstance(leaf, Tensor):
                     given.append(leaf)
@@ -372,7 +375,7 @@ class Forms:
                 for leaf in leaves
             ]
             try:
-                with torch.no_grad():
+                with torch.inference_mode(mode=False), torch.no_grad():
                     found.append(self._described(function, given, leaves, structure))
             except Exception:  # noqa: BLE001 - it may be the values' fault
                 break

@@ -220,6 +220,7 @@ class StagedModel:
             self._gates.append(gate)
             self._enclosed.append((module, gate))
             module.forward = gate
+            module.register_forward_pre_hook(gate.enter, prepend=True)
         layers = {layer.name for layer in self._trace.layers}
         for name, module in modules.items():
             if not layers.intersection(_prefixes(name)):
@@ -355,7 +356,7 @@ class StagedModel:
         for module, gate in self._enclosed:
             compiled = module._compiled_call_impl  # noqa: SLF001 - where `Module.compile` leaves it
             if compiled is not None and not isinstance(compiled, _CompiledCall):
-                module._compiled_call_impl = _CompiledCall(self, module, gate, compiled)  # type: ignore[assignment]  # noqa: SLF001 - likewise
+                module._compiled_call_impl = _CompiledCall(self, module, gate, compiled)  # noqa: SLF001 - likewise
 
     def call_compiled(self, call: _CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a compiled module does in the active stage.
@@ -365,10 +366,11 @@ class StagedModel:
         """
         stage, gate = self._active, call.gate
         if gate is not None and (stage is None or stage.first <= gate.position < stage.last):
+            self.enter_layer(gate.position)
             return self.call_layer(gate, args, kwargs, call.inside)
         if self._run is None:
             return call.compiled(*args, **kwargs)
-        return call.module._call_impl(*args, **kwargs)  # noqa: SLF001 - what `Module.compile` has compiled
+        return call.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `Module.compile` has compiled
 
     def call_layer(
         self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
@@ -412,13 +414,17 @@ class StagedModel:
         if given:
             args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{layer.name}'")
         args, kwargs = as_absent((args, kwargs))
-        if self._streams is not None:
-            self._streams.begin_layer(position)
         with contextlib.nullcontext() if self._run is None else self._run.paused():
             output = forward(*args, **kwargs)
         gate.check(output, args, kwargs)
         self._leave_layer(position)
         return output
+
+    def enter_layer(self, position: int) -> None:
+        """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
+        stage = self._active
+        if self._streams is not None and stage is not None and stage.first <= position < stage.last:
+            self._streams.begin_layer(position)
 
     def _leave_layer(self, position: int) -> None:
         if self._streams is not None and self._run is not None:
@@ -549,6 +555,11 @@ class _Gate:
         if self.is_open:
             return self.forward(*args, **kwargs)
         return self._staged.call_layer(self, args, kwargs)
+
+    def enter(self, *_: Any) -> None:
+        """Begin a call of the layer, before what else is hooked to it."""
+        if not self.is_open:
+            self._staged.enter_layer(self.position)
 
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""

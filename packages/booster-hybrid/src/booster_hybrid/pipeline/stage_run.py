@@ -166,14 +166,14 @@ class StageRun(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Leave the mode: what runs inside has all of its values."""
         before, self._is_paused = self._is_paused, True
-        is_top = _get_current_function_mode() is self
+        is_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if is_top:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if is_top:
-                _push_mode(self)
+                _push_mode(self)  # type: ignore[no-untyped-call]
             self._is_paused = before
 
     @contextlib.contextmanager

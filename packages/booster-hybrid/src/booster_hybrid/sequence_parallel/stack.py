@@ -244,6 +244,7 @@ class LayerHooks:
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the parts together after the last layer."""
+        del args
         stack = self._stack
         if stack.is_probing:
             return output
