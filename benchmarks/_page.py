@@ -42,6 +42,7 @@ TITLES = {
     "pipeline": "Pipelines",
     "ring_attention": "Ring attention",
     "tensor_parallel": "Tensor parallelism",
+    "vocabulary_loss": "Loss over a large vocabulary",
     "zero": "ZeRO plugin",
 }
 _HEAD = """\

@@ -40,6 +40,7 @@ SMALLEST = {
     "pipeline": ["--rounds", "2"],
     "ring_attention": ["--tokens", "512", "--heads", "2", "--rounds", "2"],
     "tensor_parallel": ["--hidden", "384", "--dtype", "fp32", "--rounds", "2"],
+    "vocabulary_loss": ["--vocabulary", "8192", "--tokens", "1024", "--hidden", "64", "--rounds", "1"],
     "zero": ["--size", "2M", "--turns", "2", "--only", "times"],
 }
 """The least work of each benchmark."""

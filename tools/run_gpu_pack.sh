@@ -6,13 +6,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 python="${PYTHON:-python3}"
 
-if [ ! -x venv/bin/python ]; then
+if [ ! -e venv/ready ]; then
   rm -rf venv
   "$python" -m venv --without-pip venv
   # The packages that python3 sees, also where it is one of a virtual environment itself, which a new one doesn't inherit.
   "$python" -c 'import sys; print("\n".join(path for path in sys.path if path.endswith("-packages")))' \
     >"$(venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/inherited.pth"
   "$python" -m pip --python venv/bin/python install --quiet --no-index --find-links wheels wheels/booster_*.whl
+  touch venv/ready
 fi
 export PYTHONPATH="$PWD/cases${PYTHONPATH:+:$PYTHONPATH}"
 exec venv/bin/python -m device_runs --into report "$@"

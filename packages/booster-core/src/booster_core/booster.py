@@ -525,7 +525,7 @@ class Booster:
             use_async=use_async,
         )
         with self._saving("model", request, model):
-            self.checkpoint_io.save_model(self._model_state(model, self._export_dtypes(model)), request)
+            self.checkpoint_io.save_model(self._model_state(model, self.export_dtypes(model)), request)
 
     def load_model(
         self,
@@ -600,7 +600,7 @@ class Booster:
         self._check_module(model, "save_lora_as_pretrained")
         request = SaveRequest(call="save_lora_as_pretrained", path=checkpoint, use_safetensors=use_safetensors)
         with self._saving("lora", request, model):
-            state = self._model_state(model, self._export_dtypes(model))
+            state = self._model_state(model, self.export_dtypes(model))
             self.checkpoint_io.save_lora(state, request, selected_adapters)
 
     def save_optimizer(
@@ -863,8 +863,8 @@ class Booster:
         """Return a model as engines see it."""
         return ModelState(adapter=self.state_adapter(model), module=unwrap_model(model), dtype=dtype)
 
-    def _export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
-        """Return the format in which each tensor of a model is exported; ``None`` for a plain model, as it is."""
+    def export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
+        """Return the format in which `save_model` writes each tensor, by name; ``None`` for a plain model, as it is."""
         boosted = self._boosted_model(model)
         if boosted is None:
             return None

@@ -12,13 +12,16 @@ from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
     from booster_runtime.activations import disable_activation_checkpointing, enable_activation_checkpointing
+    from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
+    from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
     from booster_runtime.loops import Evaluation, StopSignal, accumulate, evaluate_batch, join, train_batch
     from booster_runtime.moving_average import ema
     from booster_runtime.replicas import check_replicas
+    from booster_runtime.vocabulary_loss import linear_cross_entropy
     from booster_runtime.whole_tensors import full_gradient, full_state, gathered, set_full_gradient, set_full_state
 
 __all__ = [
@@ -31,29 +34,35 @@ __all__ = [
     "disable_activation_checkpointing",
     "ema",
     "enable_activation_checkpointing",
+    "enable_linear_cross_entropy",
     "evaluate_batch",
     "full_gradient",
     "full_state",
     "gather_for_metrics",
     "gathered",
     "join",
+    "linear_cross_entropy",
     "reduce",
     "set_full_gradient",
     "set_full_state",
     "to_device",
     "train_batch",
+    "whole_parameters",
 ]
 
 __getattr__, __dir__ = public_names(
     __name__,
     {
         ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
+        ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],
+        ".exported_tensors": ["whole_parameters"],
         ".float8": ["convert_to_float8"],
         ".whole_tensors": ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"],
         ".lazy": ["LazyInitContext"],
+        ".vocabulary_loss": ["linear_cross_entropy"],
         ".loops": ["Evaluation", "StopSignal", "accumulate", "evaluate_batch", "join", "train_batch"],
         ".replicas": ["check_replicas"],
     },

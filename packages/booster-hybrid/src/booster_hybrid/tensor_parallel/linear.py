@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from booster_hybrid.pipeline.weight_gradients import SplitBackward, Waiting
     from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.tensor_parallel.head import HeadVocabulary
     from booster_hybrid.tensor_parallel.split import Split
 
 
@@ -321,9 +322,11 @@ class ColumnForward:
         siblings: As above.
         gathers: As above.
         weight_gradients: Where the weight's gradient may wait; see `SplitsItself`.
+        vocabulary: Of an output head, how ranks share it; set by the plan, for `booster_runtime.linear_cross_entropy`.
     """
 
     weight_gradients: SplitBackward | None = None
+    vocabulary: HeadVocabulary
 
     def __init__(
         self, module: nn.Module, siblings: ColumnSiblings, group: RankGroup, gathers: Sequence[int] | None = None

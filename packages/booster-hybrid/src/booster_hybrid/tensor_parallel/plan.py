@@ -23,6 +23,7 @@ from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, 
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.features import SummedFeatures
+from booster_hybrid.tensor_parallel.head import HeadVocabulary
 from booster_hybrid.tensor_parallel.heads import LocalCount, cut_arguments
 from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
@@ -353,7 +354,10 @@ class _Installer:
                     self._keep_split(self._names.outermost[name], self._lengths(split, rule, name))
                 elif rule.style in (Style.COLUMN_GATHER, Style.HEAD):
                     gathers = self._lengths(split, rule, name)
-                self._changes.forward(module, ColumnForward(module, siblings, self._group, gathers))
+                forward = ColumnForward(module, siblings, self._group, gathers)
+                if rule.style in (Style.COLUMN_GATHER, Style.HEAD) and not transposed:
+                    forward.vocabulary = HeadVocabulary(self._lengths(split, rule, name), self._group)
+                self._changes.forward(module, forward)
 
     def _keep_split(self, head: nn.Module, sizes: list[int]) -> None:
         """Let a head's logits know which part of the vocabulary they are."""
@@ -367,6 +371,8 @@ class _Installer:
         def mark(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
             if state["is_traced"]:
                 return gather_last(logits, sizes, self._group)
+            if not logits.dim():  # a loss that was computed in the place of logits
+                return logits
             return split_logits(logits, sizes, self._group)
 
         self._changes.hook(self._model.register_forward_pre_hook(begin))

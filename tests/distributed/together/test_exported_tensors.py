@@ -1,0 +1,143 @@
+"""Tensors out of a run without a file: names and values of `save_model`'s files, under every plugin."""
+
+import peft
+import pytest
+import torch
+from matrix import matrix
+from safetensors.torch import load_file
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime import whole_parameters
+from booster_runtime.single import SingleDeviceStrategy
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
+from booster_zero import LowLevelZeroPlugin
+
+RUNS = {
+    "single": (SingleDeviceStrategy, {}, 1),
+    "ddp": (TorchDDPPlugin, {}, 2),
+    "fsdp": (TorchFSDPPlugin, {}, 2),
+    "zero": (LowLevelZeroPlugin, {"stage": 2}, 2),
+    "gemini": (GeminiPlugin, {}, 2),
+    "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}, 2),
+    "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "pp_style": "zbv", "num_microbatches": 2}, 2),
+    "hybrid-tp-zero3": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3}, 4),
+}
+
+
+def llama():
+    return tiny_llama(num_hidden_layers=4, tie_word_embeddings=True)
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2, num_local_experts=4))
+
+
+def boost(plugin_class, options, make, precision="bf16", lora=None):
+    torch.manual_seed(3)
+    booster = Booster("cpu", mixed_precision=precision, plugin=plugin_class(**options))
+    model = make()
+    if lora is not None:
+        model = booster.enable_lora(model, lora_config=lora)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    model, *_ = booster.boost(model, optimizer)
+    return booster, model
+
+
+def compare_with_files(plugin_class, options, make, folder):
+    booster, model = boost(plugin_class, options, make)
+    booster.save_model(model, folder, shard=True)
+    coordinator = booster.context.coordinator
+    booster.wait()
+    coordinator.block_all()
+    expected = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        expected |= load_file(path)
+    largest = max(tensor.nbytes for tensor in expected.values())
+    for bucket_bytes in (1, 2 * largest, 1 << 30):
+        assert_same(dict(whole_parameters(booster, model, bucket_bytes=bucket_bytes)), expected)
+    narrow = dict(whole_parameters(booster, model, dtype=torch.bfloat16))
+    assert_same(narrow, {name: tensor.bfloat16() for name, tensor in expected.items()})
+    for rank in range(coordinator.world_size):
+        found = list(whole_parameters(booster, model, rank=rank))
+        if coordinator.rank == rank:
+            assert_same(dict(found), expected)
+        else:
+            assert all(tensor.is_meta for _, tensor in found)
+            assert [(name, tensor.shape) for name, tensor in found] == [(name, narrow[name].shape) for name in narrow]
+
+
+def assert_same(actual, expected):
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+@matrix(1, run=RUNS, make=[llama, mixtral])
+def test_names_and_values_are_those_of_files(run, make, tmp_path):
+    plugin_class, options, world_size = RUNS[run]
+    run_on_ranks(compare_with_files, world_size, plugin_class, options, make, tmp_path / "out")
+
+
+def merged(plugin_class, options, lora):
+    booster, model = boost(plugin_class, options, llama, "fp32", lora)
+    return {name: tensor.clone() for name, tensor in whole_parameters(booster, model, merge_lora=True)}
+
+
+@matrix(1, run=RUNS)
+def test_adapters_are_merged_as_peft_merges_them(run):
+    plugin_class, options, world_size = RUNS[run]
+    lora = peft.LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
+    _, model = boost(SingleDeviceStrategy, {}, llama, "fp32", lora)
+    expected = model.unwrap().merge_and_unload().state_dict()
+    del expected["lm_head.weight"]
+    for actual in run_on_ranks(merged, world_size, plugin_class, options, lora):
+        assert set(actual) == set(expected)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+        peft.LoraConfig(r=4, target_modules=["embed_tokens"], ensure_weight_tying=True),
+        peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]),
+    ],
+)
+def test_other_adapters_are_refused(lora):
+    with pytest.raises(ConfigError, match="merge them by peft"):
+        merged(SingleDeviceStrategy, {}, lora)
+
+
+def test_wrong_requests_are_refused():
+    booster, model = boost(SingleDeviceStrategy, {}, llama)
+    with pytest.raises(ConfigError, match="no adapters to merge"):
+        list(whole_parameters(booster, model, merge_lora=True))
+    with pytest.raises(ConfigError, match="out of range"):
+        list(whole_parameters(booster, model, rank=1))
+    with pytest.raises(TypeError):
+        list(whole_parameters(booster, nn.Linear(2, 2)))
+
+
+def ask_differently():
+    booster, model = boost(TorchDDPPlugin, {}, llama)
+    list(whole_parameters(booster, model, rank=booster.context.coordinator.rank))
+
+
+def test_ranks_must_ask_for_the_same():
+    expect_on_ranks(ConfigError, "whole_parameters", ask_differently, 2)
