@@ -163,6 +163,14 @@ def batches(count=2, **more):
     return [{"x": torch.randn(3, WIDTH, generator=generator), **more} for _ in range(count)]
 
 
+def parts(model, example=None, **options):
+    """Cut a model; what it noted in the dry run is forgotten."""
+    plan, staged = cut(model, example or batches(1)[0], **options)
+    for each in staged:
+        each.model.noted.clear()
+    return plan, staged
+
+
 def merged(staged, noted):
     """Return what the stages drew for one microbatch; what several know must be equal."""
     found = {}
@@ -176,9 +184,7 @@ def merged(staged, noted):
 
 def compare(model, pp_size=2, style="1f1b", example=None, given=None, trains=True, loss_of=criterion):
     given = batches() if given is None else given
-    plan, staged = cut(model, example or batches(1)[0], pp_size=pp_size, style=style, trains=trains)
-    for each in staged:
-        each.model.noted.clear()
+    plan, staged = parts(model, example, pp_size=pp_size, style=style, trains=trains)
     expected, total = made_like(model), 0.0
     drawn = []
     for number, batch in enumerate(given):
@@ -244,7 +250,7 @@ def test_modes(is_training, is_recomputed):
 
 def test_evaluation_in_inference_mode():
     model = made("of_form", "between", "residual", is_training=False)
-    plan, staged = cut(model, batches(1)[0])
+    plan, staged = parts(model)
     with torch.inference_mode():
         ((outputs, _),), _ = run(plan, staged, batches(1), criterion, trains=False)
         model.replayed = merged(staged, model.source)
@@ -311,7 +317,7 @@ class Catching(Generated):
 def test_the_end_of_a_stage_is_no_exception_that_a_model_catches():
     torch.manual_seed(3)
     model = Catching()
-    plan, staged = cut(model, batches(1)[0])
+    plan, staged = parts(model)
     ((outputs, _),), _ = run(plan, staged, batches(1), criterion)
     noted = merged(staged, None)
     model.replayed = noted
