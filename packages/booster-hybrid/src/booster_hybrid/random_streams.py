@@ -236,7 +236,7 @@ class MicrobatchStreams:
             generator: The model's own, if it draws from one; it is left as it was.
         """
         self._count += 1
-        if any(stream.is_current for stream in _entered):
+        if _entered and any(stream.is_current for stream in _entered):
             return
         seed = mixed_seed(self._region, self._count)
         if generator is None:

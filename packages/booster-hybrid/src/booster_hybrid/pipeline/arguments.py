@@ -134,6 +134,11 @@ class PassedThrough:
     def __init__(self, form: Any, *, has_shapes: bool) -> None:
         self._form, self.has_shapes = form, has_shapes
 
+    def other_shapes(self, output: Any, arguments: Mapping[str, Any]) -> tuple[torch.Size, torch.Size] | None:
+        """Return the first two shapes, of an argument and of what was like it in the dry run, that differ now."""
+        pairs = pairs_of(self._form, output, arguments)
+        return next(((one.shape, two.shape) for one, two in pairs if one.shape != two.shape), None)
+
     @property
     def argument(self) -> str | None:
         """The argument that the whole output is like; ``None`` where the output is a container."""
@@ -163,6 +168,15 @@ class PassedThrough:
         return _filled(self._form, arguments)
 
 
+def pairs_of(form: Any, output: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the tensors of an output with the arguments that they are like, as far as a form names these."""
+    if isinstance(form, (list, tuple)) and isinstance(output, (list, tuple)):
+        for each, value in zip(form, output, strict=False):
+            yield from pairs_of(each, value, arguments)
+    elif isinstance(form, str) and isinstance(output, torch.Tensor) and isinstance(arguments.get(form), torch.Tensor):
+        yield arguments[form], output
+
+
 # Outside of the methods: a nested function that calls itself keeps what it refers to until garbage is collected.
 def _source(value: Any, free: dict[str, torch.Tensor], found: list[bool]) -> str | tuple[Any, ...] | list[Any] | None:
     """Return the path of the argument that stands for a value, which is then taken; note whether its shape fits."""
@@ -183,4 +197,6 @@ def _filled(source: Any, arguments: Mapping[str, Any]) -> Any:
         return type(source)(_filled(each, arguments) for each in source)
     if source is None:
         return None
-    return arguments.get(source, next((each for each in arguments.values() if isinstance(each, torch.Tensor)), None))
+    if source in arguments:
+        return arguments[source]
+    return next((each for each in arguments.values() if isinstance(each, torch.Tensor)), None)

@@ -577,7 +577,7 @@ class _Gate:
             for path, leaf in arguments.items()
             if isinstance(leaf, torch.Tensor)
         }
-        if self.calls.is_watched:
+        if self.calls.is_watched and forms:
             self._staged.show_what_came(self.position, next(iter(forms.values())))
         return self.layer.returned.of({**arguments, **forms})
 
@@ -591,24 +591,12 @@ class _Gate:
         """Raise if a layer that was run returned tensors of other shapes than stages that did not run it assume."""
         if self._may_be_tried and not self.layer.returned.has_shapes:
             return
-        assumed = self.layer.returned.of(self._arguments(args, kwargs))
-        is_one = isinstance(assumed, torch.Tensor) and isinstance(output, torch.Tensor)
-        pairs = (
-            [(assumed, output)]
-            if is_one
-            else zip(pytree.tree_leaves(assumed), pytree.tree_leaves(output), strict=False)
-        )
-        wrong = [
-            (one, two)
-            for one, two in pairs
-            if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape != two.shape
-        ]
-        if wrong:
+        found = self.layer.returned.other_shapes(output, self._arguments(args, kwargs))
+        if found is not None:
             msg = (
-                f"Layer '{self.layer.name}' returned a tensor of shape {tuple(wrong[0][1].shape)} where the dry run at "
-                f"`boost` saw one like its argument, which has shape {tuple(wrong[0][0].shape)} now. Pass an "
-                "`example_batch` in which no two dimensions (samples, positions, width) are equal by chance, or use "
-                "`pp_size=1`."
+                f"Layer '{self.layer.name}' returned a tensor of shape {tuple(found[1])} where the dry run at `boost` "
+                f"saw one like its argument, which has shape {tuple(found[0])} now. Pass an `example_batch` in which "
+                "no two dimensions (samples, positions, width) are equal by chance, or use `pp_size=1`."
             )
             raise ConfigError(msg)
 
