@@ -122,7 +122,7 @@ def _with(value: Any, path: str, values: dict[str, Any]) -> Any:
     return with_fields(value, new)
 
 
-class PassedThrough:
+class LikeArguments:
     """What a layer that is not run returns: tensors in the forms of some of its arguments, as in the dry run.
 
     Args:
@@ -145,7 +145,7 @@ class PassedThrough:
         return self._form if isinstance(self._form, str) and self._form else None
 
     @classmethod
-    def like(cls, output: Any, arguments: Mapping[str, torch.Tensor]) -> PassedThrough | None:
+    def like(cls, output: Any, arguments: Mapping[str, torch.Tensor]) -> LikeArguments | None:
         """Return what stands for an output: for each tensor the first argument of its shape that is not taken yet.
 
         Args:

@@ -563,8 +563,8 @@ class _Gate:
 
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
-        has_shapes = self.layer.returned.has_shapes
-        if self._may_be_tried and (not has_shapes or self.calls.is_watched):
+        has_shapes, is_watched = self.layer.returned.has_shapes, self.calls.is_watched
+        if self._may_be_tried and (not has_shapes or is_watched):
             try:
                 return self._staged.result_of_absent(self.calls, args, kwargs)
             except Exception:
@@ -577,7 +577,7 @@ class _Gate:
             for path, leaf in arguments.items()
             if isinstance(leaf, torch.Tensor)
         }
-        if self.calls.is_watched and forms:
+        if is_watched and forms:
             self._staged.show_what_came(self.position, next(iter(forms.values())))
         return self.layer.returned.of({**arguments, **forms})
 

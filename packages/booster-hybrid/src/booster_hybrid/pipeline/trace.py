@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import quiet_fakes
-from booster_hybrid.pipeline.arguments import ArgumentNames, PassedThrough
+from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
@@ -49,7 +49,7 @@ class Layer:
     """
 
     name: str
-    returned: PassedThrough
+    returned: LikeArguments
     carried: tuple[str, ...]
     constant: tuple[str, ...]
 
@@ -177,7 +177,7 @@ class _Recorder:
         self._modules, self._layers = modules, layers
         self._undo: list[Callable[[], None]] = []
         self._calls: list[tuple[str, dict[str, torch.Tensor], list[int], list[int]]] = []
-        self._returned: dict[str, PassedThrough] = {}
+        self._returned: dict[str, LikeArguments] = {}
         self._uses: dict[str, list[int]] = {}
         self._num_returns: Counter[str] = Counter()
         self._entered: list[int] = []
@@ -260,7 +260,7 @@ class _Recorder:
             left += _versions(tensors)
         finally:
             self._depth -= 1
-        returned = PassedThrough.like(output, tensors)
+        returned = LikeArguments.like(output, tensors)
         if returned is None:
             msg = (
                 f"Layer '{name}' returns a {shown_output(output)}. Where a pipeline is cut, layers must return a "
