@@ -234,6 +234,21 @@ def test_generators_that_a_model_has_to_itself_are_refused(make):
         cut(model, batches(1)[0])
 
 
+class Late(Generated):
+    """Draws by numpy where it is told to."""
+
+    def forward(self, x, draws=False):
+        return super().forward(x * (np.random.rand() if draws else 1))  # noqa: NPY002 - what models do
+
+
+def test_draws_of_numpy_that_the_example_did_not_show_are_told():
+    torch.manual_seed(3)
+    plan, staged = parts(Late())
+    run(plan, staged, batches(), criterion)
+    with pytest.warns(UserWarning, match="Late drew random numbers by Python's `random` or by numpy"):
+        run(plan, staged, batches(1, draws=True), criterion)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_that_pass_by_layers_are_those_of_one_process(shape):
     for pp_size, style in PIPELINES:

@@ -191,11 +191,14 @@ class MicrobatchStreams:
         microbatch: Number of the microbatch.
         device: Where the model computes.
         host: Whether the generators of Python and numpy are treated alike, as forward draws from them.
+
+    Attributes:
+        host: As above.
     """
 
     def __init__(self, seed: int, microbatch: int, device: torch.device, *, host: bool = False) -> None:
         self._base = mixed_seed(seed, microbatch)
-        self._device, self._host = device, host
+        self._device, self.host = device, host
         self._region, self._count = self._base, 0
         self._outer: list[tuple[int, int]] = []
         self._paused: tuple[torch.Generator, Tensor] | None = None
@@ -255,7 +258,7 @@ class MicrobatchStreams:
     def _begin_region(self, seed: int) -> None:
         self._region, self._count = seed, 0
         _reseed(seed, self._device)
-        if self._host:
+        if self.host:
             random.seed(seed)
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(seed % 2**32)

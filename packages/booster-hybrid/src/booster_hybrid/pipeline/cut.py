@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +25,7 @@ from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, 
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
+from booster_hybrid.pipeline.skipped_layers import host_states
 from booster_hybrid.pipeline.stage_run import AbsentCalls, StageRun, show
 from booster_hybrid.pipeline.trace import is_carried
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
@@ -195,6 +197,7 @@ class StagedModel:
         self._run: StageRun | None = None
         self._forms = Forms()
         self._gates: list[_Gate] = []
+        self._has_warned = False
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._crossings = crossings
@@ -336,6 +339,8 @@ class StagedModel:
         if self._streams is not None:
             self._streams.begin()
         run = self._run = StageRun(self.model, self._forms, self._streams)
+        watches = self._streams is not None and not self._streams.host
+        before = host_states() if watches else None
         try:
             with run.noting(), run:
                 outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
@@ -345,6 +350,14 @@ class StagedModel:
             self._run = None
         if run.errors:
             raise run.errors[0]
+        if before is not None and not self._has_warned and host_states() != before:
+            self._has_warned = True
+            msg = (
+                f"{type(self.model).__name__} drew random numbers by Python's `random` or by numpy, which it did not "
+                "do for the example at `boost`: what is drawn outside of layers differs between stages. Pass an "
+                "`example_batch` like the batches that are run, or draw by torch."
+            )
+            warnings.warn(msg, stacklevel=2)
         if payload is None and not stage.is_last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if not (self._has_begun or stage.is_first):
