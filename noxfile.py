@@ -267,7 +267,8 @@ def docs(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small language model on bytes: ``nox -s demo -- --plugin ddp --nproc 2``.
 
-    The environment contains only the plugin's distribution, its dependencies, and the imports of the example.
+    ``--plugin ft --kill`` trains a small model in four replica groups instead, of which one dies and comes back. The
+    environment contains only the plugin's distribution, its dependencies, and the imports of the example.
     """
     arguments = [*session.posargs]
     nproc = _option(session, arguments, "--nproc", "2")
@@ -278,6 +279,12 @@ def demo(session: nox.Session) -> None:
         session.error(f"No plugin '{plugin}' in this repository, only {plugins}.")
     editable = [argument for each in _with_dependencies(name) for argument in ("-e", f"packages/{each}")]
     session.install("--quiet", "-c", CONSTRAINTS, *editable, *_group("demo"))
+    if plugin == "ft":
+        shutil.rmtree(ROOT / "runs" / "fault_tolerant", ignore_errors=True)
+        killed = [part for given in arguments for part in ((given, "2") if given == "--kill" else (given,))]
+        quiet = {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+        session.run("booster", "run", "--groups", "4", "examples/fault_tolerant.py", *killed, env=quiet)
+        return
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
     script = ("examples/pretrain_bytes.py", "--plugin", plugin, *arguments)
     session.run("python", *torchrun, *script, env={"OMP_NUM_THREADS": "1"})

@@ -26,6 +26,7 @@ PLUGINS = {
     "zero": "booster_zero.plugin.LowLevelZeroPlugin",
     "gemini": "booster_gemini.plugin.GeminiPlugin",
     "hybrid": "booster_hybrid.plugin.HybridParallelPlugin",
+    "../fault-tolerance": "booster_ft.plugin.FaultTolerantPlugin",
 }
 """The page of each plugin, and its class."""
 _each_site_page = pytest.mark.parametrize("page", SITE, ids=lambda page: page.relative_to(DOCS).as_posix())

@@ -4,6 +4,8 @@ import random
 import socket
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -233,16 +235,24 @@ def test_nccl_is_bound_to_the_device(monkeypatch, backend, bound):
     _Cuda(monkeypatch, 2)
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "0")  # a launch with nccl sets them where the user has not
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    # A build for CPUs has none.
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     passed = {}
     init = dist.init_process_group
 
-    def record(backend, *, device_id, **options):
-        passed.update(backend=backend, device_id=device_id)
+    def record(backend, *, device_id, pg_options, **options):
+        passed.update(backend=backend, device_id=device_id, options=pg_options)
         init("gloo", **options)
 
     monkeypatch.setattr(dist, "init_process_group", record)
-    launch(0, 1, "localhost", 29500, backend, 1)
+    launch(0, 1, "localhost", 29500, backend, 1, timeout_seconds=70)
+    given = passed.pop("options")
     assert passed == {"backend": backend or "cpu:gloo,cuda:nccl", "device_id": bound}
+    if backend == "gloo":
+        assert given is None
+    else:
+        assert vars(given) == {"is_high_priority_stream": True, "_timeout": timedelta(seconds=70)}
 
 
 def test_ensuring_a_process_group_alone(capsys):

@@ -44,7 +44,7 @@ def test_touched_packages(path, expected):
 
 def test_touched_packages_of_several_files():
     paths = ["docs/start.md", "tests/unit/fsdp/test_fsdp_rows.py", "packages/booster-ddp/src/booster_ddp/config.py"]
-    assert workspace.touched(paths) == ["booster-ddp", "booster-fsdp"]
+    assert workspace.touched(paths) == ["booster-ddp", "booster-fsdp", "booster-ft"]
 
 
 def test_an_unknown_base_touches_everything():

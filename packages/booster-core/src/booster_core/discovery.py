@@ -31,6 +31,7 @@ _OURS = {
     "LowLevelZeroPlugin": ("zero", "booster-zero"),
     "GeminiPlugin": ("gemini", "booster-gemini"),
     "HybridParallelPlugin": ("hybrid", "booster-hybrid"),
+    "FaultTolerantPlugin": ("ft", "booster-ft"),
 }
 """Class names that scripts import, with the plugin and the distribution of each."""
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from booster_runtime.causal_lm_loss import enable_linear_cross_entropy
     from booster_runtime.data.batches import to_device
     from booster_runtime.data.metrics import gather_for_metrics, reduce
+    from booster_runtime.data.packing import PackedDocuments
     from booster_runtime.exported_tensors import whole_parameters
     from booster_runtime.float8 import convert_to_float8
     from booster_runtime.lazy import LazyInitContext
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Evaluation",
     "LazyInitContext",
+    "PackedDocuments",
     "StopSignal",
     "accumulate",
     "check_replicas",
@@ -56,6 +58,7 @@ __getattr__, __dir__ = public_names(
         ".activations": ["disable_activation_checkpointing", "enable_activation_checkpointing"],
         ".causal_lm_loss": ["enable_linear_cross_entropy"],
         ".data.batches": ["to_device"],
+        ".data.packing": ["PackedDocuments"],
         ".data.metrics": ["gather_for_metrics", "reduce"],
         ".moving_average": ["ema"],
         ".exported_tensors": ["whole_parameters"],

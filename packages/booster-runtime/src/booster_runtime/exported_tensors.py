@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_checkpoint.files.transformers import PretrainedNames
+from booster_checkpoint.files import PretrainedNames
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import (
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
     from booster_core.state import StateAdapter
-
-__all__ = ["whole_parameters"]
 
 _BUCKET_BYTES = 1 << 28
 _ALIGNMENT = 16

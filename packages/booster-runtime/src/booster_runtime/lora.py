@@ -79,7 +79,7 @@ def add_adapters(
         msg = f"`lora_config` must be a peft.LoraConfig; got `{type(lora_config).__name__}`."
         raise TypeError(msg)
     try:
-        with without_warnings_about_peft(), continued(model):
+        with _without_warnings_about_peft(), continued(model):
             return peft.get_peft_model(model, lora_config)
     except ValueError as error:
         _strip(model)
@@ -206,7 +206,7 @@ def _load(model: nn.Module, folder: Path) -> PeftModel:
         if not isinstance(config, peft.LoraConfig):
             msg = f"`pretrained_dir='{folder}'` holds adapters of type {config.peft_type}, not LORA."
             raise ConfigError(msg)
-        with without_warnings_about_peft(), continued(model):
+        with _without_warnings_about_peft(), continued(model):
             loaded: PeftModel = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (ValueError, RuntimeError, OSError) as error:
         if isinstance(error, ConfigError):
@@ -218,8 +218,7 @@ def _load(model: nn.Module, folder: Path) -> PeftModel:
 
 
 @contextlib.contextmanager
-def without_warnings_about_peft() -> Iterator[None]:
-    """Leave out a warning that peft's own code gives."""
+def _without_warnings_about_peft() -> Iterator[None]:
     with warnings.catch_warnings():
         # peft 0.21 reads an attribute that transformers 5.23 has renamed; the script that hears of it can't help it.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)

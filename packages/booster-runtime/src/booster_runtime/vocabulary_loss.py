@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["linear_cross_entropy"]
-
 _CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 28
 """Logits that exist at once, in the format of the head: fewer cost more passes over the weight's gradient."""
 _BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 22, 1 << 26
@@ -99,7 +97,7 @@ class _SumOfLosses(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             msg = "Backward has run through `linear_cross_entropy` already. Pass `retain_graph=True` the first time."

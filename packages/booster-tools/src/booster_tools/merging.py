@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import CheckpointError, ConfigError
-from booster_runtime.lora import without_warnings_about_peft
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = ["merge_lora"]
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONFIG = "adapter_config.json"
@@ -57,7 +55,9 @@ def merge_lora(adapters: Path, *, base: str | None = None, dtype: str | None = N
             raise ConfigError(msg)
         plain = kind.from_pretrained(found, dtype="auto")
         target = plain.dtype if dtype is None else FORMATS[dtype]
-        with without_warnings_about_peft():
+        with warnings.catch_warnings():
+            # peft 0.21 reads an attribute that transformers 5.23 has renamed.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
             adapted = peft.PeftModel.from_pretrained(plain.float(), str(adapters))
         merged = adapted.merge_and_unload(safe_merge=True)
     except (OSError, ValueError, RuntimeError) as error:

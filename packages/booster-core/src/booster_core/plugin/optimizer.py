@@ -6,7 +6,7 @@ object. A strategy subclasses it where its backward or step differs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -41,6 +41,28 @@ def _shared(name: str) -> Any:
     return property(get, change, doc=f"The ``{name}`` of the optimizer inside, not a copy.")
 
 
+class Replicas(Protocol):
+    """Other copies of this run, each launched by itself, whose gradients are averaged with this one's before a step."""
+
+    def check_backward(self) -> None:
+        """Raise `GradientError` if gradients that are averaged already would be added to."""
+
+    def average(self) -> None:
+        """Average the gradients, with their loss scale, over the copies; once a step.
+
+        Collective: every rank of this run.
+        """
+
+    def commits(self) -> bool:
+        """Return whether the step is taken; where not, the gradients are wrong, and are dropped.
+
+        Collective: every rank of this run.
+        """
+
+    def forget(self) -> None:
+        """Learn that the gradients were dropped."""
+
+
 class GradientScaling:
     """The loss scale of a boosted model, and what its optimizers know of the present gradients together.
 
@@ -53,6 +75,7 @@ class GradientScaling:
             skipped.
         norm: The global norm before clipping, until the model's optimizers have stepped.
         optimizers: Those that share this.
+        replicas: What averages the gradients with other copies of the run; ``None`` where there are none.
     """
 
     def __init__(self, precision: PrecisionPolicy | None = None) -> None:
@@ -61,6 +84,7 @@ class GradientScaling:
         self.found_overflow = False
         self.norm: Tensor | None = None
         self.optimizers: list[OptimizerWrapper] = []
+        self.replicas: Replicas | None = None
         self._stepped: set[int] = set()
 
     def note_step(self, optimizer: OptimizerWrapper) -> None:
@@ -192,6 +216,8 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients of the model."""
         self.is_unscaled = False
+        if self.scaling.replicas is not None:
+            self.scaling.replicas.forget()
         if not any(optimizer.is_unscaled for optimizer in self.scaling.optimizers):
             self.scaling.found_overflow = False
         zero_grad_inside(self.optim, set_to_none=set_to_none)
@@ -220,6 +246,8 @@ class OptimizerWrapper(Optimizer):
         if inputs is not None:
             inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
             self.check_inputs(inputs)
+        if self.scaling.replicas is not None:
+            self.scaling.replicas.check_backward()
         self.scaling.end_window()
         if self.loss_scaler is not None:
             for optimizer in self.scaling.optimizers:
@@ -248,9 +276,20 @@ class OptimizerWrapper(Optimizer):
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this rank holds of the parameters listed here, and of those that none lists."""
+        return [p.grad for p in self.trained_parameters() if p.grad is not None]
+
+    def gradient_layout(self) -> Any:
+        """Return what each of the `gradients` is of, as JSON; equal where those of two runs can be averaged.
+
+        Collective: as `gradients`.
+        """
+        self.gradients()  # where a strategy averages them
+        return [index for index, p in enumerate(self.trained_parameters()) if p.grad is not None]
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are listed here, and the model's others that are trained and that none lists."""
         listed = {id(p): p for group in self.param_groups for p in group["params"]}
-        trained = [*listed.values(), *(p for p in self.unlisted if id(p) not in listed)]
-        return [p.grad for p in trained if p.grad is not None]
+        return [*listed.values(), *(p for p in self.unlisted if id(p) not in listed)]
 
     def gradients_in_parts(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of the model that this rank holds, some at a time where it does not hold all at once."""
@@ -313,8 +352,12 @@ class OptimizerWrapper(Optimizer):
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once a step, and note whether one overflowed on any rank.
 
-        Collective: every rank of the strategy's mesh for sharded strategies; none for replicated ones.
+        Before that, they are averaged with those of other copies of the run, where there are some.
+
+        Collective: every rank of the strategy's mesh for sharded strategies, and with other copies; else none.
         """
+        if self.scaling.replicas is not None:
+            self.scaling.replicas.average()
         for optimizer in self.scaling.optimizers:
             optimizer._unscale_own_gradients()  # noqa: SLF001 - of the same class
 
@@ -341,6 +384,8 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters; under a dynamic loss scale, skip the update where a gradient overflowed.
 
+        A step that other copies of the run do not commit changes nothing, and drops the gradients.
+
         Args:
             closure: Re-evaluates the model, for optimizers that need it; not possible under a loss scale.
 
@@ -348,8 +393,8 @@ class OptimizerWrapper(Optimizer):
             What the optimizer inside returned.
 
         Raises:
-            GradientError: If a closure is passed under a dynamic loss scale, or a parameter that was frozen at
-                ``boost`` would not be trained.
+            GradientError: If a closure is passed under a dynamic loss scale or with other copies of the run, or a
+                parameter that was frozen at ``boost`` would not be trained.
 
         Collective: every rank of the strategy's mesh, in step.
         """
@@ -360,13 +405,22 @@ class OptimizerWrapper(Optimizer):
         if closure is not None and self.loss_scaler is not None:
             msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
             raise GradientError(msg)
+        replicas = self.scaling.replicas
+        if closure is not None and replicas is not None:
+            msg = "An optimizer that needs a closure can't run in several replica groups. Use one that needs none."
+            raise GradientError(msg)
         with NamedCall("step"):
             self.unscale_gradients()
-            result = None if self.found_overflow else self._update(closure)
+            is_lost = replicas is not None and not replicas.commits()
+            result = None if is_lost or self.found_overflow else self._update(closure)
         self.num_steps += 1
         norm = self.scaling.norm
-        self.scaling.note_step(self)
-        metrics = self._metrics(norm)
+        if is_lost:
+            self.scaling.norm = None
+            self.zero_grad()
+        else:
+            self.scaling.note_step(self)
+        metrics = self._metrics(norm, is_lost=is_lost)
         for observe in tuple(self.on_step):
             observe(self, metrics)
         if self._context is not None and self._context.hooks.after_step.get_hookimpls():  # may be registered late
@@ -386,8 +440,8 @@ class OptimizerWrapper(Optimizer):
         """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
-    def _metrics(self, norm: Tensor | None) -> dict[str, Any]:
-        metrics: dict[str, Any] = {"skipped": self.found_overflow}
+    def _metrics(self, norm: Tensor | None, *, is_lost: bool) -> dict[str, Any]:
+        metrics: dict[str, Any] = {"skipped": is_lost or self.found_overflow}
         if norm is not None:
             metrics["grad_norm"] = norm
         if self.loss_scaler is not None:

@@ -260,10 +260,10 @@ def group_options(backend: str, timeout_seconds: float) -> Any:
         backend: As for ``init_process_group``, or of a group that exists.
         timeout_seconds: Time limit of its collectives.
     """
-    if "nccl" not in backend:
-        return None
     import torch.distributed as dist
 
+    if "nccl" not in backend or not dist.is_nccl_available():
+        return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeout_seconds)  # noqa: SLF001 - torch warns where it isn't the argument's
     return options

@@ -12,6 +12,7 @@ from booster_runtime.data.containers import (
     with_fields,
 )
 from booster_runtime.data.loader import DistributedDataLoader
+from booster_runtime.data.prepare import prepare_dataloader
 from booster_runtime.data.shard import shard_dataloader, split_and_agree
 from booster_runtime.data.watches import show_first_batch
 
@@ -25,6 +26,7 @@ __all__ = [
     "move_batch",
     "named_forward",
     "num_samples",
+    "prepare_dataloader",
     "shard_dataloader",
     "show_first_batch",
     "split_and_agree",

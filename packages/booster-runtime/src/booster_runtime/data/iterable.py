@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from booster_core.errors import ConfigError
+from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import current_world
 from booster_runtime.data.order import GlobalOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 def check_whole(dataset: object) -> None:
@@ -81,6 +81,25 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
         left = seen % self.world_size
         if left and not self.drop_last:
             yield own if self.rank < left else Padding(item)
+
+    def restore(self, state: Mapping[str, Any], *, num_workers: int, is_persistent: bool) -> None:
+        """Check that a loader's position can be restored; the loader sets where the next pass starts.
+
+        Raises:
+            CheckpointError: If not.
+        """
+        if "shards" in state:
+            msg = (
+                "The position was saved for a stream that was read shard by shard, and this one has fewer shards than "
+                f"there are ranks that see different samples ({self.world_size}). Use fewer ranks, or more files."
+            )
+            raise CheckpointError(msg)
+        if num_workers > 1 or is_persistent:
+            msg = (
+                "The position of an iterable data set can't be restored with several or persistent workers, which keep "
+                f"streams of their own (`num_workers={num_workers}`). Use `num_workers` 0 or 1, not persistent."
+            )
+            raise CheckpointError(msg)
 
 
 class CountedCollate:

@@ -15,6 +15,7 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.batches import move_batch
 from booster_runtime.data.iterable import CountedCollate, ShardedIterable
 from booster_runtime.data.order import GlobalOrder, wrap_seed
+from booster_runtime.data.streams import StreamCollate, StreamShards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,9 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         generator = kwargs.pop("generator", None)
         self._user_generator = None if generator is torch.default_generator else generator
         super().__init__(dataset, generator=torch.Generator(), **kwargs)
-        if isinstance(dataset, ShardedIterable):
+        if isinstance(dataset, StreamShards):
+            self.collate_fn = StreamCollate(self.collate_fn, dataset, is_batched=self.batch_size is not None)
+        elif isinstance(dataset, ShardedIterable):
             self.collate_fn = CountedCollate(self.collate_fn, is_batched=self.batch_size is not None)
         orders = (each for each in (self.sampler, self.batch_sampler, dataset) if isinstance(each, GlobalOrder))
         self._order = next(orders, None)
@@ -62,6 +65,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self._start = 0
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
+        # Called when a pass begins, before its first batch is drawn; it may load a position.
+        self.before_pass: Callable[[], object] | None = None
 
     @property
     def epoch(self) -> int:
@@ -83,6 +88,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
+        if self.before_pass is not None:
+            self.before_pass()
         order = self._order
         self.set_epoch(self._next_epoch())
         if order is not None:
@@ -93,7 +100,10 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self.generator.manual_seed(wrap_seed(seed * 65_537 + self._rank))
         self._position = self._start = start = 0 if order is None else order.start
         per_rank = self.batch_size or 1
-        for number, batch in enumerate(super().__iter__(), start=1):
+        batches: Iterator[Any] = super().__iter__()
+        if isinstance(order, StreamShards):
+            batches = order.handed_out(batches)
+        for number, batch in enumerate(batches, start=1):
             if order is not None:
                 order.start = 0  # the next iteration begins a pass of its own
             position = start + number * per_rank * self._world_size
@@ -149,10 +159,13 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the position in samples of the global order; the same on every rank.
 
-        Where the data loader was given generators, their states are part of it.
+        Where the data loader was given generators, their states are part of it, and of a stream that is read by shards
+        the position in each.
 
         Raises:
             CheckpointError: If the loader has a sampler of the user's, whose position is unknown.
+
+        Collective: of a stream that is read by shards, every rank of the world.
         """
         order = self._positioned_order("saved")
         state: dict[str, Any] = {
@@ -161,6 +174,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             "num_samples": self.num_samples,
             "seed": self._seed if order.seed is None else order.seed,
         }
+        if isinstance(order, StreamShards):
+            state["shards"] = [order.num_shards, order.gathered_positions() if self._position else {}]
         if order.digest is not None and self._position:
             state["order"] = order.digest
         generators = self._generators()
@@ -185,12 +200,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
                 f"{self.num_samples}. Load it with the same data set, or start a new epoch."
             )
             raise CheckpointError(msg)
-        if isinstance(order, ShardedIterable) and (self.num_workers > 1 or self.persistent_workers):
-            msg = (
-                "The position of an iterable data set can't be restored with several or persistent workers, which keep "
-                f"streams of their own (`num_workers={self.num_workers}`). Use `num_workers` 0 or 1, not persistent."
-            )
-            raise CheckpointError(msg)
+        if isinstance(order, ShardedIterable):
+            order.restore(state, num_workers=self.num_workers, is_persistent=self.persistent_workers)
         generators, states = self._generators(), state.get("generators", [])
         if states and len(states) != len(generators):
             msg = (

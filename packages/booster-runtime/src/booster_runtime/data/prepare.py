@@ -11,6 +11,7 @@ from booster_core.errors import ConfigError
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.order import ShardedSampler
+from booster_runtime.data.streams import StreamShards, num_shards_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
@@ -100,7 +101,11 @@ def shard_dataset(
     place: dict[str, Any] = {"rank": rank, "world_size": world_size}
     sampler: Sampler[int] | None = None
     if isinstance(dataset, IterableDataset):
-        dataset = ShardedIterable(dataset, drop_last=drop_last, **place)
+        num_shards = num_shards_of(dataset)
+        if num_shards is not None and num_shards >= world_size:
+            dataset = StreamShards(dataset, num_shards=num_shards, drop_last=drop_last, **place)
+        else:
+            dataset = ShardedIterable(dataset, drop_last=drop_last, **place)
     else:
         num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
         sampler = ShardedSampler(num_samples, shuffle=shuffle, seed=seed, drop_last=drop_last, **place)

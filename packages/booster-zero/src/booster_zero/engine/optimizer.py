@@ -313,6 +313,11 @@ class ZeroOptimizer(OptimizerWrapper):
         self.settle()
         return [gradient for bucket in self.layout.buckets for gradient in bucket.used_gradients()]
 
+    def gradient_layout(self) -> Any:
+        """Return of which parameters this rank has gradients, and in which order they are laid out."""
+        self.settle()
+        return [self.names[index] for index in self.layout.order() if self._used_anywhere.get(index)]
+
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once."""
         group = self.ranks.shard_group or dist.group.WORLD

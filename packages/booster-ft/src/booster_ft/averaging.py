@@ -1,0 +1,80 @@
+"""Averages of tensors over replica groups, in few large buckets, and the check that groups average the same things.
+
+Both go through torchft's `Manager`, which notes an error in place of raising it: a step with an error is not committed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch.distributed import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+    from torchft import Manager
+
+_BUCKET_BYTES = 32 << 20
+_BITS = 24
+"""Of each number that groups compare: the sum of their squares over thousands of groups stays exact."""
+
+
+def average(manager: Manager, tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Replace tensors by their averages over the groups that take part, or by zeros if that fails.
+
+    Args:
+        manager: Of this group.
+        tensors: Floating, of any shapes, dtypes, strides and devices; the same on all groups.
+        device: Where groups communicate.
+    """
+    pending = []
+    for bucket in _buckets(tensors):
+        large = bucket[0] if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device else None
+        flat = torch.cat([each.reshape(-1).to(device) for each in bucket]) if large is None else large
+        pending.append((bucket, flat, manager.allreduce(flat)))
+    for bucket, flat, work in pending:
+        work.wait()
+        if flat is not bucket[0]:
+            for tensor, values in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+    if manager.errored() is not None:
+        for tensor in tensors:
+            tensor.zero_()
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield neighbours of one dtype, until they fill a bucket."""
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and (bucket[0].dtype != tensor.dtype or nbytes + size > _BUCKET_BYTES):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(tensor)
+        nbytes += size
+    if bucket:
+        yield bucket
+
+
+def agree(manager: Manager, text: str, device: torch.device) -> bool:
+    """Return whether all groups that take part say the same; ``True`` if nobody knows, since communication failed.
+
+    Each group contributes numbers and their squares: of n equal numbers, n times the sum of squares is the square of
+    the sum, and of others it is more.
+    """
+    digest = xxhash.xxh3_64_intdigest(text.encode())
+    numbers = [digest >> shift & (1 << _BITS) - 1 for shift in (0, _BITS)]
+    sums = torch.tensor([*numbers, *(number**2 for number in numbers)], device=device)
+    manager.allreduce(sums, reduce_op=ReduceOp.SUM).wait()
+    if manager.errored() is not None:
+        return True
+    count = manager.num_participants()
+    totals = sums.tolist()
+    return all(
+        (total, squares) == (count * number, count * number**2)
+        for number, total, squares in zip(numbers, totals[:2], totals[2:], strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Verbs of the ``booster`` command that this distribution brings."""

@@ -1,0 +1,356 @@
+"""`FaultTolerantPlugin`: replica groups around any other plugin, which survive each other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from booster_core.checkpoint_io import TrainingObjects
+from booster_core.errors import ConfigError
+from booster_core.plugin import (
+    Boosted,
+    Capability,
+    PipelinePlugin,
+    Plugin,
+    as_tuple,
+    hookimpl,
+    load,
+    register_hooks,
+    unregister_hooks,
+)
+from booster_core.ranks import DistCoordinator, current_world
+from booster_ft.config import FaultToleranceConfig
+from booster_ft.groups import ReplicaGroups, require_torchft
+from booster_ft.semi_synchronous import SemiSynchronous
+from booster_ft.state import GroupState
+from booster_runtime.data import prepare_dataloader, shard_dataloader
+from booster_runtime.strategy import STRATEGY_TRAINING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
+
+    from booster_core.plugin import BoostContext, ModelWrapper
+    from booster_core.precision import PrecisionPolicy
+
+
+_OF_INNER = (
+    "data_parallel_coordinates",
+    "describe_model",
+    "enable_lora",
+    "no_sync",
+    "parameter_paths",
+    "resolve_precision",
+    "set_full_gradient",
+    "state_adapter",
+    "supports_device",
+)
+"""The methods of a plugin that the inner one answers."""
+
+
+class FaultTolerantPlugin(PipelinePlugin):
+    """Train in replica groups, each launched by itself, that average gradients and survive each other.
+
+    Args:
+        inner: The plugin inside of each group, by name or as an object.
+        inner_options: Keywords of the inner plugin, where it is given by name.
+        min_replicas: See `FaultToleranceConfig`, which documents this and the following options.
+        spares: Count exactly ``min_replicas`` groups.
+        replica_id: This group's number.
+        num_replicas: Number of groups between which data is split.
+        lighthouse: Address of the lighthouse.
+        timeout_seconds: Time limit in a step.
+        quorum_timeout_seconds: Time limit between steps.
+        sync_every: Average parameters after this many steps (LocalSGD) in place of gradients in each, for slow links.
+        outer_optimizer: With ``sync_every``: makes an optimizer of the parameters that steps with the average change
+            since the last synchronization (DiLoCo), such as
+            ``lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)``.
+        precision: Of the inner plugin; the same as ``Booster(mixed_precision=...)``.
+
+    Raises:
+        ConfigError: If torchft can't be imported, a value is out of range, or the inner plugin can't be used.
+
+    Memory per rank and step: that of the inner plugin; while a group comes back, a copy of its state on the host.
+    Communication per rank and step: that of the inner plugin, and one all-reduce of its part of the gradients over the
+    groups.
+    Reference: https://github.com/pytorch/torchft; Douillard et al. 2023, "DiLoCo" (arXiv:2311.08105).
+    """
+
+    name: ClassVar[str] = "ft"
+    api_version: ClassVar[int] = 2
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL, Capability.PIPELINE}
+
+    def __init__(
+        self,
+        *,
+        inner: str | Plugin = "ddp",
+        inner_options: Mapping[str, Any] | None = None,
+        min_replicas: int = 1,
+        spares: bool = False,
+        replica_id: int | None = None,
+        num_replicas: int | None = None,
+        lighthouse: str | None = None,
+        timeout_seconds: float = 60.0,
+        quorum_timeout_seconds: float = 600.0,
+        sync_every: int | None = None,
+        outer_optimizer: Callable[[Any], Optimizer] | None = None,
+        precision: PrecisionPolicy | str | None = None,
+    ) -> None:
+        require_torchft()
+        self.config = FaultToleranceConfig(
+            min_replicas=min_replicas,
+            spares=spares,
+            replica_id=replica_id,
+            num_replicas=num_replicas,
+            lighthouse=lighthouse,
+            timeout_seconds=timeout_seconds,
+            quorum_timeout_seconds=quorum_timeout_seconds,
+        ).from_environment()
+        self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
+        _check_synchronization(sync_every, outer_optimizer, spares=spares)
+        self.inner = _inner_plugin(inner, inner_options, precision)
+        self.precision = self.inner.precision
+        # What one object can do is what its inner plugin can do, and does.
+        vars(self)["capabilities"] = self.inner.capabilities - {Capability.SEVERAL_OPTIMIZERS}
+        vars(self).update({name: getattr(self.inner, name) for name in _OF_INNER})
+        self._groups: ReplicaGroups | None = None
+
+    # ---- the run
+
+    @property
+    def groups(self) -> ReplicaGroups:
+        """This group among the others: steps, participants.
+
+        Raises:
+            ConfigError: If no model is boosted with an optimizer yet.
+        """
+        if self._groups is None:
+            msg = "The replica groups are known once a model is boosted with its optimizer."
+            raise ConfigError(msg)
+        return self._groups
+
+    @property
+    def step(self) -> int:
+        """Number of steps that the run has committed, whichever groups took part."""
+        return 0 if self._groups is None else self._groups.step
+
+    def check_objects(self, objects: Boosted, context: BoostContext) -> None:
+        """Refuse what can't be averaged between groups, and what the inner plugin refuses."""
+        self.inner.check_objects(objects, context)
+        if objects.optimizer is None:
+            return
+        if self._groups is not None:
+            msg = (
+                "Plugin 'ft' trains one model in a run, and one is boosted already. Boost others without an optimizer."
+            )
+            raise ConfigError(msg)
+        for name, module in objects.model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                msg = (
+                    f"The gradients of '{name}' are sparse, and are not averaged between replica groups. Make it with "
+                )
+                msg += "`sparse=False`."
+                raise ConfigError(msg)
+        for name, parameter in objects.model.named_parameters():
+            if parameter.requires_grad and parameter.is_complex():
+                msg = f"'{name}' is complex, and is not averaged between replica groups. Store its real view."
+                raise ConfigError(msg)
+        for loader in as_tuple(objects.dataloader):
+            self._check_loader(loader, context.coordinator)
+
+    def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
+        """Split loaders between all ranks of all groups, let the inner plugin configure, and join its optimizer.
+
+        Collective: every rank of the group.
+        """
+        everyone: Any = _AllGroups(self)
+        loaders = shard_dataloader(objects.dataloader, everyone, context)
+        boosted = self.inner.configure(objects._replace(dataloader=loaders), context)
+        if objects.optimizer is None:
+            return boosted
+        model: Any = boosted.model
+        (optimizer,) = boosted.optimizers
+        training = TrainingObjects(
+            device=context.device,
+            schedulers=as_tuple(objects.lr_scheduler),
+            loss_scaler=optimizer.loss_scaler,
+            dataloader=as_tuple(loaders),
+        )
+        adapter = partial(self.inner.state_adapter, model, context)
+        replica_id, num_replicas = self.config.place
+        state = GroupState(adapter, training, context.coordinator, replica_id)
+        facts = {
+            "plugin": self.inner.name,
+            "options": {name: repr(value) for name, value in self.inner.agreed_options().items()},
+            "ranks": context.coordinator.world_size,
+            "groups": num_replicas,
+            "precision": context.precision.describe(),
+            "synchronization": (self.config.min_replicas, self.config.spares, self.sync_every),
+        }
+        self._groups = groups = ReplicaGroups(optimizer, self.config, state, context, repr(facts))
+        begin = groups.begin
+        if self.sync_every is None:
+            optimizer.scaling.replicas = groups
+        else:
+            begin = SemiSynchronous(groups, model, optimizer, self.sync_every, self.outer_optimizer, adapter()).begin
+        model.register_forward_pre_hook(lambda *_: begin() if torch.is_grad_enabled() else None)
+        for loader in as_tuple(loaders):
+            if hasattr(loader, "before_pass"):
+                loader.before_pass = begin
+        hooks = _AfterLoad(groups)
+        register_hooks(hooks)
+        current_world().at_close.append(partial(unregister_hooks, hooks))
+        return boosted
+
+    def _check_loader(self, loader: Any, coordinator: DistCoordinator) -> None:
+        """Refuse a loader that its owner has split between the ranks of one group only."""
+        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                rank, size = _AllGroups(self).data_parallel_coordinates(coordinator)
+                if (sampler.rank, sampler.num_replicas) != (rank, size):
+                    msg = (
+                        f"The data loader's `DistributedSampler` has `rank={sampler.rank}` of "
+                        f"`num_replicas={sampler.num_replicas}`, but over all replica groups this is rank {rank} of "
+                        f"{size}: groups would train on the same samples. Pass a loader without it, which `boost` "
+                        "splits, or these numbers."
+                    )
+                    raise ConfigError(msg)
+
+    def prepare_dataloader(
+        self, dataset: Dataset[Any], batch_size: int = 1, *args: Any, **kwargs: Any
+    ) -> DataLoader[Any]:
+        """Return a loader over this rank's share of all groups' samples; see `Plugin.prepare_dataloader`."""
+        names = ("shuffle", "seed", "drop_last", "pin_memory", "num_workers", "distributed_sampler_cls")
+        settings: dict[str, Any] = {"seed": 1024, **dict(zip(names, args, strict=False)), **kwargs}
+        rank, world_size = _AllGroups(self).data_parallel_coordinates(DistCoordinator())
+        return prepare_dataloader(dataset, batch_size, **settings, rank=rank, world_size=world_size)
+
+    # ---- the inner plugin's own
+
+    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:
+        self.inner.prepare_save(model, context)
+
+    def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
+        """Return a parameter's gradient, averaged over ranks and groups: a backward after that raises."""
+        if self._groups is not None and self.sync_every is None and model.boosted_optimizers:
+            self._groups.average()
+        return self.inner.full_gradient(model, name)
+
+    def describe(self) -> Mapping[str, object]:
+        """Return the options of both plugins and their values."""
+        return self._options(self.inner.describe())
+
+    def agreed_options(self) -> Mapping[str, object]:
+        return self._options(self.inner.agreed_options())
+
+    def _options(self, inner: Mapping[str, object]) -> dict[str, object]:
+        own = {**asdict(self.config), "inner": self.inner.name, "sync_every": self.sync_every}
+        return {**own, **{f"inner.{name}": value for name, value in inner.items()}}
+
+    def has_pipeline(self, model: nn.Module) -> bool:
+        return isinstance(self.inner, PipelinePlugin) and self.inner.has_pipeline(model)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer | None = None,
+        *,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> Mapping[str, Any]:
+        """Run a batch through the inner plugin's pipeline; see `PipelinePlugin.execute_pipeline`.
+
+        Raises:
+            ConfigError: If the inner plugin has no pipeline.
+
+        Collective: every rank of the group.
+        """
+        if not isinstance(self.inner, PipelinePlugin):
+            msg = (
+                f"The inner plugin '{self.inner.name}' has no pipeline to execute. Call the model, `booster.backward` "
+                "and `optimizer.step`, or choose `inner='hybrid'`."
+            )
+            raise ConfigError(msg)
+        if optimizer is not None and self._groups is not None:
+            self._groups.begin()
+            self._groups.check_backward()
+        return self.inner.execute_pipeline(
+            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+        )
+
+
+class _AllGroups:
+    """A plugin to those who split data: ranks are counted over all groups, present or not."""
+
+    def __init__(self, plugin: FaultTolerantPlugin) -> None:
+        self._plugin = plugin
+
+    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
+        index, size = self._plugin.inner.data_parallel_coordinates(coordinator)
+        replica_id, num_replicas = self._plugin.config.place
+        return replica_id * size + index, num_replicas * size
+
+
+class _AfterLoad:
+    """Hears of loads: what was loaded is as old as the file, whatever step this group was at."""
+
+    def __init__(self, groups: ReplicaGroups) -> None:
+        self._groups = groups
+
+    @hookimpl
+    def after_load(self, kind: str) -> None:
+        if kind in ("checkpoint", "model", "lora", "optimizer"):
+            self._groups.restart()
+
+
+def _inner_plugin(inner: object, options: Mapping[str, Any] | None, precision: Any) -> Plugin:
+    """Return the plugin inside of each group.
+
+    Raises:
+        ConfigError: If it can't be used there.
+        TypeError: If it is none.
+    """
+    if isinstance(inner, str):
+        kind = load(inner)
+        given = {**(options or {}), **({} if precision is None else {"precision": precision})}
+        inner = kind(**given) if not issubclass(kind, FaultTolerantPlugin) else kind
+    elif options or precision is not None:
+        msg = "`inner_options` and `precision` go with the name of a plugin; pass them to the plugin object itself."
+        raise ConfigError(msg)
+    if isinstance(inner, FaultTolerantPlugin) or inner is FaultTolerantPlugin:
+        msg = "`inner='ft'` puts replica groups into replica groups. Use 'ddp', 'zero', 'gemini', 'fsdp' or 'hybrid'."
+        raise ConfigError(msg)
+    if not isinstance(inner, Plugin):
+        msg = f"`inner` is the name of a plugin or a Plugin object; got `{type(inner).__name__}`."
+        raise TypeError(msg)
+    if Capability.SYNCHRONOUS not in inner.capabilities:
+        msg = (
+            f"The inner plugin '{inner.name}' lets ranks step apart, so that averages of gradients between groups are "
+            "not those of one batch. Use a synchronous one, such as 'ddp'; `sync_every` averages parameters."
+        )
+        raise ConfigError(msg)
+    return inner
+
+
+def _check_synchronization(sync_every: object, outer_optimizer: object, *, spares: bool) -> None:
+    if sync_every is None:
+        if outer_optimizer is not None:
+            msg = "`outer_optimizer` steps when groups synchronize parameters. Say how often, by `sync_every=100`."
+            raise ConfigError(msg)
+        return
+    if type(sync_every) is not int or sync_every < 1:
+        msg = f"`sync_every={sync_every!r}` is not a number of steps of at least 1."
+        raise ConfigError(msg)
+    if spares:
+        msg = "`spares` keeps the global batch of each step, and with `sync_every` groups step apart. Leave one out."
+        raise ConfigError(msg)

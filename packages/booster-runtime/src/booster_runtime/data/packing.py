@@ -1,0 +1,121 @@
+"""Documents of any length, laid one after the other into rows of one length, without padding between them.
+
+Positions start at 0 with each document, which is how models of transformers tell documents of a row apart: none attends
+to another. A document that does not fit goes on in the next row, as a document of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from booster_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import Tensor
+
+__all__ = ["PackedDocuments"]
+
+
+class PackedDocuments(IterableDataset[dict[str, Any]]):
+    """Rows of ``length`` tokens from a stream of documents, for a data loader that `boost` splits between ranks.
+
+    A row has ``input_ids``, ``position_ids`` and ``labels``, each of shape ``(length,)``. The label of a document's
+    first token is ``ignore_index``: nothing before it predicts it. Tokens that don't fill a row at the end of a shard
+    are left out.
+
+    Args:
+        documents: Yields sequences of token ids, or mappings that have them under ``key``; with ``shard`` and
+            ``state_dict`` as streams of ``datasets`` have them, it is split and restored by these.
+        length: Tokens in a row.
+        key: Where the token ids are.
+        ignore_index: Label of tokens that don't count.
+
+    Raises:
+        ConfigError: If ``length`` is not positive.
+    """
+
+    def __init__(
+        self, documents: Iterable[Any], length: int, *, key: str = "input_ids", ignore_index: int = -100
+    ) -> None:
+        super().__init__()
+        if length < 1:
+            msg = f"`length={length}` is no number of tokens in a row."
+            raise ConfigError(msg)
+        self._documents, self._length, self._key, self._ignore_index = documents, length, key, ignore_index
+        # What has been read and not handed out: tokens, and their positions in their documents.
+        self._tokens: list[int] = []
+        self._positions: list[int] = []
+        self._num_read = 0
+        self._num_skipped = 0
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the documents.
+
+        Raises:
+            AttributeError: If they have none.
+        """
+        found: int = self._documents.num_shards  # type: ignore[attr-defined]  # raises as it should where absent
+        return found
+
+    def shard(self, num_shards: int, index: int) -> PackedDocuments:
+        """Return the rows of one shard."""
+        documents: Any = self._documents
+        part = documents.shard(num_shards=num_shards, index=index)
+        return PackedDocuments(part, self._length, key=self._key, ignore_index=self._ignore_index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the documents the epoch, where they ask for it."""
+        set_epoch = getattr(self._documents, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the documents have been read, and the tokens that were not handed out."""
+        own = getattr(self._documents, "state_dict", None)
+        return {
+            "documents": own() if callable(own) else None,
+            "num_read": self._num_read,
+            "tokens": list(self._tokens),
+            "positions": list(self._positions),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on from there; documents that can't tell their position are read again."""
+        self._tokens, self._positions = list(state["tokens"]), list(state["positions"])
+        self._num_read = state["num_read"]
+        self._num_skipped = 0 if state["documents"] is not None else self._num_read
+        if state["documents"] is not None:
+            documents: Any = self._documents
+            documents.load_state_dict(state["documents"])
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        skipped, self._num_skipped = self._num_skipped, 0
+        yield from self._rows()
+        for number, document in enumerate(self._documents):
+            if number < skipped:
+                continue
+            tokens = document[self._key] if hasattr(document, "keys") else document
+            self._num_read += 1
+            self._tokens += (int(token) for token in tokens)
+            self._positions += range(len(tokens))
+            yield from self._rows()
+        self._tokens, self._positions, self._num_read = [], [], 0  # the next pass begins at the start
+
+    def _rows(self) -> Iterator[dict[str, Tensor]]:
+        while len(self._tokens) >= self._length:
+            length = self._length
+            row, positions = torch.tensor(self._tokens[:length]), torch.tensor(self._positions[:length])
+            # What is left of a document is one of its own in the next row.
+            rest = self._positions[length:]
+            cut = rest[0] if rest else 0
+            end = rest.index(0) if 0 in rest else len(rest)
+            self._tokens = self._tokens[length:]
+            self._positions = [position - cut for position in rest[:end]] + rest[end:] if cut else rest
+            labels = row.masked_fill(positions == 0, self._ignore_index)
+            yield {"input_ids": row, "position_ids": positions, "labels": labels}

@@ -1,0 +1,215 @@
+"""What follows when a replica group, or a rank of one, dies or stops: the others go on, and it comes back."""
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from replica_groups import replica_groups
+
+from booster_core import Booster
+from booster_testing.ranks import run_on_ranks
+
+LIMIT = 15.0
+"""Seconds within which the others go on, at a time limit of 10 s."""
+
+
+def _check(groups, survivors, *, lost=1):
+    """Check that survivors never restarted, lost at most a step at each failure, and all states are equal."""
+    for group in survivors:
+        for rank in range(groups.ranks):
+            steps = groups.steps(group, rank)
+            assert len({line["pid"] for line in steps}) == 1, "no other group restarts"
+            assert sum(not line["committed"] for line in steps) <= lost
+            assert max(line["seconds"] for line in steps) < LIMIT
+    for rank in range(groups.ranks):
+        _check_equal([groups.commits(group, rank) for group in range(groups.num_groups)])
+
+
+def _check_equal(commits):
+    assert sum(len(each) for each in commits) > len(set().union(*commits)), "some steps were taken together"
+    for step in set().union(*commits):
+        states = {each[step]["state"] for each in commits if step in each}
+        rates = {each[step]["lr"] for each in commits if step in each}
+        assert len(states) == len(rates) == 1, f"groups differ after step {step}"
+
+
+def _fail_and_return(groups, victim=1, ranks=None, sig=signal.SIGKILL):
+    """Let a group fail, wait until the others have gone on, start it again, and end all some steps later."""
+    groups.wait_for(0, 3, 180)
+    groups.kill(victim, ranks, sig)
+    if sig == signal.SIGKILL:
+        groups.wait_group(victim)
+    before = groups.steps(0)[-1]["step"]
+    groups.wait_for(0, before + 3)
+    if sig == signal.SIGSTOP and ranks is None:
+        groups.kill(victim, ranks, signal.SIGCONT)
+        began = groups.steps(0)[-1]["step"]
+        groups.wait_until(lambda: max(groups.commits(victim)) > began, 60, "the stopped group goes on")
+    else:
+        if sig == signal.SIGSTOP:
+            rank = next(each for each in range(groups.ranks) if each not in ranks)
+            assert "Booster: this replica group ends, since" in groups.output(victim, rank)
+            groups.kill(victim)
+            groups.wait_group(victim)
+        groups.start(victim)
+        began = groups.steps(0)[-1]["step"]
+        groups.wait_until(lambda: max(groups.commits(victim)) > began, 180, "the group comes back")
+    groups.end_soon()
+    groups.wait_all(120)
+
+
+def test_a_killed_group_comes_back(tmp_path):
+    with replica_groups(tmp_path, 2) as groups:
+        groups.start_all()
+        _fail_and_return(groups)
+        _check(groups, survivors=[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_groups", "ranks"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_group_that_fails_comes_back(tmp_path, num_groups, ranks, how):
+    with replica_groups(tmp_path, num_groups, ranks) as groups:
+        groups.start_all()
+        _fail_and_return(groups, sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        survivors = [group for group in range(num_groups) if group != 1]
+        _check(groups, survivors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rank_of_a_group_fails(tmp_path, rank, how):
+    with replica_groups(tmp_path, 2, 2) as groups:
+        groups.start_all()
+        _fail_and_return(groups, ranks=[rank], sig=signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        _check(groups, survivors=[0])
+
+
+def _load(folder, width):
+    booster = Booster()
+    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.LayerNorm(width))
+    model.append(torch.nn.Linear(width, 1)).double()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    return booster.load_checkpoint(folder, model=model, optimizer=optimizer, resume=True).step
+
+
+@pytest.mark.slow
+def test_random_kills_in_a_run_of_400_steps(tmp_path):
+    """20 kills of whole groups, of which some fall into saves and into catching up."""
+    draw = random.Random(5)
+    with replica_groups(tmp_path, 3, save=3, sleep=0.05, width=256) as groups:
+        groups.start_all()
+        groups.wait_for(0, 3, 180)
+        for _ in range(20):
+            victim = draw.choice([0, 1, 2])
+            time.sleep(draw.uniform(0.0, 3.0))
+            # Of the others one has to have the state; the victim may be coming back, or save.
+            others = [group for group in range(3) if group != victim]
+            groups.wait_until(lambda others=others: any(map(groups.trains, others)), 120, f"{others} train")
+            groups.kill(victim)
+            groups.wait_group(victim)
+            groups.start(victim)
+            if draw.random() < 0.5:
+                time.sleep(draw.uniform(2.0, 8.0))
+        groups.wait_until(
+            lambda: max(max(groups.commits(each), default=0) for each in range(3)) >= 400, 600, "400 steps"
+        )
+        groups.end_soon(40)
+        groups.wait_all(300)
+        _check_equal([groups.commits(group) for group in range(3)])
+        assert max(line["seconds"] for group in range(3) for line in groups.steps(group)) < LIMIT
+    for group in range(3):
+        (step,) = run_on_ranks(_load, 1, tmp_path / f"checkpoint-group{group}", 256)
+        assert step > 0
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_comes_back_is_survived(tmp_path):
+    with replica_groups(tmp_path, 2) as groups:
+        groups.start_all()
+        groups.wait_for(0, 3, 180)
+        groups.lighthouse.kill()
+        time.sleep(5)
+        groups.lighthouse.start()
+        groups.wait_for(0, max(groups.commits(0)) + 3)
+        groups.end_soon()
+        groups.wait_all()
+        _check(groups, survivors=[0, 1])
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_stays_away_is_named(tmp_path):
+    with replica_groups(tmp_path, 2, plugin={"quorum_timeout_seconds": 5}) as groups:
+        groups.start_all()
+        groups.wait_for(0, 3, 180)
+        groups.lighthouse.kill()
+        for group in range(2):
+            assert groups.wait_group(group, 60) == [1]
+            assert f"the lighthouse at {groups.lighthouse.address} does not answer" in groups.output(group)
+        groups.lighthouse.start()
+
+
+def _ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespaces(tmp_path):
+    """Two network namespaces that reach each other and this one through a bridge."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip")
+    try:
+        _ip("link", "add", "ftbridge", "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"needs the right to make network interfaces: {error.stderr.decode().strip()}")
+    try:
+        _ip("addr", "add", "10.77.0.100/24", "dev", "ftbridge")
+        _ip("link", "set", "ftbridge", "up")
+        for group in range(2):
+            name = f"ftgroup{group}"
+            _ip("netns", "add", name)
+            _ip("link", "add", f"ftlink{group}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "set", f"ftlink{group}", "master", "ftbridge", "up")
+            _ip("-n", name, "addr", "add", f"10.77.0.{group + 1}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        for group in range(2):
+            subprocess.run(["ip", "netns", "del", f"ftgroup{group}"], check=False)
+        subprocess.run(["ip", "link", "del", "ftbridge"], check=False)
+
+
+@pytest.mark.slow
+def test_a_partition(tmp_path, namespaces):
+    """The group that is cut off ends with an error that names the lighthouse; the other one goes on."""
+    with replica_groups(tmp_path, 2, plugin={"quorum_timeout_seconds": 10}) as groups:
+        groups.lighthouse.host = "10.77.0.100"
+
+        def inside(group):
+            # A host name of its own, which resolves to its address in the namespace.
+            setup = (
+                f"hostname ft{group}; echo '127.0.0.1 localhost\n10.77.0.{group + 1} ft{group}' > {tmp_path}/h{group}; "
+            )
+            setup += f'mount --bind {tmp_path}/h{group} /etc/hosts; exec "$@"'
+            return ["ip", "netns", "exec", f"ftgroup{group}", "unshare", "--uts", "--mount", "sh", "-c", setup, "sh"]
+
+        groups.prefix = inside
+        groups.start_all()
+        groups.wait_for(0, 3, 180)
+        _ip("link", "set", "ftlink1", "down")
+        groups.wait_for(0, max(groups.commits(0)) + 5, 60)
+        assert groups.wait_group(1, 120) == [1]
+        assert "does not answer" in groups.output(1)
+        _ip("link", "set", "ftlink1", "up")
+        groups.start(1)
+        began = groups.steps(0)[-1]["step"]
+        groups.wait_until(lambda: max(groups.commits(1)) > began, 180, "the group comes back")
+        groups.end_soon()
+        groups.wait_all(120)
+        _check(groups, survivors=[0])

@@ -1,0 +1,238 @@
+"""Streams that are read by shards: each sample once, and a run goes on with other numbers of ranks and workers."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from booster_core import Booster
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks import DistCoordinator
+from booster_ddp import TorchDDPPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import expect_on_ranks, run_on_ranks
+
+
+class Shards(IterableDataset):
+    """Numbers in shards, which counts how many it has read; tells its position if it is asked for that."""
+
+    def __init__(self, lengths, *, tells=True):
+        self.lengths, self.tells = lengths, tells
+        self.num_shards = len(lengths)
+        self.first, self.at, self.num_read, self.epoch = 0, 0, 0, 0
+        if not tells:
+            self.state_dict = None
+
+    def shard(self, num_shards, index):
+        assert num_shards == self.num_shards
+        part = Shards([self.lengths[index]], tells=self.tells)
+        part.first = 100 * index
+        return part
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        assert get_worker_info() is None, "it would split itself once more"
+        for number in range(self.at, self.lengths[0]):
+            self.at, self.num_read = number + 1, self.num_read + 1
+            yield torch.tensor(self.first + number + 10_000 * self.epoch)
+        self.at = 0
+
+
+def hugging_face(lengths):
+    import datasets
+
+    def numbers(shards):
+        for index, length in shards:
+            yield from ({"number": 100 * index + number} for number in range(length))
+
+    return datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": list(enumerate(lengths))})
+
+
+KINDS = {
+    "own": Shards,
+    "without positions": lambda lengths: Shards(lengths, tells=False),
+    "datasets": hugging_face,
+}
+HAS_DATASETS = importlib.util.find_spec("datasets") is not None
+EACH_KIND = [
+    pytest.param(kind, marks=[pytest.mark.skipif(not HAS_DATASETS, reason="needs datasets, with pyarrow and pandas")])
+    if kind == "datasets"
+    else kind
+    for kind in KINDS
+]
+
+
+def loader_of(kind, lengths, *, num_workers=0, drop_last=False, **options):
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    loader = DataLoader(KINDS[kind](lengths), batch_size=2, num_workers=num_workers, drop_last=drop_last, **options)
+    _, _, _, loader, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=loader)
+    return booster, loader
+
+
+def numbers_of(batch):
+    return (batch["number"] if isinstance(batch, dict) else batch).tolist()
+
+
+def whole_pass(kind, lengths, num_workers, drop_last):
+    _, loader = loader_of(kind, lengths, num_workers=num_workers, drop_last=drop_last)
+    first = [loader.without_padding(torch.tensor(numbers_of(batch))).tolist() for batch in loader]
+    return len(first), [number for batch in first for number in batch], [numbers_of(batch) for batch in loader]
+
+
+def everything(lengths):
+    return [100 * index + number for index, length in enumerate(lengths) for number in range(length)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_each_sample_comes_once_and_ranks_have_equally_many_batches(kind, num_workers):
+    lengths = [5, 3, 4, 8, 1]
+    results = run_on_ranks(whole_pass, 2, kind, lengths, num_workers, False)
+    assert len({count for count, *_ in results}) == 1
+    assert sorted(number for _, numbers, _ in results for number in numbers) == everything(lengths)
+    second = {number for *_, batches in results for batch in batches for number in batch}
+    epoch = 0 if kind == "datasets" else 10_000
+    assert second == {number + epoch for number in everything(lengths)}
+
+
+def test_all_end_with_the_first_where_the_rest_is_dropped():
+    results = run_on_ranks(whole_pass, 2, "own", [5, 3, 5, 9], 0, True)
+    assert [count for count, *_ in results] == [5, 5]
+    numbers = [number for _, own, _ in results for number in own]
+    assert len(numbers) == len(set(numbers)) == 20
+
+
+def read(kind, lengths, num_batches, num_workers, state):
+    _, loader = loader_of(kind, lengths, num_workers=num_workers)
+    if state is not None:
+        loader.load_state_dict(state)
+    numbers = []
+    for number, batch in enumerate(loader, start=1):
+        numbers += loader.without_padding(torch.tensor(numbers_of(batch))).tolist()
+        if number == num_batches:
+            break
+    dataset = loader.dataset
+    current = dataset._current
+    num_read = current[1].num_read if kind == "own" and current else None
+    return numbers, loader.state_dict(), num_read
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("workers", [(0, 0), (2, 0), (0, 2)])
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_a_position_is_restored_with_other_ranks_and_workers(kind, workers, ranks):
+    lengths = [5, 3, 4, 8]
+    first = run_on_ranks(read, ranks[0], kind, lengths, 2, workers[0], None)
+    states = [state for _, state, _ in first]
+    assert all(state == states[0] for state in states)
+    rest = run_on_ranks(read, ranks[1], kind, lengths, None, workers[1], states[0])
+    seen = [number for numbers, *_ in (*first, *rest) for number in numbers]
+    assert sorted(seen) == everything(lengths)
+
+
+def test_what_was_read_is_not_read_again():
+    ((_, state, _),) = run_on_ranks(read, 1, "own", [50], 20, 0, None)
+    ((numbers, _, num_read),) = run_on_ranks(read, 1, "own", [50], 2, 0, state)
+    assert numbers == [40, 41, 42, 43]
+    assert num_read == 4
+
+
+def save_and_load(folder):
+    booster, loader = loader_of("own", [6, 6])
+    model, *_ = booster.boost(torch.nn.Linear(1, 1))
+    batches = iter(loader)
+    first = numbers_of(next(batches))
+    booster.save_checkpoint(folder, step=1, model=model, dataloader=loader)
+    expected = [numbers_of(batch) for batch in batches]
+    booster, loader = loader_of("own", [6, 6])
+    model, *_ = booster.boost(torch.nn.Linear(1, 1))
+    booster.load_checkpoint(folder, model=model, dataloader=loader)
+    return first, expected, [numbers_of(batch) for batch in loader]
+
+
+def test_checkpoints_have_the_position(tmp_path):
+    for rank, (first, expected, actual) in enumerate(run_on_ranks(save_and_load, 2, tmp_path)):
+        assert first == [100 * rank, 100 * rank + 1]
+        assert actual == expected == [[100 * rank + 2, 100 * rank + 3], [100 * rank + 4, 100 * rank + 5]]
+
+
+def split_tensors():
+    loader = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).prepare_dataloader(Shards([4]), 2)
+    return [numbers_of(batch) for batch in loader]
+
+
+def test_ranks_that_share_samples_have_the_same():
+    assert run_on_ranks(split_tensors, 2) == [[[0, 1], [2, 3]]] * 2
+
+
+def few_shards():
+    _, loader = loader_of("own", [7])
+    return [number for batch in loader for number in loader.without_padding(batch).tolist()]
+
+
+def test_fewer_shards_than_ranks_are_read_by_all():
+    first, second = run_on_ranks(few_shards, 2)
+    assert sorted(first + second) == list(range(7))
+
+
+class Breaks(Shards):
+    def shard(self, num_shards, index):
+        part = super().shard(num_shards, index)
+        if index == 1:
+            part.__class__ = Broken
+        return part
+
+
+class Broken(Shards):
+    def __iter__(self):
+        msg = "the file is damaged"
+        raise OSError(msg)
+
+
+def meet_an_error(kind, lengths):
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    _, _, _, loader, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=DataLoader(kind(lengths), batch_size=2))
+    list(loader)
+
+
+def test_what_one_rank_meets_is_raised_on_all():
+    expect_on_ranks(OSError, "the file is damaged", meet_an_error, 2, Breaks, [3, 3])
+    expect_on_ranks(ConfigError, "no batch at all", meet_an_error, 2, Shards, [3, 0])
+
+
+def restore(state, lengths, **options):
+    _, loader = loader_of("own", lengths, **options)
+    loader.load_state_dict(state)
+
+
+def test_positions_that_do_not_fit_are_refused():
+    ((_, state, _),) = run_on_ranks(read, 1, "own", [5, 5], 1, 0, None)
+    expect_on_ranks(CheckpointError, "2 shards; this one has 3", restore, 1, state, [5, 5, 5])
+    expect_on_ranks(CheckpointError, "fewer shards", restore, 3, state, [5, 5])
+    options = {"num_workers": 1, "persistent_workers": True}
+    expect_on_ranks(CheckpointError, "Persistent workers", restore, 1, state, [5, 5], **options)
+    del state["shards"]
+    expect_on_ranks(CheckpointError, "not read by shards", restore, 1, state, [5, 5])
+
+
+def lonely():
+    _, loader = loader_of("own", [4, 4])
+    if DistCoordinator().rank == 0:
+        next(iter(loader))
+
+
+def test_a_rank_that_reads_alone_is_named():
+    from booster_core.errors import MissingRanksError
+
+    with pytest.raises(Exception, match="next batch of a stream") as caught:
+        run_on_ranks(lonely, 2, group_timeout_seconds=2)
+    assert MissingRanksError.__name__ in str(caught.value)

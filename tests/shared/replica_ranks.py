@@ -1,0 +1,146 @@
+"""Replica groups for tests that kill nobody: the reused workers of `run_on_ranks`, launched as groups of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from free_ports import free_port
+from torch import nn
+
+from booster_core import Booster, launch, shutdown
+from booster_core.ranks import DistCoordinator, close_world
+from booster_testing.ranks import run_on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BATCH = 4
+
+
+def run_groups(
+    fn: Callable[..., Any], num_groups: int, ranks: int = 1, *args: Any, min_replicas: int | None = None, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(group, *args)`` in replica groups, and return the results, those of the first group first.
+
+    Args:
+        fn: A function at a module's top level; ``group`` is a `Group`.
+        num_groups: Number of groups.
+        ranks: In each group.
+        *args: Further arguments.
+        min_replicas: Of the lighthouse; all groups by default, so that none goes on alone on a slow machine.
+        **kwargs: Those of `run_on_ranks`.
+    """
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas or num_groups, join_timeout_ms=10_000)
+    try:
+        ports = [free_port() for _ in range(num_groups)]
+        settings = {"timeout_seconds": 120.0, **kwargs}
+        return run_on_ranks(_in_group, num_groups * ranks, fn, num_groups, ports, server.address(), args, **settings)
+    finally:
+        server.shutdown()
+
+
+def _in_group(fn: Callable[..., Any], num_groups: int, ports: list[int], lighthouse: str, args: tuple[Any, ...]) -> Any:
+    coordinator = DistCoordinator()
+    ranks = coordinator.world_size // num_groups
+    replica_id, rank = divmod(coordinator.rank, ranks)
+    close_world()
+    launch(rank=rank, world_size=ranks, host="127.0.0.1", port=ports[replica_id], verbose=False, timeout_seconds=30)
+    try:
+        return fn(Group(replica_id, num_groups, rank, ranks, lighthouse), *args)
+    finally:
+        shutdown()
+
+
+class Group:
+    """One rank of a replica group.
+
+    Attributes:
+        replica_id: The group's number.
+        rank: In the group.
+    """
+
+    def __init__(self, replica_id: int, num_groups: int, rank: int, ranks: int, lighthouse: str) -> None:
+        self.replica_id, self.num_groups, self.rank, self.ranks = replica_id, num_groups, rank, ranks
+        self.place = {"replica_id": replica_id, "num_replicas": num_groups, "lighthouse": lighthouse}
+
+    @property
+    def index(self) -> int:
+        """Of this rank among all of all groups."""
+        return self.replica_id * self.ranks + self.rank
+
+    def booster(self, *, precision: str | None = None, **options: Any) -> Booster:
+        """Return a Booster with the plugin of this group."""
+        from booster_ft import FaultTolerantPlugin
+
+        return Booster(
+            plugin=FaultTolerantPlugin(**self.place, timeout_seconds=20, **options), mixed_precision=precision
+        )
+
+    def meet(self, booster: Booster, folder: Path) -> None:
+        """Wait until all groups are known to the lighthouse, so that they take their first step together."""
+        _ = booster.plugin.groups.manager
+        say(folder, f"met-{self.index}")
+        for other in range(self.num_groups * self.ranks):
+            hear(folder, f"met-{other}")
+
+
+def say(folder: Path, what: str) -> None:
+    """Let `hear` return in other groups."""
+    (folder / what).touch()
+
+
+def hear(folder: Path, what: str, seconds: float = 60.0) -> None:
+    """Wait until another group has said something."""
+    end = time.time() + seconds
+    while not (folder / what).exists():
+        assert time.time() < end, what
+        time.sleep(0.01)
+
+
+class Net(nn.Module):
+    """Layers of which one may be left out."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 16, dtype=dtype)
+        self.norm, self.last = nn.LayerNorm(16, dtype=dtype), nn.Linear(16, 1, dtype=dtype)
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number for each sample."""
+        x = torch.tanh(self.first(x))
+        return self.last(self.norm(x if self.skips else torch.tanh(self.second(x))))
+
+
+def batch_of(number: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return the samples of a batch that has a number."""
+    return torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of a batch."""
+    return (model(x) - x.sum(dim=1, keepdim=True)).pow(2).mean()
+
+
+def state_of(booster: Booster, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all that this rank holds of model and optimizer."""
+    adapter = booster.state_adapter(model)
+    shards = [*adapter.model_shards(), *adapter.optimizer_shards()]
+    return {f"{shard.key}:{shard.flat}": shard.data.detach().clone() for shard in shards}
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Assert that two states are equal bit for bit."""
+    assert ours.keys() == theirs.keys()
+    for key, values in ours.items():
+        assert (
+            torch.equal(values.view(torch.uint8), theirs[key].view(torch.uint8))
+            if values.dim()
+            else values == theirs[key]
+        ), key
