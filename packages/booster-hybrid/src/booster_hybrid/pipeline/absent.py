@@ -199,7 +199,7 @@ def mark_written(tensor: Tensor, origin: str) -> None:
     global _is_any_marked  # noqa: PLW0603 - so that programs in which this never happens don't look for it
     _is_any_marked = True
     with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
-        tensor.untyped_storage()._booster_absent = origin  # noqa: SLF001 - our own
+        tensor.untyped_storage()._booster_absent = origin  # type: ignore[attr-defined]  # noqa: SLF001 - our own
 
 
 def as_absent(value: Any) -> Any:
