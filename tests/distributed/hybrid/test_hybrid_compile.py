@@ -8,8 +8,9 @@ from compiled_ways import in_place, layers, whole
 from compiler_warnings import ignore_compiler_warnings
 
 from booster_core import Booster
+from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
 PIPELINE = {"pp_size": 2}
@@ -48,10 +49,17 @@ def train(options, before=None, after=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [whole, in_place, layers, wrapped_layers])
-def test_a_pipeline_of_compiled_parts_trains_as_eager_does(how):
-    (_, expected), (_, found) = run_on_ranks(train, 2, PIPELINE), run_on_ranks(train, 2, PIPELINE, how)
+@pytest.mark.parametrize(("before", "after"), [(layers, None), (wrapped_layers, None), (None, layers)])
+def test_a_pipeline_of_compiled_parts_trains_as_eager_does(before, after):
+    (_, expected), (_, found) = run_on_ranks(train, 2, PIPELINE), run_on_ranks(train, 2, PIPELINE, before, after)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [whole, in_place])
+def test_a_model_that_was_compiled_as_a_whole_is_not_cut(how):
+    expect_on_ranks(
+        ConfigError, r"Compile its layers instead, for example .*layer\.compile\(\)", train, 2, PIPELINE, how
+    )
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.example import check_entries
-from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
+from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, shared_outputs, split_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,27 @@ def test_outputs_in_dataclasses_are_joined():
     assert joined.inner.name == "inner"
     assert joined.inner.hidden.tolist() == [10, 11, 12, 13]
     assert joined.seen[0].tolist() == [20, 21, 22, 23]
+
+
+def test_what_is_for_all_samples_is_not_joined_where_microbatches_have_one_sample():
+    example = {"logits": torch.ones(2, 3), "table": torch.ones(1, 4), "ids": torch.ones(1, 2, dtype=torch.long)}
+    shared = shared_outputs(example, 2)
+    parts = [
+        {"logits": torch.full((1, 3), each), "table": torch.full((1, 4), each), "ids": example["ids"]}
+        for each in (1.0, 3.0)
+    ]
+    joined = join_outputs(parts, [1, 1], shared)
+    assert joined["logits"].tolist() == [[1.0] * 3, [3.0] * 3]
+    assert joined["table"].tolist() == [[2.0] * 4]
+    assert [each.tolist() for each in joined["ids"]] == [[[1, 1]]] * 2
+
+
+@pytest.mark.parametrize("count", [12, torch.tensor(12)])
+def test_losses_that_are_divided_by_the_items_of_a_batch_add_up(count):
+    values = torch.arange(6.0)
+    parts = split_batch({"x": values, "num_items_in_batch": count}, [4, 2])
+    losses = [part["x"].sum() / part["num_items_in_batch"] for part in parts]
+    assert float(losses[0] * 4 / 6 + losses[1] * 2 / 6) == pytest.approx(float(values.sum() / 12))
 
 
 def test_outputs_of_other_classes_are_refused():

@@ -42,7 +42,7 @@ class StandIn:
     def receive(self, sender):
         del sender
         self.log.append("receive")
-        return {"x": torch.ones(2, 4, requires_grad=True)}
+        return {"input": torch.ones(2, 4, requires_grad=True)}
 
     def send(self, tensors, to, kind):
         del tensors, to, kind

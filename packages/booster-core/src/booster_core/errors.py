@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 10
 
 __all__ = [
+    "AbsentValueError",
     "BoosterError",
     "BudgetError",
     "CheckpointAbsentError",
@@ -110,6 +111,10 @@ class GradientError(BoosterError, RuntimeError):
 
 class LazyInitError(BoosterError, RuntimeError):
     """A model that has no values yet is used as if it had, or its recording can't be replayed."""
+
+
+class AbsentValueError(BoosterError, RuntimeError):
+    """A value is read that this rank can't know: one of a layer or parameter that another pipeline stage has."""
 
 
 def shorten(names: Iterable[str]) -> str:

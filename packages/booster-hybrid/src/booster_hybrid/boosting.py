@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,13 @@ from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
+from booster_hybrid.pipeline.host_draws import HostDraws
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
 from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
-from booster_hybrid.pipeline.stages import StagePlan, find_crossings
+from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.experts import expert_rules
@@ -231,6 +233,8 @@ class HybridSetup:
         config, sequence, model = self._config.pipeline, self._config.sequence, self._model
         if config.size == 1 and sequence.mode is None:
             return None
+        if config.size > 1:
+            _refuse_compiled(model)
         self._lists = self._known_lists(is_pipeline=config.size > 1)
         if config.size == 1 and self._lists:
             if self._options.example_batch is not None:
@@ -253,9 +257,9 @@ class HybridSetup:
                 raise
             except Exception as error:
                 raise dry_run_failed(model, error) from error
-        self._lists, trace, crossings, idle = self._context.coordinator.broadcast_object(found, name="boost")
+        self._lists, found = self._context.coordinator.broadcast_object(found, name="boost")
         self._entries_seen = seen
-        return None if trace is None else StagePlan.of(model, trace, crossings, idle, config)
+        return None if found is None else StagePlan.of(model, found, config)
 
     def check_sequences(self) -> None:
         """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
@@ -358,7 +362,8 @@ class HybridSetup:
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
         dtypes = working_dtypes(self._model, self._context.precision)
-        communicates = self._config.tensor.size > 1 or bool(self._experts)
+        config = self._config
+        communicates = config.tensor.size > 1 or config.sequence.mode is not None or bool(self._experts)
         staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
         leave_out(self._model, self._objects.optimizer)
         return CutModel(staged, split_backward, copies)
@@ -389,6 +394,7 @@ class HybridSetup:
             coordinator=self._context.coordinator,
             device=device,
             exchanges_tokens=bool(self._experts),
+            draws_on_host=plan.cuts.draws_on_host,
             split_hook=self._options.split_batch,
             run_options={"split": cut.split_backward, "record": self._record()},
         )
@@ -454,7 +460,7 @@ class HybridSetup:
         return [] if known is None else [*known.layers]
 
     def _run_dry(self, batch: Any) -> Any:
-        """Return the lists of layers, what is seen of these, what stages send each other, and idle modules."""
+        """Return the lists of layers, and how the model may be cut there."""
         model, config = self._model, self._config.pipeline
         is_pipeline = config.size > 1
         num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
@@ -467,11 +473,17 @@ class HybridSetup:
             names = {path: name for name, path in paths.items()}
             found = [names.get(path, path) for path in lists]
             if not is_pipeline:
-                return found, None, None, None
-            trace, flow = trace_flow(model, lists, batch)
-            if trains := self._objects.optimizer is not None:
+                return found, None
+            trains = self._objects.optimizer is not None
+            watched = HostDraws(model)
+            with watched:
+                trace, flow = trace_flow(model, lists, batch)
+            watched.check_own({layer.name for layer in trace.layers})
+            if trains:
                 check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-            return found, trace, *find_crossings(model, trace, flow, config, batch, trains=trains)
+            with watched:
+                crossings, idle = find_crossings(model, trace, flow, config, batch, trains=trains)
+            return found, Cuts(trace, crossings, idle, draws_on_host=watched.were_seen)
 
     def _split_sequences(self, split: TensorParallelModel) -> None:
         from booster_hybrid.sequence_parallel.apply import split_sequences
@@ -511,6 +523,18 @@ class HybridSetup:
             return None
         rank = self._context.coordinator.rank
         return PipelineRecord(folder, rank, pipeline.index, min(pipeline.ranks), self._context.device)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise if a model was compiled as a whole: stages run its code outside of the layers as Python."""
+    dynamo = sys.modules.get("torch._dynamo")  # what is not imported has compiled nothing
+    is_wrapped = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    if is_wrapped or getattr(model, "_compiled_call_impl", None) is not None:  # where `Module.compile` leaves it
+        msg = (
+            "A model that `torch.compile` has compiled as a whole can't be cut into pipeline stages. Compile its "
+            "layers instead, for example `for layer in model.model.layers: layer.compile()`, or use `pp_size=1`."
+        )
+        raise ConfigError(msg)
 
 
 def _not_checked(model: nn.Module, unchecked: Mapping[str, str]) -> ConfigError:

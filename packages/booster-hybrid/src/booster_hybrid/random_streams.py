@@ -2,13 +2,15 @@
 
 What all ranks of a replica compute alike must draw alike, or they diverge; what they share out must draw differently,
 or dropout would drop the same elements of each part. So a `Stream` lets a rank draw apart for a while. Layers whose
-sequences are split enter and leave theirs, `switch_streams` does so at the borders of split layers, and
-`pipeline_stream` for a stage.
+sequences are split enter and leave theirs, and `switch_streams` does so at the borders of split layers. In a pipeline
+all ranks draw alike what they compute alike, and otherwise differently, by `MicrobatchStreams`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,8 @@ _States = tuple["Tensor", "Tensor | None"]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANGE = 2**62
 """Numbers from which streams are seeded are below this."""
+_entered: list[Stream] = []
+"""Streams between `enter` and `leave`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Weyl's increment of splitmix64, which spreads consecutive numbers over all bits."""
 
@@ -92,6 +96,8 @@ class Stream:
         """
         before = _states(device)
         self._seed = mixed_seed(int(torch.randint(_RANGE, ())), self._rank + 1)
+        if self._outside is None:
+            _entered.append(self)
         self._outside, self._device = (before, _states(device)), device
         _reseed(self._seed, device)
         self._seeded = _states(device)
@@ -108,6 +114,7 @@ class Stream:
             is_unused = not is_counted and _are_equal(_states(self._device), self._seeded)
             _restore(before if is_unused else after, self._device)
             self._outside = None
+            _entered.remove(self)
 
     def pause(self) -> None:
         """Leave until `resume`, if it was entered: the ranks compute the same there."""
@@ -172,28 +179,104 @@ def _agree(group: RankGroup, device: torch.device) -> None:
     _reseed(mixed_seed(int(number), 0), device)
 
 
-@contextlib.contextmanager
-def pipeline_stream(model: nn.Module, index: int, device: torch.device) -> Iterator[None]:
-    """Let a model that trains, and has dropout, draw from a stream of its rank's position in this context.
+class MicrobatchStreams:
+    """What one microbatch draws in a pipeline: a function of the batch, the microbatch and the event alone.
 
-    Ranks that were seeded alike would drop the same elements in the first layer of each stage, the second, and so on.
-    Afterwards the generators are where the ranks had them, so that scripts draw alike on all of them. Layers and
-    microbatches draw one after the other; activation checkpointing restores the stream for what it recomputes.
+    Each layer, each other module that some stages leave out, and each function in between draws from a stream of its
+    own. So stages that run different parts of one forward draw alike where they run the same, and layers that backward
+    recomputes draw the same again. The generators are left wherever this puts them; see `kept_streams`.
 
     Args:
-        model: The model.
-        index: The rank's position in the pipeline.
+        seed: The batch's number, alike on all ranks that work on it.
+        microbatch: Number of the microbatch.
         device: Where the model computes.
+        host: Whether the generators of Python and numpy are treated alike, as forward draws from them.
 
-    Collective: none; each rank's generator advances by one number.
+    Attributes:
+        host: As above.
     """
-    stream = Stream(index)
-    if model.training and draws(model):
-        stream.enter(device)
+
+    def __init__(self, seed: int, microbatch: int, device: torch.device, *, host: bool = False) -> None:
+        self._base = mixed_seed(seed, microbatch)
+        self._device, self.host = device, host
+        self._region, self._count = self._base, 0
+        self._outer: list[tuple[int, int]] = []
+        self._paused: tuple[torch.Generator, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self._begin_region(mixed_seed(self._base, 0))
+        self._outer.clear()
+
+    def begin_layer(self, position: int) -> None:
+        """Draw for a layer, also where backward recomputes it."""
+        self._begin_region(mixed_seed(self._base, 2 * position + 1))
+
+    def end_layer(self, position: int) -> None:
+        """Draw for what comes after a layer, whether or not it was run."""
+        self._begin_region(mixed_seed(self._base, 2 * position + 2))
+
+    def begin_call(self) -> None:
+        """Draw for a module that is not run on every stage."""
+        self._count += 1
+        self._outer.append((self._region, self._count))
+        self._begin_region(mixed_seed(self._region, self._count))
+
+    def end_call(self) -> None:
+        """Draw for what comes after such a module, whether or not it was run."""
+        region, count = self._outer.pop()
+        self._begin_region(mixed_seed(region, -count))
+        self._region, self._count = region, count
+
+    def begin_criterion(self) -> None:
+        """Draw for the criterion."""
+        self._begin_region(mixed_seed(self._base, -2))
+
+    def begin_function(self, generator: torch.Generator | None = None) -> None:
+        """Draw for a function between layers, unless ranks that share out what it computes draw apart by a `Stream`.
+
+        Args:
+            generator: The model's own, if it draws from one; it is left as it was.
+        """
+        self._count += 1
+        if _entered and any(stream.is_current for stream in _entered):
+            return
+        seed = mixed_seed(self._region, self._count)
+        if generator is None:
+            _reseed(seed, self._device)
+        else:
+            self._paused = generator, generator.get_state()
+            generator.manual_seed(mixed_seed(seed, generator.initial_seed()))
+
+    def end_function(self) -> None:
+        """Put the model's own generator back."""
+        if self._paused is not None:
+            generator, state = self._paused
+            generator.set_state(state)
+            self._paused = None
+
+    def _begin_region(self, seed: int) -> None:
+        self._region, self._count = seed, 0
+        _reseed(seed, self._device)
+        if self.host:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def kept_streams(device: torch.device) -> Iterator[None]:
+    """Put torch's generators, the CPU's and a device's, back afterwards to where they were."""
+    states = _states(device)
     try:
         yield
     finally:
-        stream.leave(is_counted=True)
+        _restore(states, device)
+
+
+def next_seed() -> int:
+    """Return a number of the common stream, from which a batch's streams are made."""
+    return int(torch.randint(_RANGE, ()))
 
 
 @contextlib.contextmanager

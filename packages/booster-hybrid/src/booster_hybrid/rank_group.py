@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.absent import is_absent, mark_written, origin_of
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankGroup:
     """Some ranks and this rank's place among them.
+
+    Collectives leave alone what is absent, in a pipeline stage that does not run what makes it.
 
     Args:
         group: The process group; ``None`` for all ranks.
@@ -51,6 +54,8 @@ class RankGroup:
 
         Collective: the group.
         """
+        if is_absent(tensor):
+            return collectives.Pending()
         return collectives.all_reduce(tensor, group=self.group)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> collectives.Pending:
@@ -58,6 +63,8 @@ class RankGroup:
 
         Collective: the group.
         """
+        if is_absent(buffer):
+            return collectives.Pending()
         return collectives.all_gather(buffer, bounds, self.group)
 
     def reduce_scatter(self, source: Tensor, bounds: Sequence[int], out: Tensor) -> collectives.Pending:
@@ -65,6 +72,8 @@ class RankGroup:
 
         Collective: the group.
         """
+        if is_absent(source):
+            return collectives.Pending()
         return collectives.reduce_scatter(source, bounds, out, self.group)
 
     def all_to_all(
@@ -74,6 +83,8 @@ class RankGroup:
 
         Collective: the group.
         """
+        if is_absent(source):
+            return collectives.Pending()
         return collectives.all_to_all(source, sent, out, received, self.group)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -83,6 +94,12 @@ class RankGroup:
             ConfigError: Always.
         """
         refuse_copy()
+
+
+def _absent_too(out: Tensor, source: Tensor) -> collectives.Pending:
+    """Exchange nothing: on the stages that run this, other tensors are exchanged."""
+    mark_written(out, origin_of(source) or "")
+    return collectives.Pending()
 
 
 @dataclass(frozen=True)

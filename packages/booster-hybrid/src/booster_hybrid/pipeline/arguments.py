@@ -30,12 +30,18 @@ class ArgumentNames:
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters.values()
         self._names = [each.name for each in parameters if each.kind in _POSITIONAL]
+        self._index_of = {name: index for index, name in enumerate(self._names)}
         variable = [each.name for each in parameters if each.kind is inspect.Parameter.VAR_POSITIONAL]
         self._variable = variable[0] if variable else ""
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by their names, in the order in which they were given."""
         return {**{self._name(index): value for index, value in enumerate(args)}, **kwargs}
+
+    def get(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the argument of a call that has a name; ``None`` where there is none."""
+        index = self._index_of.get(name, len(args))
+        return args[index] if index < len(args) else kwargs.get(name)
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors among the arguments of a call, those in containers as well, by path."""
@@ -116,19 +122,30 @@ def _with(value: Any, path: str, values: dict[str, Any]) -> Any:
     return with_fields(value, new)
 
 
-class PassedThrough:
-    """What a layer that is not run returns: some of its arguments, in the form of what it returned in the dry run.
+class LikeArguments:
+    """What a layer that is not run returns: tensors in the forms of some of its arguments, as in the dry run.
 
     Args:
-        form: Nested tuples and lists of paths of arguments, and of ``None`` for what is no argument's like.
-        has_shapes: Whether the first tensor of the output has the shape of the argument that stands for it.
+        form: Nested tuples and lists of paths of arguments: ``None`` for what is no tensor, and the first one's for a
+            tensor that is like none.
+        has_shapes: Whether each tensor of the output has the shape and dtype of the argument that stands for it.
     """
 
     def __init__(self, form: Any, *, has_shapes: bool) -> None:
         self._form, self.has_shapes = form, has_shapes
 
+    def other_shapes(self, output: Any, arguments: Mapping[str, Any]) -> tuple[torch.Size, torch.Size] | None:
+        """Return the first two shapes, of an argument and of what was like it in the dry run, that differ now."""
+        pairs = pairs_of(self._form, output, arguments)
+        return next(((one.shape, two.shape) for one, two in pairs if one.shape != two.shape), None)
+
+    @property
+    def argument(self) -> str | None:
+        """The argument that the whole output is like; ``None`` where the output is a container."""
+        return self._form if isinstance(self._form, str) and self._form else None
+
     @classmethod
-    def like(cls, output: Any, arguments: Mapping[str, torch.Tensor]) -> PassedThrough | None:
+    def like(cls, output: Any, arguments: Mapping[str, torch.Tensor]) -> LikeArguments | None:
         """Return what stands for an output: for each tensor the first argument of its shape that is not taken yet.
 
         Args:
@@ -140,7 +157,7 @@ class PassedThrough:
         """
         found: list[bool] = []
         form = _source(output, dict(arguments), found)
-        return cls(form, has_shapes=found[0]) if found else None
+        return cls(form, has_shapes=all(found)) if found else None
 
     def of(self, arguments: Mapping[str, Any]) -> Any:
         """Return the output.
@@ -149,6 +166,15 @@ class PassedThrough:
             arguments: What the arguments of the call consist of, by path.
         """
         return _filled(self._form, arguments)
+
+
+def pairs_of(form: Any, output: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the tensors of an output with the arguments that they are like, as far as a form names these."""
+    if isinstance(form, (list, tuple)) and isinstance(output, (list, tuple)):
+        for each, value in zip(form, output, strict=False):
+            yield from pairs_of(each, value, arguments)
+    elif isinstance(form, str) and isinstance(output, torch.Tensor) and isinstance(arguments.get(form), torch.Tensor):
+        yield arguments[form], output
 
 
 # Outside of the methods: a nested function that calls itself keeps what it refers to until garbage is collected.
@@ -160,14 +186,17 @@ def _source(value: Any, free: dict[str, torch.Tensor], found: list[bool]) -> str
         return None
     fits = [path for path, each in free.items() if each.shape == value.shape and each.dtype == value.dtype]
     found.append(bool(fits))
-    if not fits and len(found) == 1:
-        fits = [*free][:1]
-    free.pop(fits[0] if fits else "", None)
-    return fits[0] if fits else None
+    if fits:
+        del free[fits[0]]
+    return fits[0] if fits else ""
 
 
 def _filled(source: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a form with arguments in the places of their paths."""
     if isinstance(source, (list, tuple)):
         return type(source)(_filled(each, arguments) for each in source)
-    return None if source is None else arguments.get(source)
+    if source is None:
+        return None
+    if source in arguments:
+        return arguments[source]
+    return next((each for each in arguments.values() if isinstance(each, torch.Tensor)), None)

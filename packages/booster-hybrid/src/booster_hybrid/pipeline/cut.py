@@ -1,16 +1,18 @@
 """Cutting an unmodified model into stages at the calls of its layers.
 
-Each stage runs the model's own forward on the whole microbatch. Layers before its range pass their input through; its
-first layer gets the differentiable arguments that the stage before has sent, by name; the first layer after its range
-ends the forward, and its differentiable arguments are what this stage sends. Masks, position tables and the like are
-recomputed from the microbatch on each stage. What else later stages need goes along with these arguments; see
-`booster_hybrid.pipeline.flow`.
+Each stage runs the model's own forward on the whole microbatch. Layers before its range return tensors without values;
+its first layer gets the differentiable arguments that the stage before has sent, by name; the first layer after its
+range ends the forward, and its differentiable arguments are what this stage sends. Masks, position tables and the like
+are recomputed from the microbatch on each stage. What else later stages need goes along with these arguments; see
+`booster_hybrid.pipeline.flow`. What a stage has not got is absent, and raises where it is read; see
+`booster_hybrid.pipeline.absent`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,10 +21,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, is_absent, noting_errors, refuse
 from booster_hybrid.pipeline.arguments import ArgumentNames
-from booster_hybrid.pipeline.empty_outputs import EmptyOutputs, UnknownShapeError
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
+from booster_hybrid.pipeline.skipped_layers import host_states
+from booster_hybrid.pipeline.stage_run import AbsentCalls, StageRun, show
 from booster_hybrid.pipeline.trace import is_carried
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
     from booster_hybrid.pipeline.flow import Extra
     from booster_hybrid.pipeline.trace import Layer, Trace
+    from booster_hybrid.random_streams import MicrobatchStreams
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def _prefixes(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-class _StageEndError(Exception):
+class StageEnd(BaseException):
     """Ends a forward at the first layer after a stage, with what the stage sends."""
 
     def __init__(self, payload: dict[str, Tensor]) -> None:
@@ -169,6 +174,7 @@ class StagedModel:
     Attributes:
         model: As above.
         hollow: Names of the parameters that are not here.
+        shared_outputs: Paths of outputs that have one entry for all samples.
         forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
 
@@ -183,32 +189,54 @@ class StagedModel:
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
+        self.shared_outputs = trace.shared_outputs
         self._trace = trace
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
+        self._streams: MicrobatchStreams | None = None
+        self._run: StageRun | None = None
+        self._forms = Forms()
+        self._gates: list[_Gate] = []
+        self._has_warned = False
+        self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
+        self._hollow_places: list[tuple[nn.Module, str]] = []
         self._crossings = crossings
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, Tensor] = {}
         self._has_begun = False
         self.stages = {stage.index: stage for stage in stages}
         modules = dict(model.named_modules())
-        for name in trace.uncalled:
-            modules[name].forward = _Refusal(name, type(model).__name__, modules[name])
-        for position, layer in enumerate(trace.layers):
+        self._place_gates(modules, idle)
+        self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
+        self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
+        self._watch_senders(modules, crossings or ())
+
+    def _place_gates(self, modules: Mapping[str, nn.Module], idle: Mapping[str, Collection[int]] | None) -> None:
+        """Replace the forwards of layers, and of modules outside of them that some stages leave out."""
+        for name in self._trace.uncalled:
+            modules[name].forward = _Refusal(name, type(self.model).__name__, modules[name])
+        for position, layer in enumerate(self._trace.layers):
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            module.forward = _Gate(self, module, position, layer, may_be_empty=idle is not None)
+            gate = _Gate(self, module, position, layer, may_be_tried=idle is not None)
+            self._gates.append(gate)
+            self._enclosed.append((module, gate))
+            module.forward = gate
+            module.register_forward_pre_hook(gate.enter, prepend=True)
+        layers = {layer.name for layer in self._trace.layers}
+        for name, module in modules.items():
+            if not layers.intersection(_prefixes(name)):
+                self._enclosed.append((module, None))
         for name, idle_on in (idle or {}).items():
-            if self.stages.keys() & set(idle_on):
-                module = modules[name]
-                module.forward = _Idle(self, module, self.stages.keys() & set(idle_on))
-        self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
+            modules[name].forward = _Idle(self, name, modules[name], self.stages.keys() & set(idle_on))
+
+    def _watch_senders(self, modules: Mapping[str, nn.Module], crossings: Sequence[Crossing]) -> None:
+        """Watch modules whose outputs are sent."""
         extras: dict[str, set[Extra]] = defaultdict(set)
-        for extra in (extra for crossing in crossings or () for extra in crossing.extras):
+        for extra in (extra for crossing in crossings for extra in crossing.extras):
             extras[extra.module].add(extra)
-        self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
-        position_of = {layer.name: position for position, layer in enumerate(trace.layers)}
+        position_of = {layer.name: position for position, layer in enumerate(self._trace.layers)}
         for name, of_module in extras.items():
             handle = modules[name].register_forward_hook(
                 lambda _, __, output, name=name, extras=frozenset(of_module): self._on_return(name, extras, output),
@@ -248,25 +276,42 @@ class StagedModel:
                     if id(parameter) in kept:
                         continue
                     gone.append(f"{name}.{key}" if name else key)
-                    empty = torch.zeros((), dtype=dtype_of(parameter), device=parameter.device).expand(parameter.shape)
+                    form = Form.of(parameter)._replace(dtype=dtype_of(parameter))
                     del module._parameters[key]  # noqa: SLF001 - the only way to leave a plain tensor in its place
-                    object.__setattr__(module, key, empty)
+                    object.__setattr__(module, key, absent_like(form, f"parameter '{gone[-1]}'"))
+                    self._hollow_places.append((module, key))
         return gone
 
     @contextlib.contextmanager
-    def activated(self, stage: int, received: Mapping[str, Tensor]) -> Iterator[None]:
+    def activated(
+        self, stage: int, received: Mapping[str, Tensor], streams: MicrobatchStreams | None = None
+    ) -> Iterator[None]:
         """Let the layers act for one stage and one microbatch, in forward and where backward recomputes layers.
 
         Args:
             stage: Number of the stage.
             received: What the stage before has sent for the microbatch.
+            streams: Where the microbatch draws from; ``None`` leaves the generators alone.
         """
-        before = self._active, self._received
-        self._active, self._received = self.stages[stage], received
+        before = self._active, self._received, self._streams
+        self._active, self._received, self._streams = self.stages[stage], received, streams
         try:
             yield
         finally:
-            self._active, self._received = before
+            self._active, self._received, self._streams = before
+
+    @contextlib.contextmanager
+    def showing_absent_parameters(self) -> Iterator[None]:
+        """Let ``parameters()`` of the modules inside include those of other stages: a sum over all of them raises."""
+        places = [(module._parameters, key) for module, key in self._hollow_places]  # noqa: SLF001 - where they are looked for
+        for (parameters, key), (module, _) in zip(places, self._hollow_places, strict=True):
+            parameters[key] = module.__dict__[key]
+        try:
+            with noting_errors([]):
+                yield
+        finally:
+            for parameters, key in places:
+                del parameters[key]
 
     def run(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         """Run the active stage.
@@ -278,6 +323,7 @@ class StagedModel:
             The model's outputs on the last stage, else ``None``; and what the next stage has to get, by name.
 
         Raises:
+            AbsentValueError: If a value was read that this stage has not got, also where the model caught that.
             ConfigError: If the forward skipped the layer with which the stage begins, or that with which the next one
                 does, so that what was received was not used, or nothing is there to send.
 
@@ -287,28 +333,77 @@ class StagedModel:
         self._made = {}
         self._has_begun = False
         outputs, payload = None, None
-        try:
-            outputs = call_with(self.forward, taken_by(self.model, batch))
-        except _StageEndError as end:
-            payload = end.payload
         stage = self._active
         assert stage is not None, "a stage is active"
+        self._enclose_compiled()
+        if self._streams is not None:
+            self._streams.begin()
+        run = self._run = StageRun(self.model, self._forms, self._streams)
+        watches = self._streams is not None and not self._streams.host
+        before = host_states() if watches else None
+        try:
+            with run.noting(), run:
+                outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
+        except StageEnd as end:
+            payload = end.payload
+        finally:
+            self._run = None
+        if run.errors:
+            raise run.errors[0]
+        if before is not None and not self._has_warned and host_states() != before:
+            self._has_warned = True
+            msg = (
+                f"{type(self.model).__name__} drew random numbers by Python's `random` or by numpy, which it did not "
+                "do for the example at `boost`: what is drawn outside of layers differs between stages. Pass an "
+                "`example_batch` like the batches that are run, or draw by torch."
+            )
+            warnings.warn(msg, stacklevel=2)
         if payload is None and not stage.is_last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if not (self._has_begun or stage.is_first):
             raise self._skipped(stage, stage.first, "with which it begins")
         return outputs, payload or {}
 
-    def call_layer(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enclose_compiled(self) -> None:
+        """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
+        for module, gate in self._enclosed:
+            compiled = module._compiled_call_impl  # noqa: SLF001 - where `Module.compile` leaves it
+            if compiled is not None and not isinstance(compiled, _CompiledCall):
+                module._compiled_call_impl = _CompiledCall(self, module, gate, compiled)  # noqa: SLF001 - likewise
+
+    def call_compiled(self, call: _CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what a compiled module does in the active stage.
+
+        Layers that are run are run as they were compiled. What stands outside of them meets values that are absent, and
+        runs as if it had not been compiled.
+        """
+        stage, gate = self._active, call.gate
+        if gate is not None and (stage is None or stage.first <= gate.position < stage.last):
+            self.enter_layer(gate.position)
+            return self.call_layer(gate, args, kwargs, call.inside)
+        if self._run is None:
+            return call.compiled(*args, **kwargs)
+        return call.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `Module.compile` has compiled
+
+    def call_layer(
+        self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+    ) -> Any:
         """Do what a layer does in the active stage.
+
+        Args:
+            gate: The layer's.
+            args: Its arguments.
+            kwargs: Those by name.
+            forward: What to run it by; ``None`` for its forward.
 
         Raises:
             ConfigError: If no stage is active, and this rank lacks some of the layers.
         """
         stage, position, layer = self._active, gate.position, gate.layer
+        forward = forward or gate.forward
         if stage is None:
             if not self.hollow:
-                return gate.forward(*args, **kwargs)
+                return forward(*args, **kwargs)
             msg = (
                 f"{type(self.model).__name__} is cut into pipeline stages, of which this rank has only some, so that "
                 "it can't be called by itself. Run batches through `booster.execute_pipeline`; it evaluates where it "
@@ -317,35 +412,78 @@ class StagedModel:
             raise ConfigError(msg)
         if position > stage.last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
+        if position > stage.first > 0 and self._run is not None and not self._has_begun:
+            raise self._skipped(stage, stage.first, "with which it begins")
         if position < stage.first:
-            self._show_what_came(position)
-            return gate.pass_through(args, kwargs)
+            output = gate.pass_through(args, kwargs)
+            self._leave_layer(position)
+            return output
         if position == stage.last:
             arguments = dict(gate.names.leaves(args, kwargs))
             arguments.update(self._given(stage, position))
-            raise _StageEndError(self._payload(stage, layer, arguments))
+            raise StageEnd(self._payload(stage, layer, arguments))
         self._has_begun = self._has_begun or position == stage.first
         given = self._given(stage, position)
         if given:
             args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{layer.name}'")
-        return gate.forward(*args, **kwargs)
+        args, kwargs = as_absent((args, kwargs))
+        with contextlib.nullcontext() if self._run is None else self._run.paused():
+            output = forward(*args, **kwargs)
+        gate.check(output, args, kwargs)
+        self._leave_layer(position)
+        return output
 
-    def is_idle(self, stages: Collection[int]) -> bool:
-        """Return whether one of some stages is active."""
-        return self._active is not None and self._active.index in stages
+    def enter_layer(self, position: int) -> None:
+        """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
+        stage = self._active
+        if self._streams is not None and stage is not None and stage.first <= position < stage.last:
+            self._streams.begin_layer(position)
 
-    def _show_what_came(self, position: int) -> None:
-        """Let those who watch modules inside of a layer that is passed through see what these have returned."""
-        for module, extras, own in self._inner.get(position, ()):
-            came = {extra.index: self._received[extra.name] for extra in extras if extra.name in self._received}
-            if not came:
+    def _leave_layer(self, position: int) -> None:
+        if self._streams is not None and self._run is not None:
+            self._streams.end_layer(position)
+
+    def call_module(self, idle: _Idle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what a module outside of the layers does in the active stage, which may have nothing to compute there."""
+        run = self._run
+        if run is None or run.is_trying:
+            return idle.forward(*args, **kwargs)
+        if self._streams is not None:
+            self._streams.begin_call()
+        try:
+            if self._active is not None and self._active.index in idle.stages:
+                with contextlib.suppress(Exception):  # its forward below raises it, or needs no form
+                    return idle.calls.result(run, args, kwargs)
+            return idle.forward(*args, **kwargs)
+        finally:
+            if self._streams is not None:
+                self._streams.end_call()
+
+    def result_of_absent(self, calls: AbsentCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a layer would return, without the values."""
+        if self._run is not None:
+            return calls.result(self._run, args, kwargs)
+        with StageRun(self.model, self._forms, None) as run:  # backward recomputes what is around the layer
+            return calls.result(run, args, kwargs)
+
+    def show_what_came(self, position: int, absent: Tensor) -> None:
+        """Let those who watch modules inside of a layer that is not run see what came of these, or that it is absent.
+
+        Args:
+            position: The layer's.
+            absent: What stands for outputs that did not come.
+        """
+        known = {id(module): (extras, own) for module, extras, own in self._inner.get(position, ())}
+        for module in self._gates[position].calls.parts:
+            if not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
                 continue
-            size = 1 + max(index or 0 for index in came)
-            output = came[None] if None in came else tuple(came.get(index) for index in range(size))
-            for key, hook in list(module._forward_hooks.items()):  # noqa: SLF001 - nothing else calls them
-                if key != own:
-                    is_named = key in module._forward_hooks_with_kwargs  # noqa: SLF001 - likewise
-                    hook(module, (), *([{}] if is_named else []), output)
+            extras, own = known.get(id(module), ([], None))
+            came = {extra.index: self._received[extra.name] for extra in extras if extra.name in self._received}
+            output: Any = absent
+            if came:
+                size = 1 + max(index or 0 for index in came)
+                output = came[None] if None in came else tuple(came.get(index) for index in range(size))
+            show(module, output, without=own)
 
     def _payload(self, stage: StageRange, layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return what the next stage gets: arguments of its first layer, and what else it needs.
@@ -369,6 +507,8 @@ class StagedModel:
                     "use `pp_size=1`."
                 )
                 raise ConfigError(msg)
+            if is_absent(value):
+                refuse(f"sending {what} to stage {stage.index + 1}", value)
             check_sendable(value, what)
         for name, value in arguments.items():
             if is_carried(value) and name not in layer.carried:
@@ -413,40 +553,99 @@ class _Gate:
     """The forward of a layer in a staged model."""
 
     def __init__(
-        self, staged: StagedModel, module: nn.Module, position: int, layer: Layer, *, may_be_empty: bool
+        self, staged: StagedModel, module: nn.Module, position: int, layer: Layer, *, may_be_tried: bool
     ) -> None:
         self._staged, self.position, self.layer = staged, position, layer
         self.forward = module.forward
         named = named_forward(module)
         self.names = ArgumentNames(named)
         self.__signature__ = inspect.signature(named)  # callers look at what a layer takes
-        self._empty = EmptyOutputs(module, module.forward) if may_be_empty and not layer.returned.has_shapes else None
+        self.calls = AbsentCalls(module, module.forward, f"layer '{layer.name}'")
+        self._may_be_tried = may_be_tried
+        self.is_open = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_open:
+            return self.forward(*args, **kwargs)
         return self._staged.call_layer(self, args, kwargs)
+
+    def enter(self, *_: Any) -> None:
+        """Begin a call of the layer, before what else is hooked to it."""
+        if not self.is_open:
+            self._staged.enter_layer(self.position)
 
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
-        if self._empty is not None:
-            with contextlib.suppress(UnknownShapeError):
-                return self._empty(args, kwargs)
-        return self.layer.returned.of(dict(self.names.leaves(args, kwargs)))
+        has_shapes, is_watched = self.layer.returned.has_shapes, self.calls.is_watched
+        if self._may_be_tried and (not has_shapes or is_watched):
+            try:
+                return self._staged.result_of_absent(self.calls, args, kwargs)
+            except Exception:
+                if not has_shapes:
+                    raise
+        origin = f"layer '{self.layer.name}'"
+        arguments = self._arguments(args, kwargs)
+        forms = {
+            path: absent_like(Form.of(leaf), origin)
+            for path, leaf in arguments.items()
+            if isinstance(leaf, torch.Tensor)
+        }
+        if is_watched and forms:
+            self._staged.show_what_came(self.position, next(iter(forms.values())))
+        return self.layer.returned.of({**arguments, **forms})
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those arguments of a call, by path, that outputs may be like."""
+        name = self.layer.returned.argument
+        value = None if name is None else self.names.get(name, args, kwargs)
+        return dict(self.names.leaves(args, kwargs)) if name is None or value is None else {name: value}
+
+    def check(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise if a layer that was run returned tensors of other shapes than stages that did not run it assume."""
+        if self._may_be_tried and not self.layer.returned.has_shapes:
+            return
+        found = self.layer.returned.other_shapes(output, self._arguments(args, kwargs))
+        if found is not None:
+            msg = (
+                f"Layer '{self.layer.name}' returned a tensor of shape {tuple(found[1])} where the dry run at `boost` "
+                f"saw one like its argument, which has shape {tuple(found[0])} now. Pass an `example_batch` in which "
+                "no two dimensions (samples, positions, width) are equal by chance, or use `pp_size=1`."
+            )
+            raise ConfigError(msg)
+
+
+class _CompiledCall:
+    """What a compiled module is called by in a staged model."""
+
+    def __init__(
+        self, staged: StagedModel, module: nn.Module, gate: _Gate | None, compiled: Callable[..., Any]
+    ) -> None:
+        self._staged, self.module, self.gate, self.compiled = staged, module, gate, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._staged.call_compiled(self, args, kwargs)
+
+    def inside(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what was compiled, in which the gate stands open."""
+        assert self.gate is not None, "it is a layer's"
+        self.gate.is_open = True
+        try:
+            return self.compiled(*args, **kwargs)
+        finally:
+            self.gate.is_open = False
 
 
 class _Idle:
-    """The forward of a module that need not be run on some stages."""
+    """The forward of a module outside of the layers that need not be run on some stages."""
 
-    def __init__(self, staged: StagedModel, module: nn.Module, stages: Collection[int]) -> None:
-        self._staged, self._stages = staged, stages
-        self._forward = module.forward
-        self._empty = EmptyOutputs(module, module.forward)
+    def __init__(self, staged: StagedModel, name: str, module: nn.Module, stages: Collection[int]) -> None:
+        self._staged, self.stages = staged, stages
+        self.forward = module.forward
+        self.calls = AbsentCalls(module, module.forward, f"module '{name}'")
         self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a module takes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._staged.is_idle(self._stages):
-            with contextlib.suppress(UnknownShapeError):
-                return self._empty(args, kwargs)
-        return self._forward(*args, **kwargs)
+        return self._staged.call_module(self, args, kwargs)
 
 
 class _Refusal:

@@ -21,7 +21,8 @@ from booster_hybrid.pipeline.microbatches import (
 )
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
-from booster_hybrid.random_streams import pipeline_stream
+from booster_hybrid.pipeline.skipped_layers import kept_generators
+from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
@@ -62,6 +63,7 @@ class PipelineEngine:
         coordinator: Carries errors to all ranks.
         device: Where batches are moved.
         exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
+        draws_on_host: Whether the model draws from the generators of Python or numpy.
         split_hook: Splits batches in place of `split_batch`; see `HybridParallelPlugin`.
         run_options: Further arguments of each `PipelineRun`.
 
@@ -84,6 +86,7 @@ class PipelineEngine:
         coordinator: DistCoordinator,
         device: torch.device,
         exchanges_tokens: bool = False,
+        draws_on_host: bool = False,
         split_hook: SplitHook | None = None,
         run_options: dict[str, Any] | None = None,
     ) -> None:
@@ -91,6 +94,7 @@ class PipelineEngine:
         self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.written: Callable[[], Exception | None] = lambda: None
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
+        self._draws_on_host = draws_on_host
         self._config, self._index, self._link, self._entries = config, index, link, entries
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._run_options = run_options or {}
@@ -153,7 +157,7 @@ class PipelineEngine:
         Collective: every rank of the world.
         """
         with NamedCall("execute_pipeline"):
-            parts, sizes, most = self._split_together(batches)
+            parts, sizes, most, seed = self._split_together(batches)
             schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)
             run = PipelineRun(
@@ -167,11 +171,12 @@ class PipelineEngine:
                 None if optimizer is None else _Backward(optimizer),
                 keeps_outputs=return_outputs,
                 itinerary=self.itinerary(len(parts), trains=optimizer is not None),
+                streams=self._streams(seed, len(parts)),
                 **self._run_options,
             )
             if optimizer is not None:
                 optimizer.begin_batch()
-            with self.gathered(), pipeline_stream(self.staged.model, self._index, self._device):
+            with self.gathered(), self._kept_generators():
                 run.run()
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
@@ -179,7 +184,8 @@ class PipelineEngine:
             error, outputs = run.error or self.written(), None
             if error is None and run.outputs:
                 try:
-                    outputs = join_outputs([run.outputs[index] for index in range(len(parts))], sizes)
+                    found = [run.outputs[index] for index in range(len(parts))]
+                    outputs = join_outputs(found, sizes, self.staged.shared_outputs)
                 except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                     error = caught
             self._raise_together(error, optimizer)
@@ -202,6 +208,8 @@ class PipelineEngine:
         Collective: the ranks that work on one batch together; with ``zero_stage=3``, every rank of the world.
         """
         schedule = self.schedule(1)
+        with kept_streams(self._device):
+            seed = next_seed()  # the ranks draw alike here, and what `generate` draws is that of one process
         run = PipelineRun(
             self.staged,
             schedule,
@@ -213,9 +221,10 @@ class PipelineEngine:
             None,
             keeps_outputs=True,
             itinerary=self.itinerary(1, trains=False),
+            streams=self._streams(seed, 1),
             **self._run_options,
         )
-        with self.gathered(), pipeline_stream(self.staged.model, self._index, self._device):
+        with self.gathered(), self._kept_generators():
             run.run()
         placement = schedule.placement
         return run, placement.rank_of(placement.num_stages - 1)
@@ -230,8 +239,24 @@ class PipelineEngine:
                 if error is not None:
                     raise error
 
-    def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int]:
-        """Return the next batch's microbatches, their sizes, and the largest number of microbatches on any rank."""
+    def _streams(self, seed: int, num_microbatches: int) -> list[MicrobatchStreams]:
+        return [
+            MicrobatchStreams(seed, index, self._device, host=self._draws_on_host) for index in range(num_microbatches)
+        ]
+
+    @contextlib.contextmanager
+    def _kept_generators(self) -> Iterator[None]:
+        """Leave the generators to scripts as the ranks had them, so that these draw alike on all of them."""
+        with kept_streams(self._device), kept_generators() if self._draws_on_host else contextlib.nullcontext():
+            yield
+
+    def _split_together(self, batches: Iterator[Any]) -> tuple[list[Any], list[int], int, int]:
+        """Return the next batch's microbatches.
+
+        Returns:
+            The microbatches, their sizes, the largest number of microbatches on any rank, and the number from which
+            the batch's random numbers are made.
+        """
         error: Exception | None = None
         parts: list[Any] = []
         sizes: list[int] = []
@@ -258,10 +283,14 @@ class PipelineEngine:
             error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
         slots = checksum_slots(checksum, self._data.index, self._data.size)
-        told = [error is not None, len(parts), -len(parts), *slots]
+        seeds = [0] * self._data.size
+        own_seed = next_seed()  # on each rank, so that their generators stay alike
+        seeds[self._data.index] = own_seed if self._replica.index == 0 else 0
+        told = [error is not None, len(parts), -len(parts), *seeds, *slots]
         counts = torch.tensor(told, device=between_hosts(self._device))
         collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
         has_failed, most, least, *largest = counts.tolist()
+        seeds, largest = largest[: self._data.size], largest[self._data.size :]
         apart = [] if has_failed else differing(largest)
         if self._data.index in apart:
             error = different_batches(list(self._replica.ranks))
@@ -275,7 +304,7 @@ class PipelineEngine:
             with self._coordinator.together("execute_pipeline"):
                 if error is not None:
                     raise error
-        return parts, sizes, most
+        return parts, sizes, most, seeds[self._data.index]
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error, None):

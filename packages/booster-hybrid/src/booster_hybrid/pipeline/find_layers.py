@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.arguments import PassedThrough
+from booster_hybrid.pipeline.arguments import LikeArguments
 from booster_hybrid.pipeline.flow import edge_of, tensors_in
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import CONTAINERS, call_on, run_dry, stand_ins
@@ -169,7 +169,7 @@ class _Watch:
         call.returned = {edge_of(tensor) for tensor in tensors_in(output).values()}
         call.left = self._time
         self._time += 1
-        call.is_layer = PassedThrough.like(output, {}) is not None
+        call.is_layer = LikeArguments.like(output, {}) is not None
 
 
 def _lists_of_adapters(modules: Iterable[nn.Module]) -> set[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_hybrid.pipeline.empty_outputs import is_plain
+from booster_hybrid.pipeline.absent import is_plain
 from booster_hybrid.pipeline.trace import is_inside
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_runtime.data import fields_of, hides_tensors, leaves_by_path, num_samples, with_fields
+from booster_hybrid.pipeline.absent import is_absent, refuse
+from booster_runtime.data import fields_of, hides_tensors, leaves_by_path, num_samples, tensors_of, with_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     SplitHook = Callable[[Any, int], Iterable[tuple[Any, int]]]
     """Called with a batch and a number of microbatches; returns each microbatch with its number of samples."""
@@ -57,8 +58,15 @@ def share_samples(count: int, num_microbatches: int | None, microbatch_size: int
     return [share + (index < more) for index in range(num_microbatches)]
 
 
+_COUNT = "num_items_in_batch"
+"""The argument by which transformers' models divide a sum over a whole batch."""
+
+
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the microbatches of a batch, as views of its tensors.
+
+    A number ``num_items_in_batch``, by which losses that are sums are divided, is shared out by samples: each
+    microbatch's loss counts by its samples, so that these losses add up to the batch's.
 
     Args:
         batch: As for `count_samples`.
@@ -70,9 +78,16 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         def cut(tensor: torch.Tensor, first: int = start, length: int = size) -> torch.Tensor:
             return tensor.narrow(0, first, length) if tensor.dim() and tensor.shape[0] == count else tensor
 
-        parts.append(pytree.tree_map_only(torch.Tensor, cut, batch))
+        part = pytree.tree_map_only(torch.Tensor, cut, batch)
+        if isinstance(part, dict) and _is_number(part.get(_COUNT)):
+            part[_COUNT] = part[_COUNT] * size / count
+        parts.append(part)
         start += size
     return parts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def split_by_hook(hook: SplitHook, batch: Any, count: int) -> tuple[list[Any], list[int]]:
@@ -102,12 +117,20 @@ def split_by_hook(hook: SplitHook, batch: Any, count: int) -> tuple[list[Any], l
     return [part for part, _ in pairs], [size for _, size in pairs]
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def shared_outputs(outputs: Any, num_samples: int) -> frozenset[str]:
+    """Return the paths of tensors that have one entry for all samples, given the outputs for several samples."""
+    if num_samples == 1:
+        return frozenset()
+    return frozenset(path for path, tensor in tensors_of(outputs) if tensor.dim() and tensor.shape[0] == 1)
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], shared: Collection[str] = ()) -> Any:
     """Return the outputs of a whole batch from those of its microbatches.
 
     Args:
         outputs: What the model returned for each, all of one form.
         sizes: Samples of each.
+        shared: Paths of tensors with one entry for all samples, which does not show in microbatches of one sample.
 
     Returns:
         In the same form: tensors with an entry per sample put together, other floating tensors averaged over samples;
@@ -122,27 +145,34 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             "tensors in a dict, list, tuple or dataclass, or leave `return_outputs` out."
         )
         raise ConfigError(msg)
-    return _joined_nest(outputs, sizes)
+    one_for_all = {id(tensor) for path, tensor in tensors_of(outputs[0]) if path in shared}
+    return _joined_nest(outputs, sizes, one_for_all)
 
 
-def _joined_nest(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _joined_nest(outputs: Sequence[Any], sizes: Sequence[int], one_for_all: Collection[int]) -> Any:
     flat = [pytree.tree_flatten(each) for each in outputs]
-    leaves = [_joined([leaves[index] for leaves, _ in flat], sizes) for index in range(len(flat[0][0]))]
+    leaves = [_joined([leaves[index] for leaves, _ in flat], sizes, one_for_all) for index in range(len(flat[0][0]))]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _joined(values: Sequence[Any], sizes: Sequence[int], one_for_all: Collection[int]) -> Any:
     first = values[0]
     fields = [fields_of(value) for value in values]
     if fields[0] is not None:
         return with_fields(
-            first, {name: _joined_nest([(each or {})[name] for each in fields], sizes) for name in fields[0]}
+            first,
+            {name: _joined_nest([(each or {})[name] for each in fields], sizes, one_for_all) for name in fields[0]},
         )
     if not isinstance(first, torch.Tensor):
         return first if isinstance(first, (bool, int, float, str, type(None))) else None
+    if any(map(is_absent, values)):
+        refuse("return_outputs=True", values)
     tensors = [value.detach() for value in values]
-    if all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True)) and (
-        len({tensor.shape[1:] for tensor in tensors}) == 1
+    is_shared = id(first) in one_for_all
+    if (
+        not is_shared
+        and all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True))
+        and (len({tensor.shape[1:] for tensor in tensors}) == 1)
     ):
         return torch.cat(tensors)
     if first.is_floating_point() and len({tensor.shape for tensor in tensors}) == 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import BoosterError, ConfigError
+from booster_hybrid.pipeline.absent import is_absent, refuse
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.schedule import Work
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.record import PipelineRecord
     from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
+    from booster_hybrid.random_streams import MicrobatchStreams
 
 _REASONS = {
     "more than one element of the written-to tensor": (
@@ -56,6 +58,7 @@ class PipelineRun:
         split: Lets weight gradients wait where the schedule splits backward; ``None`` computes them with the inputs'.
         record: Notes when what is done; ``None`` notes nothing.
         itinerary: This rank's way through the schedule, where it is known from a batch before.
+        streams: Where each microbatch draws from; ``None`` leaves the generators alone.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
@@ -80,11 +83,12 @@ class PipelineRun:
         split: SplitBackward | None = None,
         record: PipelineRecord | None = None,
         itinerary: Itinerary | None = None,
+        streams: Sequence[MicrobatchStreams] | None = None,
     ) -> None:
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
-        self._record = record
+        self._record, self._streams = record, streams
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -158,7 +162,7 @@ class PipelineRun:
         with context, self._acting_for(key, received):
             outputs, payload = self._staged.run(batch)
             if stage == self._schedule.placement.num_stages - 1:
-                loss = self._checked(self._criterion(outputs, batch)) * self._weights[microbatch]
+                loss = self._loss(outputs, batch, microbatch) * self._weights[microbatch]
                 payload = {"": loss}
                 self.losses[microbatch] = loss.detach()
                 if self._keeps_outputs:
@@ -168,11 +172,18 @@ class PipelineRun:
             self.peak_live = max(self.peak_live, len(self._produced.keys() | self._pending.keys()))
         return payload
 
+    def _loss(self, outputs: Any, batch: Any, microbatch: int) -> Tensor:
+        if self._streams is not None:
+            self._streams[microbatch].begin_criterion()
+        with self._staged.showing_absent_parameters():
+            return self._checked(self._criterion(outputs, batch))
+
     @contextlib.contextmanager
     def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the model act for a stage and a microbatch, in forward and where backward recomputes layers."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._staged.activated(key[0], received))
+            streams = None if self._streams is None else self._streams[key[1]]
+            stack.enter_context(self._staged.activated(key[0], received, streams))
             if self._split is not None and key in self._pending:
                 stack.enter_context(self._split.using(self._pending[key]))
             yield
@@ -264,6 +275,8 @@ class PipelineRun:
                 f"The criterion must return a scalar tensor; it returned {found}. Reduce it, for example by `.mean()`."
             )
             raise ConfigError(msg)
+        if is_absent(loss):
+            refuse("the criterion", loss)
         return loss.reshape(())
 
 

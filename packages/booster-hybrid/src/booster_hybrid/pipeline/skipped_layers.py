@@ -76,9 +76,9 @@ def check_no_layer_is_skipped(model: nn.Module, trace: Trace, called: Callable[[
         ConfigError: If it does.
     """
     with _training(model):
-        before = _states()
+        before = host_states()
         _compare(model, trace, called)
-        if _states() == before:
+        if host_states() == before:
             return
         for seed in range(_NUM_SEEDS):
             random.seed(seed)
@@ -116,7 +116,7 @@ def _training(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _states() -> tuple[Any, ...]:
+def host_states() -> tuple[Any, ...]:
     """Return the states of the generators of Python and, where it is loaded, of numpy, to be compared."""
     numpy = sys.modules.get("numpy")
     arrays = () if numpy is None else numpy.random.get_state()

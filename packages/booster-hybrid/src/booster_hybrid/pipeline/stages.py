@@ -142,52 +142,56 @@ def find_crossings(
 
 
 @dataclass(frozen=True)
+class Cuts:
+    """Where a model may be cut, and what its stages need.
+
+    Args:
+        trace: What a dry run of the model has seen.
+        crossings: What each stage gets.
+        idle: The stages on which a module outside of the layers has nothing to compute, by its name.
+        draws_on_host: Whether forward draws from the generators of Python or numpy.
+    """
+
+    trace: Trace
+    crossings: tuple[Crossing, ...]
+    idle: Mapping[str, frozenset[int]]
+    draws_on_host: bool = False
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """How a model is cut; made of the whole model, carried out when its layers have been split.
 
     Args:
-        trace: What a dry run of the model has seen.
+        cuts: Where it may be.
         placement: Which rank has which stages.
         stages: Which rank holds which tensors.
-        crossings: What each stage gets from the one before.
-        idle: The stages on which a module outside of the layers has nothing to compute, by its name.
     """
 
-    trace: Trace
+    cuts: Cuts
     placement: Placement
     stages: StageMap
-    crossings: tuple[Crossing, ...]
-    idle: Mapping[str, frozenset[int]]
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        trace: Trace,
-        crossings: tuple[Crossing, ...],
-        idle: Mapping[str, frozenset[int]],
-        config: PipelineConfig,
-    ) -> StagePlan:
+    def of(cls, model: nn.Module, cuts: Cuts, config: PipelineConfig) -> StagePlan:
         """Return how a model is cut.
 
         Args:
             model: The user's model, whole.
-            trace: What a dry run of it has seen.
-            crossings: As `find_crossings` returned them.
-            idle: Likewise.
+            cuts: Where it may be.
             config: How many stages there are, and on which ranks.
 
         Raises:
             ConfigError: If the layers can't be shared out so.
         """
         placement = make_schedule(config.style, config.size, 1, config.num_chunks).placement
-        stages = StageMap.of(model, trace, placement, config.num_layers_per_stage)
-        return cls(trace, placement, stages, crossings, idle)
+        stages = StageMap.of(model, cuts.trace, placement, config.num_layers_per_stage)
+        return cls(cuts, placement, stages)
 
     @property
     def sent_names(self) -> list[str]:
         """Names of all that stages send to each other."""
-        return sorted({name for crossing in self.crossings for name in crossing.names})
+        return sorted({name for crossing in self.cuts.crossings for name in crossing.names})
 
     def copies(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """Return for each parameter that several ranks hold, by ``id``, which ones they are."""
@@ -209,7 +213,9 @@ class StagePlan:
         chosen = [
             modules[layer.name]
             for stage, ratio in zip(self.stages.ranges, ratios, strict=True)
-            for layer in self.trace.layers[stage.first : stage.first + math.ceil(ratio * (stage.last - stage.first))]
+            for layer in self.cuts.trace.layers[
+                stage.first : stage.first + math.ceil(ratio * (stage.last - stage.first))
+            ]
         ]
         if chosen:
             enable_activation_checkpointing(model, chosen)
@@ -231,5 +237,5 @@ class StagePlan:
             has_collectives: Whether modules communicate in forward, so that their outputs' shapes can't be told alone.
         """
         ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
-        idle = None if has_collectives else self.idle
-        return StagedModel(model, self.trace, ranges, dtype_of, self.crossings, idle)
+        idle = None if has_collectives else self.cuts.idle
+        return StagedModel(model, self.cuts.trace, ranges, dtype_of, self.cuts.crossings, idle)

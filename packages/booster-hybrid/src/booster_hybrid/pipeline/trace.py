@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.arguments import ArgumentNames, PassedThrough
+from booster_hybrid.pipeline.absent import quiet_fakes
+from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.flow import Flow
+from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
@@ -48,7 +49,7 @@ class Layer:
     """
 
     name: str
-    returned: PassedThrough
+    returned: LikeArguments
     carried: tuple[str, ...]
     constant: tuple[str, ...]
 
@@ -62,11 +63,13 @@ class Trace:
         uses: For each other module that has parameters of its own: the numbers of layers that had been called while it
             ran. A module that was not called has none.
         uncalled: Names of the layers that were not called.
+        shared_outputs: Paths of outputs that have one entry for all samples; see `join_outputs`.
     """
 
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
+    shared_outputs: frozenset[str] = frozenset()
 
 
 def is_carried(value: Any) -> bool:
@@ -174,12 +177,13 @@ class _Recorder:
         self._modules, self._layers = modules, layers
         self._undo: list[Callable[[], None]] = []
         self._calls: list[tuple[str, dict[str, torch.Tensor], list[int], list[int]]] = []
-        self._returned: dict[str, PassedThrough] = {}
+        self._returned: dict[str, LikeArguments] = {}
         self._uses: dict[str, list[int]] = {}
         self._num_returns: Counter[str] = Counter()
         self._entered: list[int] = []
         self._depth = 0
         self.flow: Flow | None = None
+        self.shared_outputs: frozenset[str] = frozenset()
 
     def watch(self) -> None:
         names = {*self._layers.values()}
@@ -232,7 +236,8 @@ class _Recorder:
             )
             before = {key: (id(value), version) for (key, value), version in zip(tensors.items(), left, strict=True)}
         uses = {name: tuple(each) for name, each in self._uses.items()}
-        return Trace(tuple(layers), uses, tuple(name for name in self._layers.values() if name not in names))
+        uncalled = tuple(name for name in self._layers.values() if name not in names)
+        return Trace(tuple(layers), uses, uncalled, self.shared_outputs)
 
     def _call_layer(
         self,
@@ -255,7 +260,7 @@ class _Recorder:
             left += _versions(tensors)
         finally:
             self._depth -= 1
-        returned = PassedThrough.like(output, tensors)
+        returned = LikeArguments.like(output, tensors)
         if returned is None:
             msg = (
                 f"Layer '{name}' returns a {shown_output(output)}. Where a pipeline is cut, layers must return a "
@@ -318,7 +323,7 @@ def run_dry(
         Exception: What it raised on real tensors.
     """
     batch = taken_by(model, batch)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _kept_attributes(model):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), kept_attributes(model):
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
@@ -335,7 +340,7 @@ def run_dry(
 
 
 @contextlib.contextmanager
-def _kept_attributes(model: nn.Module) -> Iterator[None]:
+def kept_attributes(model: nn.Module) -> Iterator[None]:
     """Put tensors back that a forward leaves in modules, as they are fake; other attributes stay as they are set.
 
     Models note there which hooks they have registered, for example, and hooks stay.
@@ -377,6 +382,8 @@ def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., tor
     output = call_on(model, tensors, batch)
     if recorder.flow is not None:
         recorder.flow.end(output)
+    with contextlib.suppress(ConfigError):  # a batch whose samples can't be counted is not split either
+        recorder.shared_outputs = shared_outputs(output, count_samples(batch))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -429,15 +436,3 @@ def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -
         return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
 
     return call_with(call, batch)
-
-
-@contextlib.contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging what a fake run can't do; the real run follows."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
+from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.random_streams import Stream
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layers import check_layer_output
@@ -243,6 +244,7 @@ class LayerHooks:
     @outside_of_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the parts together after the last layer."""
+        del args
         stack = self._stack
         if stack.is_probing:
             return output
@@ -251,8 +253,7 @@ class LayerHooks:
             return None
         check_layer_output(module, output)
         first = output[0] if isinstance(output, tuple) else output
-        is_passed_through = bool(args) and first is args[0]  # a layer of another stage of a pipeline
-        if not is_passed_through:
+        if not is_absent(first):  # as of a layer of another stage of a pipeline
             stack.check_attention(module)
         stack.in_backward_of(first)
         if not self._is_last:

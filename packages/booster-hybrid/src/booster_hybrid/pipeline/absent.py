@@ -1,0 +1,444 @@
+"""Tensors whose values a stage can't know: what layers and parameters of other stages make.
+
+An absent tensor has shape, strides, dtype and device, and no storage. A `StageRun` lets it through the model's code
+outside of the layers, by the form of what each function would return; anywhere else, and wherever its values decide
+something, it raises `AbsentValueError`. The other kind of absent values, those that an engine brings when they are used
+(`booster_runtime.memory`), is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import AbsentValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+
+_MOST_KNOWN = 4096
+"""Calls whose results' forms are remembered."""
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+    type(Ellipsis),
+)
+_DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+_TRIALS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.zeros_like,
+    torch.ones_like,
+    lambda like: torch.arange(like.numel(), device=like.device).reshape(like.shape).to(like.dtype),
+)
+"""Values that absent ones are tried with, where the shape of a result may depend on known values alone."""
+
+
+class Form(NamedTuple):
+    """All of a tensor but its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """Return a tensor's form."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - the public context is for subclasses alone
+            stride = tensor.stride() if tensor.layout is torch.strided else ()
+            return cls(tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self) -> Tensor:
+        """Return a tensor of this form, with memory that nobody has written to."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class AbsentTensor(Tensor):
+    """A tensor without values; see `absent_like`."""
+
+    form: Form
+    origin: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - as torch's own wrappers
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what it takes by position alone
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Describe a tensor, or refuse to compute with it."""
+        del types
+        if func is not torch.ops.aten.detach.default:
+            refuse(func.__name__.partition(".")[0], (args, kwargs))
+        return absent_like(args[0].form._replace(requires_grad=False), args[0].origin)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
+        """Return a description, which has no values."""
+        del tensor_contents
+        return f"<absent {tuple(self.form.shape)} {self.form.dtype}: {self.origin}>"
+
+    def __deepcopy__(self, memo: object) -> AbsentTensor:
+        """Return another one of the same form."""
+        return absent_like(self.form, self.origin)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be written to a file."""
+        refuse("pickle", self)
+
+    # What torch answers without asking `__torch_dispatch__`.
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse."""
+        del force
+        refuse("numpy", self)
+
+    def tolist(self) -> NoReturn:
+        """Refuse."""
+        refuse("tolist", self)
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse."""
+        refuse("data_ptr", self)
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse."""
+        refuse("untyped_storage", self)
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        """Refuse."""
+        del dtype
+        refuse("numpy", self)
+
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse."""
+        refuse("dlpack", self)
+
+
+_errors: ContextVar[list[AbsentValueError] | None] = ContextVar("booster absent errors", default=None)
+"""Where the errors of a run are noted, as the model's own code may catch them."""
+_is_any_marked = False
+"""Whether absent values were ever written into memory that has some."""
+
+
+@contextlib.contextmanager
+def noting_errors(errors: list[AbsentValueError]) -> Iterator[None]:
+    """Add the errors of reads inside to a list."""
+    token = _errors.set(errors)
+    try:
+        yield
+    finally:
+        _errors.reset(token)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Return whether something in a call's arguments or results is a tensor, or can't change."""
+    return isinstance(leaf, (Tensor, *_PLAIN))
+
+
+def absent_like(form: Form, origin: str) -> AbsentTensor:
+    """Return a tensor without values.
+
+    Args:
+        form: Its shape, strides, dtype, device, and whether it says of itself that it has a gradient.
+        origin: What has the values, for errors: ``"layer 'layers.0'"``.
+    """
+    made: AbsentTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001 - documented for this
+        AbsentTensor,
+        form.shape,
+        strides=form.stride,
+        dtype=form.dtype,
+        device=form.device,
+        requires_grad=form.requires_grad and (form.dtype.is_floating_point or form.dtype.is_complex),
+    )
+    made.form, made.origin = form, origin
+    return made
+
+
+def origin_of(tensor: Tensor) -> str | None:
+    """Return what made a tensor's values absent; ``None`` for a tensor that has them."""
+    if isinstance(tensor, AbsentTensor):
+        return tensor.origin
+    if not _is_any_marked:
+        return None
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - the public context is for subclasses alone
+        if tensor.layout is not torch.strided:
+            return None
+        return getattr(tensor.untyped_storage(), "_booster_absent", None)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Return whether a tensor's values are absent; also of one into whose memory absent values were written."""
+    return isinstance(tensor, AbsentTensor) or (_is_any_marked and origin_of(tensor) is not None)
+
+
+def has_absent(value: Any) -> bool:
+    """Return whether there is an absent tensor in a nest of dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return is_absent(value)
+    if isinstance(value, (tuple, list)):
+        return any(map(has_absent, value))
+    return isinstance(value, dict) and any(map(has_absent, value.values()))
+
+
+def mark_written(tensor: Tensor, origin: str) -> None:
+    """Let all of a tensor's memory count as absent: an absent value was written into it."""
+    global _is_any_marked  # noqa: PLW0603 - so that programs in which this never happens don't look for it
+    _is_any_marked = True
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
+        tensor.untyped_storage()._booster_absent = origin  # type: ignore[attr-defined]  # noqa: SLF001 - our own
+
+
+def as_absent(value: Any) -> Any:
+    """Return a nest in which tensors whose memory holds absent values are absent ones, which raise when read."""
+    if not _is_any_marked:
+        return value
+
+    def replaced(tensor: Tensor) -> Tensor:
+        origin = origin_of(tensor)
+        return tensor if origin is None or isinstance(tensor, AbsentTensor) else absent_like(Form.of(tensor), origin)
+
+    return pytree.tree_map_only(Tensor, replaced, value)
+
+
+def refuse(what: str, given: Any) -> NoReturn:
+    """Raise the error of a read.
+
+    Args:
+        what: What reads the values.
+        given: What it was called with.
+
+    Raises:
+        AbsentValueError: Always.
+    """
+    origin = _first_origin(pytree.tree_leaves(given))
+    errors = _errors.get()
+    remedy = (
+        "Run batches through `booster.execute_pipeline`: no rank of a model that is cut into stages has all of it."
+        if errors is None
+        else "The example at `boost` did not show that it is needed here. Pass an `example_batch` like the batches "
+        "that are run (with the same entries and flags), leave out what asks for it, or use `pp_size=1`."
+    )
+    error = AbsentValueError(f"`{what}` needs values of {origin}, which another pipeline stage has. {remedy}")
+    if errors is not None:
+        errors.append(error)
+    raise error
+
+
+def _first_origin(leaves: Iterable[Any]) -> str:
+    origins = (origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return next((origin for origin in origins if origin is not None), "")
+
+
+class _Result(NamedTuple):
+    """What a function returns for arguments of some forms."""
+
+    leaves: tuple[Any, ...]  # forms of tensors; `_Given` for arguments; plain values
+    structure: pytree.TreeSpec
+    written: tuple[int, ...]  # which of the arguments' leaves it writes to
+
+
+class _Given(NamedTuple):
+    place: int
+
+
+class Forms:
+    """Finds out what functions return for absent arguments, on fake tensors; once for each form of arguments."""
+
+    def __init__(self) -> None:
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, _Result] = {}
+
+    def result(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        write: Callable[[Tensor, str], None],
+    ) -> Any:
+        """Return what a function returns, with absent tensors in it.
+
+        Args:
+            function: Called with fake tensors.
+            args: Its arguments, of which some are absent.
+            kwargs: Those by name.
+            write: Called with each known tensor that absent values would be written to, and with their origin.
+
+        Raises:
+            AbsentValueError: If the result depends on absent values in another way than by its own values.
+        """
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        origin = _first_origin(leaves)
+        key = self._key(function, leaves, structure)
+        found = None if key is None else self._known.get(key)
+        if found is None:
+            found = self._find(function, leaves, structure)
+            if key is not None:
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = found
+        for index in found.written:
+            if not isinstance(leaves[index], AbsentTensor):
+                write(leaves[index], origin)
+        made = [
+            absent_like(leaf, origin)
+            if isinstance(leaf, Form)
+            else leaves[leaf.place]
+            if isinstance(leaf, _Given)
+            else leaf
+            for leaf in found.leaves
+        ]
+        return pytree.tree_unflatten(made, found.structure)
+
+    def _key(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
+        described: list[Any] = []
+        device = "cpu"
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                form = Form.of(leaf)
+                device = form.device.type
+                described.append((form, is_absent(leaf)))
+            elif isinstance(leaf, _PLAIN):
+                described.append((type(leaf), str(leaf) if isinstance(leaf, slice) else leaf))
+            else:
+                return None
+        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return function, structure, casts, torch.is_grad_enabled(), torch.get_default_dtype(), *described
+
+    def _find(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> _Result:
+        try:
+            found = self._on_fakes(function, leaves, structure)
+        except AbsentValueError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a function raises that asks a fake tensor for its values
+            found = self._on_trials(function, leaves, structure, error)
+        if torch.is_grad_enabled() and function not in _DETACHING and any(map(_has_gradient, leaves)):
+            with_gradient = (
+                leaf._replace(requires_grad=True) if isinstance(leaf, Form) else leaf for leaf in found.leaves
+            )
+            return found._replace(leaves=tuple(with_gradient))
+        return found
+
+    def on_zeros(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a function returns if all absent values are zero; tensors in it are absent."""
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        origin = _first_origin(leaves)
+        given = [
+            (torch.zeros_like(leaf.form.empty()) if isinstance(leaf, AbsentTensor) else leaf.detach().clone())
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        with torch.no_grad():
+            output = function(*args, **kwargs)
+        back = {id(each): leaf for each, leaf in zip(given, leaves, strict=True)}
+        return pytree.tree_map_only(
+            Tensor, lambda tensor: back.get(id(tensor), absent_like(Form.of(tensor), origin)), output
+        )
+
+    def _on_fakes(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> _Result:
+        given: list[Any] = []
+        with torch.inference_mode(mode=False), torch.no_grad(), quiet_fakes(), self._fakes:
+            for leaf in leaves:
+                if not isinstance(leaf, Tensor):
+                    given.append(leaf)
+                elif leaf.layout is torch.strided:
+                    given.append(Form.of(leaf).empty())
+                else:
+                    given.append(self._fakes.from_tensor(leaf.detach()))
+            return self._described(function, given, leaves, structure)
+
+    def _on_trials(
+        self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec, error: Exception
+    ) -> _Result:
+        """Run a function on several values; what it returns depends on known ones alone if it has one form."""
+        found = []
+        for values in _TRIALS:
+            given = [
+                (values(leaf.form.empty()) if isinstance(leaf, AbsentTensor) else leaf.detach().clone())
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in leaves
+            ]
+            try:
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    found.append(self._described(function, given, leaves, structure))
+            except Exception:  # noqa: BLE001 - it may be the values' fault
+                break
+        if len(found) < len(_TRIALS) or any(each != found[0] for each in found):
+            refuse_because(function, leaves, error)
+        return found[0]
+
+    @staticmethod
+    def _described(
+        function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Any], structure: pytree.TreeSpec
+    ) -> _Result:
+        versions = _versions(given)
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        output = function(*args, **kwargs)
+        index_of = {id(each): index for index, each in enumerate(given) if isinstance(each, Tensor)}
+        results, form = pytree.tree_flatten(output)
+        described: list[Any] = []
+        for leaf in results:
+            if isinstance(leaf, Tensor):
+                index = index_of.get(id(leaf))
+                if index is not None:
+                    if Form.of(leaf)[:4] != Form.of(leaves[index])[:4]:
+                        refuse(_name(function), leaves)  # it changes the tensor's form in place
+                    described.append(_Given(index))
+                else:
+                    described.append(Form.of(leaf))
+            elif isinstance(leaf, _PLAIN):
+                described.append(leaf)
+            else:
+                refuse(_name(function), leaves)
+        written = tuple(
+            index for index, (one, two) in enumerate(zip(versions, _versions(given), strict=True)) if one != two
+        )
+        return _Result(tuple(described), form, written)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [each._version if isinstance(each, Tensor) else 0 for each in values]  # noqa: SLF001 - torch tells it nowhere else
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", str(function))
+
+
+def refuse_because(function: Callable[..., Any], given: Any, error: Exception) -> NoReturn:
+    """Raise the error of a function that reads absent values, with what it raised on fake ones as its cause."""
+    try:
+        refuse(_name(function), given)
+    except AbsentValueError as refusal:
+        raise refusal from error
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging what a fake run can't do; the real run follows."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

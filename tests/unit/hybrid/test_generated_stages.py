@@ -1,0 +1,428 @@
+"""Generated models, cut into stages: each computes what one process does with the same draws, or raises.
+
+A model draws by `Generated.draw`, which notes what came. What several stages know must be equal, and a plain model that
+is given the noted values is what losses and gradients are compared with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from stages_in_process import cut, run
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster_core.errors import AbsentValueError, BoosterError, ConfigError
+from booster_hybrid.pipeline.absent import is_absent
+
+WIDTH = 5
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_recomputed = False
+
+    def forward(self, x, mask=None):
+        x = checkpoint(self._inner, x, use_reentrant=False) if self.is_recomputed else self._inner(x)
+        return x if mask is None else x * mask
+
+    def _inner(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Entry(nn.Module):
+    """Drops of what only the first stage has, and then draws what others use as well, as masked autoencoders do."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self._draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        dropped = self._draw("dropped", lambda: nn.functional.dropout(hidden.detach() * 0 + 1, 0.4))
+        return hidden * dropped, self._draw("order", lambda: torch.rand(x.shape[0], 1)) > 0.5
+
+
+def of_torch(like):
+    return torch.randn(like.shape[0], 1)
+
+
+def of_form(like):
+    return torch.randn_like(like)
+
+
+def of_bernoulli(like):
+    return torch.bernoulli(torch.full_like(like, 0.5))
+
+
+def in_place(like):
+    return torch.empty_like(like).uniform_(0.5, 1.5)
+
+
+def of_numpy(like):
+    return torch.from_numpy(np.random.rand(like.shape[0], 1)).float()  # noqa: NPY002 - what models do
+
+
+def of_python(like):
+    return torch.full((like.shape[0], 1), random.random())
+
+
+OWN = torch.Generator()
+
+
+def of_own_generator(like):
+    return torch.randn(like.shape[0], 1, generator=OWN)
+
+
+SOURCES = {
+    each.__name__: each for each in (of_torch, of_form, of_bernoulli, in_place, of_numpy, of_python, of_own_generator)
+}
+PLACES = ("before", "between", "after", "in_entry", "in_layer")
+SHAPES = ("plain", "residual", "skip", "skip of the entry", "mask", "index", "write", "written_view", "detached")
+
+
+class Generated(nn.Module):
+    def __init__(self, source=None, place="before", shape="plain", num_layers=4):
+        super().__init__()
+        self.source, self.place, self.shape = source, place, shape
+        self.entry = Entry(self.draw)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.exit = nn.Linear(WIDTH, WIDTH)
+        self.replayed, self.noted = None, {}
+
+    def draw(self, name, make):
+        if self.replayed is not None:
+            return self.replayed[name]
+        value = make()
+        if not is_absent(value):
+            with torch._C.DisableTorchFunction():
+                self.noted[name] = value.detach().clone()
+        return value
+
+    def noise(self, name, like):
+        return 0 if self.source is None else self.draw(name, lambda: SOURCES[self.source](like))
+
+    def between(self, number, before, hidden):
+        if self.shape == "residual":
+            hidden = before + hidden
+        elif self.shape == "write":
+            hidden = hidden * 1
+            hidden *= 1.5
+        elif self.shape == "written_view":
+            hidden = hidden * 1
+            hidden[:, :2].mul_(1.5)
+        return hidden + (self.noise(f"between {number}", hidden) if self.place == "between" else 0)
+
+    def joined(self, hidden, entered, states):
+        if self.shape == "skip":
+            return hidden + states[0]
+        if self.shape == "detached":
+            return hidden * states[0].detach()
+        if self.shape == "index":
+            return hidden + hidden.gather(-1, states[0].argmax(-1, keepdim=True))
+        return hidden + entered if self.shape == "skip of the entry" else hidden
+
+    def forward(self, x, returns_states=False, shift=0, uses_early=False):
+        hidden, order = self.entry(x)
+        noise = self.noise("before", hidden) if self.place in ("before", "after") else 0
+        hidden = entered = hidden + noise
+        mask = hidden > 0 if self.shape == "mask" else None
+        states = []
+        for number, layer in enumerate(self.layers):
+            before, hidden = hidden, layer(hidden, mask)
+            states.append(hidden)
+            hidden = self.between(number, before, hidden)
+        hidden = self.joined(hidden, entered, states) + shift
+        if uses_early:
+            hidden = hidden + states[0]
+        if self.place == "after":
+            hidden = hidden - noise + self.noise("late", hidden)
+        out = self.exit(hidden) * (order if self.place == "in_entry" else 1)
+        return {"out": out, "states": states} if returns_states else {"out": out}
+
+
+def criterion(outputs, batch):
+    return (outputs["out"] - batch["x"]).square().mean()
+
+
+def made(*args, is_training=True, is_recomputed=False, **kwargs):
+    torch.manual_seed(3)
+    model = Generated(*args, **kwargs).train(is_training)
+    for layer in model.layers:
+        layer.is_recomputed = is_recomputed
+    return model
+
+
+def batches(count=2, **more):
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(3, WIDTH, generator=generator), **more} for _ in range(count)]
+
+
+def parts(model, example=None, **options):
+    """Cut a model; what it noted in the dry run is forgotten."""
+    plan, staged = cut(model, example or batches(1)[0], **options)
+    for each in staged:
+        each.model.noted.clear()
+    return plan, staged
+
+
+def merged(staged, noted):
+    """Return what the stages drew for one microbatch; what several know must be equal."""
+    found = {}
+    for each in staged:
+        for name, value in each.model.noted.items():
+            torch.testing.assert_close(found.setdefault(name, value), value, rtol=0, atol=0, msg=name)
+        each.model.noted.clear()
+    assert found or not noted
+    return found
+
+
+def compare(model, pp_size=2, style="1f1b", example=None, given=None, trains=True, loss_of=criterion):
+    given = batches() if given is None else given
+    plan, staged = parts(model, example, pp_size=pp_size, style=style, trains=trains)
+    expected, total = made_like(model), 0.0
+    drawn = []
+    for number, batch in enumerate(given):
+        results, gradients = run(plan, staged, [batch], loss_of, seed=number, trains=trains)
+        drawn.append(merged(staged, model.source))
+        expected.replayed = drawn[-1]
+        outputs = expected(**batch)
+        loss = loss_of(outputs, batch)
+        torch.testing.assert_close(results[0][0]["out"], outputs["out"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(results[0][1], loss, rtol=1e-6, atol=1e-7)
+        if trains:
+            loss.backward()
+    if trains:
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients.get(name), parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+    for name, value in drawn[0].items():
+        assert not torch.equal(value, drawn[1][name]), f"{name} is the same in two batches"
+    return total
+
+
+def made_like(model):
+    other = Generated(model.source, model.place, model.shape, len(model.layers)).train(model.training)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+PIPELINES = ((2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "zbv"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_draws_outside_of_layers_are_those_of_one_process(source):
+    for place, (pp_size, style) in itertools.product(PLACES, PIPELINES):
+        compare(made(source, place), pp_size, style)
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_generators_that_a_model_has_to_itself_are_refused(make):
+    model = made("of_torch")
+    model.generator = make(3)
+    cut(model, batches(1)[0])  # nothing is drawn
+
+    def draw(*_):
+        model.generator.random() if isinstance(model.generator, random.Random) else model.generator.normal()
+
+    model.register_forward_pre_hook(draw)
+    with pytest.raises(ConfigError, match="Generated draws random numbers from a generator of"):
+        cut(model, batches(1)[0])
+
+
+class Late(Generated):
+    """Draws by numpy where it is told to."""
+
+    def forward(self, x, draws=False):
+        return super().forward(x * (np.random.rand() if draws else 1))  # noqa: NPY002 - what models do
+
+
+def test_draws_of_numpy_that_the_example_did_not_show_are_told():
+    torch.manual_seed(3)
+    plan, staged = parts(Late())
+    run(plan, staged, batches(), criterion)
+    with pytest.warns(UserWarning, match="Late drew random numbers by Python's `random` or by numpy"):
+        run(plan, staged, batches(1, draws=True), criterion)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_that_pass_by_layers_are_those_of_one_process(shape):
+    for pp_size, style in PIPELINES:
+        compare(made("of_form", "between", shape), pp_size, style)
+
+
+@pytest.mark.parametrize(("is_training", "is_recomputed"), [(False, False), (True, True)])
+def test_modes(is_training, is_recomputed):
+    for place, shape in itertools.product(PLACES, ("plain", "residual", "mask")):
+        compare(
+            made("of_torch", place, shape, is_training=is_training, is_recomputed=is_recomputed), trains=is_training
+        )
+
+
+def test_evaluation_in_inference_mode():
+    model = made("of_form", "between", "residual", is_training=False)
+    plan, staged = parts(model)
+    with torch.inference_mode():
+        ((outputs, _),), _ = run(plan, staged, batches(1), criterion, trains=False)
+        model.replayed = merged(staged, model.source)
+        torch.testing.assert_close(outputs["out"], model(**batches(1)[0])["out"])
+
+
+def test_entries_that_come_later_are_used():
+    compare(made("of_torch", "after"), given=batches(2, shift=torch.ones(3, 1)))
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+def test_values_that_the_example_did_not_need_raise(pp_size):
+    plan, staged = cut(made(), batches(1)[0], pp_size=pp_size)
+    run(plan, staged, batches(), criterion)
+    with pytest.raises(AbsentValueError, match=r"layer 'layers\.0', which another pipeline stage has"):
+        run(plan, staged, batches(1, uses_early=True), criterion)
+
+
+def test_outputs_that_the_example_did_not_ask_for_raise_when_they_are_read():
+    plan, staged = cut(made(), batches(1)[0], pp_size=2)
+    ((outputs, _),), _ = run(plan, staged, batches(1, returns_states=True), criterion)  # nothing reads them
+    assert [is_absent(each) for each in outputs["states"]] == [True, True, False, False]
+    with pytest.raises(AbsentValueError, match=r"layer 'layers\.0'"):
+        run(plan, staged, batches(1, returns_states=True), lambda out, _: out["states"][0].mean())
+
+
+class Swallowing(Generated):
+    """Catches whatever goes wrong when it looks at a layer's output."""
+
+    def forward(self, x, looks=False):
+        hidden, _ = self.entry(x)
+        scale = 1.0
+        for layer in self.layers:
+            hidden = layer(hidden)
+            if looks:
+                try:
+                    scale = float(hidden.detach().abs().max())
+                except Exception:  # noqa: BLE001 - the model's own
+                    scale = 2.0
+        return {"out": self.exit(hidden) * scale}
+
+
+def test_a_read_that_the_model_catches_raises_all_the_same():
+    torch.manual_seed(3)
+    plan, staged = cut(Swallowing(), batches(1)[0])
+    run(plan, staged, batches(), criterion)
+    with pytest.raises(AbsentValueError, match=r"`(item|__float__)` needs values of layer 'layers\.0'"):
+        run(plan, staged, batches(1, looks=True), criterion)
+
+
+class Catching(Generated):
+    """Catches every error of its layers."""
+
+    def forward(self, x):
+        hidden, _ = self.entry(x)
+        for layer in self.layers:
+            try:
+                hidden = layer(hidden)
+            except Exception:  # noqa: BLE001 - the model's own
+                hidden = hidden * 0
+        return {"out": self.exit(hidden)}
+
+
+def test_the_end_of_a_stage_is_no_exception_that_a_model_catches():
+    torch.manual_seed(3)
+    model = Catching()
+    plan, staged = parts(model)
+    ((outputs, _),), _ = run(plan, staged, batches(1), criterion)
+    noted = merged(staged, None)
+    model.replayed = noted
+    torch.testing.assert_close(outputs["out"], model(**batches(1)[0])["out"])
+
+
+@pytest.mark.parametrize(
+    "of_model",
+    [
+        lambda model: sum(each.square().sum() for each in model.parameters()),
+        lambda model: model.layers[0].linear.weight.square().sum(),
+        lambda model: model.layers[0](torch.ones(2, WIDTH)).sum(),
+    ],
+    ids=["all parameters", "a parameter of another stage", "a layer of another stage"],
+)
+def test_a_criterion_that_reads_what_other_stages_have_raises(of_model):
+    plan, staged = cut(made(), batches(1)[0])
+    with pytest.raises(BoosterError, match="which another pipeline stage has"):
+        run(plan, staged, batches(1), lambda outputs, batch: criterion(outputs, batch) + of_model(staged[-1].model))
+
+
+def test_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        compare(
+            made("of_form", "between", "residual"),
+            given=[{"x": each["x"].double()} for each in batches()],
+            example={"x": torch.ones(2, WIDTH)},
+        )
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Turning(Layer):
+    """Returns the sequences of its argument with positions and width exchanged, twice as one."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x).transpose(1, 2)
+
+
+def test_a_layer_whose_output_was_like_its_argument_by_chance_raises():
+    torch.manual_seed(3)
+    model = made()
+    model.layers = nn.ModuleList(Turning() for _ in range(4))
+    model.entry.forward = lambda x: (x, x)
+    square, long = torch.ones(2, WIDTH, WIDTH), torch.ones(2, WIDTH + 1, WIDTH)
+    _, staged = parts(model, {"x": square})
+    with (
+        pytest.raises(ConfigError, match=r"Layer 'layers.0' returned a tensor of shape \(2, 5, 6\).* \(2, 6, 5\) now"),
+        staged[0].activated(0, {}),
+    ):
+        staged[0].run({"x": long})
+
+
+class Watched(Layer):
+    """Has a part whose outputs are collected by hooks, as routers' are."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, mask=None):
+        return super().forward(x) * self.router(x).softmax(-1)[..., :1]
+
+
+class Collecting(Generated):
+    """Adds a loss over the routers of all layers where it is asked for, by hooks that it makes then."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Watched() for _ in range(4))
+
+    def forward(self, x, balances=False):
+        seen, handles = [], []
+        if balances:
+            handles = [each.router.register_forward_hook(lambda _, __, out: seen.append(out)) for each in self.layers]
+        hidden, _ = self.entry(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        for handle in handles:
+            handle.remove()
+        return {"out": self.exit(hidden), "balance": sum(each.softmax(-1).square().mean() for each in seen)}
+
+
+def test_routers_that_are_watched_later_than_in_the_example_raise():
+    torch.manual_seed(3)
+    plan, staged = parts(Collecting())
+    ((outputs, _),), _ = run(plan, staged, batches(1, balances=True), criterion)
+    assert is_absent(outputs["balance"])
+    with pytest.raises(AbsentValueError, match=r"layer 'layers\.0'"):
+        run(plan, staged, batches(1, balances=True), lambda out, batch: criterion(out, batch) + out["balance"])
