@@ -52,7 +52,8 @@ def _fail_and_return(groups, victim=1, ranks=None, sig=signal.SIGKILL):
     else:
         if sig == signal.SIGSTOP:
             rank = next(each for each in range(groups.ranks) if each not in ranks)
-            assert "Booster: this replica group ends, since" in groups.output(victim, rank)
+            ends = "Booster: this replica group ends, since"
+            groups.wait_until(lambda: ends in groups.output(victim, rank), 60, "the group notices")
             groups.kill(victim)
             groups.wait_group(victim)
         groups.start(victim)
