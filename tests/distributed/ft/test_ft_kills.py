@@ -17,14 +17,14 @@ LIMIT = 15.0
 """Seconds within which the others go on, at a time limit of 10 s."""
 
 
-def _check(groups, survivors, *, lost=1):
+def _check(groups, survivors, *, limit=LIMIT):
     """Check that survivors never restarted, lost at most a step at each failure, and all states are equal."""
     for group in survivors:
         for rank in range(groups.ranks):
             steps = groups.steps(group, rank)
             assert len({line["pid"] for line in steps}) == 1, "no other group restarts"
-            assert sum(not line["committed"] for line in steps) <= lost
-            assert max(line["seconds"] for line in steps) < LIMIT
+            assert sum(not line["committed"] for line in steps) <= 1
+            assert max(line["seconds"] for line in steps) < limit
     for rank in range(groups.ranks):
         _check_equal([groups.commits(group, rank) for group in range(groups.num_groups)])
 
@@ -52,7 +52,8 @@ def _fail_and_return(groups, victim=1, ranks=None, sig=signal.SIGKILL):
     else:
         if sig == signal.SIGSTOP:
             rank = next(each for each in range(groups.ranks) if each not in ranks)
-            assert "Booster: this replica group ends, since" in groups.output(victim, rank)
+            ends = "Booster: this replica group ends, since"
+            groups.wait_until(lambda: ends in groups.output(victim, rank), 60, "the group notices")
             groups.kill(victim)
             groups.wait_group(victim)
         groups.start(victim)
@@ -139,7 +140,7 @@ def test_a_lighthouse_that_comes_back_is_survived(tmp_path):
         groups.wait_for(0, max(groups.commits(0)) + 3)
         groups.end_soon()
         groups.wait_all()
-        _check(groups, survivors=[0, 1])
+        _check(groups, survivors=[0, 1], limit=60.0)  # of which it was away for some
 
 
 @pytest.mark.slow

@@ -16,6 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch doe
 
 _EXIT_CODE = 77
 _ENDED = 1 << 40
+_LAST_SECONDS = 2.0
+_PATIENCE = 4
+"""Further ticks without an answer, since rank 0 may just have ended as this rank is about to."""
 
 
 class RankWatch:
@@ -42,33 +45,40 @@ class RankWatch:
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._num_ticks)
         )
         self._store.add(f"alive/{rank}", 1)
-        self._thread = threading.Thread(target=self._run, name="booster-ft rank watch", daemon=True)
-        self._thread.start()
+        self._counts: dict[int, int] = {}
+        # Two threads: a call of the store does not return while rank 0, whose store it is, is stopped.
+        self._asking = threading.Thread(target=self._ask, name="booster-ft signs of life", daemon=True)
+        self._watching = threading.Thread(target=self._watch, name="booster-ft rank watch", daemon=True)
+        self._asking.start()
+        self._watching.start()
 
     def close(self) -> None:
         """Stop watching, and let the others know that this rank ends by its own decision."""
         self._end.set()
         if self._others:
-            self._thread.join()
-            with contextlib.suppress(RuntimeError):
-                self._store.add(f"alive/{self._rank}", -_ENDED)
+            self._watching.join()
+            self._asking.join(_LAST_SECONDS)
 
-    def _run(self) -> None:
-        seen: dict[int, int] = {}
-        silent = dict.fromkeys(self._others, 0)
-        while not self._end.wait(1.0):
-            try:
+    def _ask(self) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended
+            while not self._end.wait(1.0):
                 self._store.add(f"alive/{self._rank}", 1)
-                counts = {other: self._store.add(f"alive/{other}", 0) for other in self._others}
-            except RuntimeError:  # rank 0, whose store it is, has ended or stopped
-                if not self._end.wait(self._num_ticks):  # unless this rank is about to end as well
-                    _leave("its rank 0 has ended or stopped")
-                return
-            for other, count in counts.items():
+                self._counts = {other: self._store.add(f"alive/{other}", 0) for other in self._others}
+            self._store.add(f"alive/{self._rank}", -_ENDED)
+
+    def _watch(self) -> None:
+        seen: dict[int, int] = {}
+        silent, unanswered = dict.fromkeys(self._others, 0), 0
+        while not self._end.wait(1.0):
+            counts = self._counts
+            unanswered = unanswered + 1 if counts is seen else 0
+            for other, count in () if counts is seen else counts.items():
                 # Before its first sign a rank may still be starting; below zero it has ended by its own decision.
                 silent[other] = silent[other] + 1 if count > 0 and seen.get(other) == count else 0
             seen = counts
             stopped = [other for other in self._others if silent[other] >= self._num_ticks]
+            if unanswered >= self._num_ticks + _PATIENCE:
+                _leave("its rank 0 has ended or stopped")
             if stopped:
                 _leave(f"rank(s) {', '.join(map(str, stopped))} gave no sign of life for {self._num_ticks} s")
 
