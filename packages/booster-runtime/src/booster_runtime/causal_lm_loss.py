@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["enable_linear_cross_entropy"]
 
 _PROBE_TOKENS = 8
 _REMEDY = "Compute its loss from whole logits: leave out `enable_linear_cross_entropy`."

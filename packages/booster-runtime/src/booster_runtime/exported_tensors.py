@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from booster_core import Booster
     from booster_core.state import StateAdapter
 
-__all__ = ["whole_parameters"]
 
 _BUCKET_BYTES = 1 << 28
 _ALIGNMENT = 16

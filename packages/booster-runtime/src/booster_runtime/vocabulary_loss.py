@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["linear_cross_entropy"]
 
 _CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 28
 """Logits that exist at once, in the format of the head: fewer cost more passes over the weight's gradient."""
