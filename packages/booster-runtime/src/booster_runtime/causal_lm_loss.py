@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
 _PROBE_TOKENS = 8
 _REMEDY = "Compute its loss from whole logits: leave out `enable_linear_cross_entropy`."
 
@@ -37,7 +38,7 @@ def enable_linear_cross_entropy(model: nn.Module) -> None:
     see `linear_cross_entropy`. Calls without labels, or in evaluation mode, are as before.
 
     Args:
-        model: The user's model, or an adapted one; lazy models are checked in their first step only.
+        model: The user's model, or an adapted one; models without values are checked in their first step only.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -61,7 +62,7 @@ def enable_linear_cross_entropy(model: nn.Module) -> None:
         owner.register_forward_hook(loss.end, always_call=True),
     ]
     try:
-        if not any(type(each) is not nn.Parameter or each.is_meta for each in owner.parameters()):
+        if _has_values(owner):
             _compare(owner, loss)
     except BaseException:
         for handle in handles:
@@ -97,6 +98,13 @@ def _find(model: nn.Module) -> Any:
         "`linear_cross_entropy(hidden, self.head, labels)` from forward."
     )
     raise ConfigError(msg)
+
+
+def _has_values(model: nn.Module) -> bool:
+    """Return whether a model can be run: a lazy one has no values yet, and one of a plan never has."""
+    if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - no public name
+        return False
+    return all(type(each) is nn.Parameter and not each.is_meta for each in model.parameters())
 
 
 def _compare(model: Any, loss: _CausalLoss) -> None:

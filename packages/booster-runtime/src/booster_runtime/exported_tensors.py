@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from booster_core import Booster
     from booster_core.state import StateAdapter
 
+
 _BUCKET_BYTES = 1 << 28
 _ALIGNMENT = 16
 """Bytes at whose multiples tensors begin, for any format."""

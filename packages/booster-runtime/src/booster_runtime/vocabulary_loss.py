@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
 _CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 28
 """Logits that exist at once, in the format of the head: fewer cost more passes over the weight's gradient."""
 _BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 22, 1 << 26

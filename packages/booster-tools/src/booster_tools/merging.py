@@ -13,6 +13,7 @@ from booster_core.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONFIG = "adapter_config.json"
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["PackedDocuments"]
-
 
 class PackedDocuments(IterableDataset[dict[str, Any]]):
     """Rows of ``length`` tokens from a stream of documents, for a data loader that `boost` splits between ranks.
