@@ -66,7 +66,9 @@ class Descent:
             self.gradient = _sent(shard.gradient, pins=pins) if early is None and shard.has_gradient else None
             is_copied = self.own is None and not shard.format.has_copy
             self.values = _sent(shard.own, pins=pins) if is_copied else None
-            self._arrived = copy_stream.record()
+            # An event without a copy of its own would come after all early gradients, which share the stream.
+            is_underway = self.gradient is not None or self.values is not None
+            self._arrived = copy_stream.record() if is_underway else None
         if early is not None:
             self.gradient = early.copy
 
