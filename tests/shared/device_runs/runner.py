@@ -272,8 +272,6 @@ def _call(case: Case, setting: Setting, machine: Machine, port: int) -> Sequence
 
         staged.register(machine.device)
     if machine.device == "cuda":
-        # With fewer hardware queues than streams, one that waits for a peer holds up another that the peer waits for.
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         torch.cuda.set_device(setting.rank % machine.num_devices)
     booster_core.launch(
         setting.rank,

@@ -465,8 +465,6 @@ def memory(setting: Setting, *, engine: str) -> Sequence[Figure]:
 
 def _engine(setting: Setting, engine: str, make_model: Callable[[], Any]) -> Callable[[dict[str, Tensor]], None]:
     torch.manual_seed(0)
-    if engine == "fully_shard":
-        return _fully_sharded(setting, make_model)
     plugin, options = {
         "fsdp": ("fsdp", {}),
         "zero 2": ("zero", {"stage": 2}),
@@ -485,27 +483,7 @@ def _engine(setting: Setting, engine: str, make_model: Callable[[], Any]) -> Cal
     return step
 
 
-def _fully_sharded(setting: Setting, make_model: Callable[[], Any]) -> Callable[[dict[str, Tensor]], None]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(setting.device, (setting.world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model = make_model()
-    for layer in model.model.layers:
-        fully_shard(layer.to(setting.device), mesh=mesh, mp_policy=policy)
-    fully_shard(model.to(setting.device), mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step(batch: dict[str, Tensor]) -> None:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-ENGINES = ("fully_shard", "fsdp", "zero 2", "gemini")
+ENGINES = ("fsdp", "zero 2", "gemini")
 LATE = ("zero 2", "gemini", "pipeline", "gemini, offload")
 LOADED = (
     ("fsdp", "fp32", False),
