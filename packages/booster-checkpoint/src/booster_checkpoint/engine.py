@@ -29,7 +29,7 @@ from booster_core.errors import CheckpointAbsentError, CheckpointError, ConfigEr
 from booster_core.state import parse_json, scheduler_from_json, scheduler_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         TrainingState,
     )
     from booster_core.plugin import BoostContext, Plugin
-    from booster_core.state import StateAdapter
+    from booster_core.state import StateAdapter, TensorShard
 
 _TORCH_SUFFIXES = (TORCH, ".pt", ".pth", ".ckpt")
 _SUFFIXES = (SAFETENSORS, *_TORCH_SUFFIXES)
@@ -105,6 +105,13 @@ class CheckpointEngine(CheckpointIO):
     @classmethod
     def open_model(cls, path: str | Path, model: nn.Module | None = None) -> ModelFiles:
         return SourceModelFiles(locate(resolved(path)), model)
+
+    @classmethod
+    def names_in_files(cls, model: nn.Module) -> Callable[[TensorShard], Iterable[TensorShard]] | None:
+        from booster_checkpoint.files.transformers import PretrainedNames
+
+        names = PretrainedNames.of(model)
+        return None if names is None else names.shards
 
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         self._save(OptimizerPart(state, FileNames(base=OPTIMIZER, prefix=request.prefix)), request)

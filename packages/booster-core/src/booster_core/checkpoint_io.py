@@ -560,6 +560,20 @@ class CheckpointIO(ABC):
         msg = f"The checkpoint engine `{cls.__name__}` can't read models in parts; it has no `open_model`."
         raise ConfigError(msg)
 
+    @classmethod
+    def names_in_files(cls, model: nn.Module) -> Callable[[TensorShard], Iterable[TensorShard]] | None:
+        """Return what gives shards of a model's tensors the names and shapes that `save_model` writes. Not collective.
+
+        Args:
+            model: The user's model, without adapters.
+
+        Returns:
+            A function from a shard to its parts in files, whose data are the shard's; ``None`` where files have the
+            model's own names and shapes.
+        """
+        del model
+        return None
+
     @abstractmethod
     def save_optimizer(self, state: StateAdapter, request: SaveRequest) -> None:
         """Write an optimizer's state and parameter groups."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_checkpoint.files import PretrainedNames
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import (
@@ -29,7 +28,7 @@ from booster_core.state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -95,14 +94,14 @@ def whole_parameters(
     for of_rank, merges_of_rank in coordinator.all_gather_object((shards.forms, merges)):
         forms |= of_rank
         merges |= merges_of_rank
-    names = PretrainedNames.of(without_adapters(module))
+    in_files = booster.checkpoint_io.names_in_files(without_adapters(module))
     for bucket in _buckets(forms, merges, bucket_bytes):
         tensors = _gather(shards, {name: forms[name] for group in bucket for name in group}, booster.device, rank)
         for name, *_ in bucket:
             tensor = tensors[name]
             for layer in merges.get(name, ()):
                 tensor = layer.merged(tensor, tensors)
-            yield from _in_files(name, tensor, names)
+            yield from _as_in_files(name, tensor, in_files)
 
 
 @dataclass(frozen=True)
@@ -272,12 +271,14 @@ def _gather(
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
 
 
-def _in_files(name: str, tensor: Tensor, names: PretrainedNames | None) -> Iterator[tuple[str, Tensor]]:
+def _as_in_files(
+    name: str, tensor: Tensor, in_files: Callable[[TensorShard], Iterable[TensorShard]] | None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield what files hold of a tensor of the model, in memory of its own."""
     shape = tuple(tensor.shape)
     whole = TensorShard(name=name, global_shape=shape, dtype=tensor.dtype, box=full_box(shape), data=tensor)
     made: dict[str, Tensor] = {}
-    for part in [whole] if names is None else names.shards(whole):
+    for part in [whole] if in_files is None else in_files(whole):
         if part.name not in made:
             made[part.name] = torch.empty(part.global_shape, dtype=part.dtype, device=tensor.device)
         made[part.name][slices_of(part.box)] = part.data

@@ -5,6 +5,5 @@ from __future__ import annotations
 from booster_checkpoint.files.composed import ComposedTensors, Layout
 from booster_checkpoint.files.names import MODEL
 from booster_checkpoint.files.safetensors_file import SafetensorsFile
-from booster_checkpoint.files.transformers import PretrainedNames
 
-__all__ = ["MODEL", "ComposedTensors", "Layout", "PretrainedNames", "SafetensorsFile"]
+__all__ = ["MODEL", "ComposedTensors", "Layout", "SafetensorsFile"]
