@@ -22,6 +22,7 @@ NEEDED = {
     "booster-runtime": {"booster-core", "booster-checkpoint"},
     "booster-gemini": {*_TOOLKIT, "booster-zero"},
     "booster-hybrid": {*_TOOLKIT, "booster-zero"},
+    "booster-ft": {*_TOOLKIT, "booster-ddp"},
 }
 """Our packages that each package depends on; those not listed depend on core and the toolkit."""
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
