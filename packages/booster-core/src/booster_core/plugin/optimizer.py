@@ -371,7 +371,8 @@ class OptimizerWrapper(Optimizer):
         """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
         if self.loss_scaler is not None and self.is_unscaled:
             for gradients in self.gradients_in_parts():
-                torch._foreach_mul_(gradients, self.loss_scaler.scale)
+                if gradients:
+                    torch._foreach_mul_(gradients, self.loss_scaler.scale)
         self.is_unscaled = False
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
