@@ -1,6 +1,7 @@
 """Ranks begin with the first rank's values, send buffers that forward changed, and name what took no part."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -63,7 +64,6 @@ class Calls:
 
 
 def agree_on_many(message_bytes):
-    agreement._MESSAGE_BYTES = message_bytes
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(*(nn.BatchNorm2d(3 + index) for index in range(40)), nn.Linear(50, 50).double())
     for norm in model[:40]:
@@ -72,7 +72,8 @@ def agree_on_many(message_bytes):
     with torch.inference_mode():
         model.register_buffer("cache", torch.randn(3))
     calls = Calls()
-    with observed_by(calls):
+    # Put back at the end: later tests run in this process, and with others that keep the usual length.
+    with mock.patch.object(agreement, "_MESSAGE_BYTES", message_bytes), observed_by(calls):
         agree_on_values(model)
     return calls.number, [each.tolist() for each in (*model.parameters(), *model.buffers())]
 
