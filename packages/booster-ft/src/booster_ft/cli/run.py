@@ -31,7 +31,7 @@ def command(
     """
     from booster_ft.cli.lighthouse import start_lighthouse
 
-    server = start_lighthouse("[::]:0", min_replicas, join_timeout=10.0)
+    server = start_lighthouse("[::]:0", min_replicas, join_timeout=90.0)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc_per_group}"]
     torchrun += [f"--max-restarts={max_restarts}", "--monitor-interval=0.5"]
     shared = {**os.environ, "TORCHFT_LIGHTHOUSE": server.address(), "NUM_REPLICA_GROUPS": str(groups)}
