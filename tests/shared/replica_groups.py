@@ -27,7 +27,7 @@ class Lighthouse:
 
     port: int
     host: str = "127.0.0.1"
-    options: tuple[str, ...] = ("--join-timeout", "40")
+    options: tuple[str, ...] = ("--join-timeout", "15")
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -174,7 +174,7 @@ def replica_groups(
     num_groups: int,
     ranks: int = 1,
     *,
-    lighthouse: tuple[str, ...] = ("--join-timeout", "40"),
+    lighthouse: tuple[str, ...] = ("--join-timeout", "15"),
     **options: Any,
 ) -> Iterator[Groups]:
     """Yield groups that are not started yet, and end all of them afterwards."""
