@@ -70,6 +70,31 @@ def test_a_killed_group_comes_back(tmp_path):
         _check(groups, survivors=[0])
 
 
+def test_groups_that_come_back_do_not_begin_without_one_that_lives(tmp_path):
+    """The only group with the steps of the run is busy for longer than the lighthouse waits for it."""
+    with replica_groups(tmp_path, 3, lighthouse=("--join-timeout", "1")) as groups:
+        groups.start_all()
+        groups.wait_for(0, 3, 180)
+        (tmp_path / "hold0").touch()
+        for victim in (1, 2):
+            groups.kill(victim)
+            groups.wait_group(victim)
+            groups.start(victim)
+        began = max(groups.commits(0))
+        waits = "waits for group_0"
+        groups.wait_until(lambda: all(waits in groups.output(group) for group in (1, 2)), 60, "both wait")
+        time.sleep(2)
+        (tmp_path / "hold0").unlink()
+        groups.wait_until(lambda: min(max(groups.commits(group)) for group in range(3)) > began + 3, 60, "they go on")
+        groups.end_soon()
+        groups.wait_all(120)
+        for victim in (1, 2):
+            pids = {line["pid"] for line in groups.steps(victim)}
+            assert len(pids) == 2
+            assert [line["step"] for line in groups.steps(victim) if line["committed"]] == sorted(groups.commits(victim))
+        _check_equal([groups.commits(group) for group in range(3)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_groups", "ranks"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("how", ["kill", "stop"])

@@ -1,9 +1,11 @@
 import sys
 
 import pytest
+from free_ports import free_port
 
 from booster_core.errors import ConfigError
 from booster_ft import FaultToleranceConfig, FaultTolerantPlugin
+from booster_ft.lighthouse import groups_outside
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +56,17 @@ def test_without_torchft_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ConfigError, match=r"needs torchft, which can't be imported.*Linux on x86_64"):
         FaultTolerantPlugin()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torchft has wheels for Linux alone")
+def test_a_page_that_does_not_show_this_group_is_not_taken_for_one_without_others():
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("[::]:0", 1)
+    try:
+        with pytest.raises(ConfigError, match="does not show 'group_1' as a group that lives"):
+            groups_outside(server.address(), "group_1", 5.0)
+    finally:
+        server.shutdown()
+    with pytest.raises(OSError, match="refused"):
+        groups_outside(f"http://127.0.0.1:{free_port()}", "group_1", 5.0)

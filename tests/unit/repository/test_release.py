@@ -21,26 +21,33 @@ IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@example.org")
 
 
 def git(folder, *arguments):
-    done = subprocess.run(["git", "-C", str(folder), *IDENTITY, *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run(["git", "-C", str(folder), *IDENTITY, *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.fixture
-def copy(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
     """Return a repository with the packages of this one, committed."""
-    for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
-        monkeypatch.setenv(f"{key}_NAME", "test")
-        monkeypatch.setenv(f"{key}_EMAIL", "test@example.org")
-    home = tmp_path / "copy"
+    home = tmp_path_factory.mktemp("repository") / "copy"
     skipped = shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", "build")
     for name in ("packages", "tools", "tests", "docs"):
         shutil.copytree(ROOT / name, home / name, ignore=skipped)
     for name in ("pytest.ini", ".gitignore"):
         shutil.copy(ROOT / name, home / name)
-    git(tmp_path, "init", "--quiet", str(home))
+    git(home.parent, "init", "--quiet", str(home))
     git(home, "add", "--all")
     git(home, "commit", "--quiet", "--message", "Begin")
     return home
+
+
+@pytest.fixture
+def copy(committed, tmp_path, monkeypatch):
+    """Return a copy of that repository, which a test may change."""
+    for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{key}_NAME", "test")
+        monkeypatch.setenv(f"{key}_EMAIL", "test@example.org")
+    return shutil.copytree(committed, tmp_path / "copy")
 
 
 def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch doe
 from booster_core.errors import ConfigError, GradientError, LaunchError
 from booster_core.ranks import current_world
 from booster_ft.averaging import agree, average
+from booster_ft.lighthouse import MissingGroups
 from booster_ft.liveness import RankWatch
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class ReplicaGroups:
         self.num_commits = 0
         """Steps that this process has taken since it began, or has loaded values."""
         self._first_values = ""
+        self._missing = MissingGroups(config, context.device)
         current_world().at_close.append(self.close)
 
     # ---- what others ask
@@ -206,14 +208,23 @@ class ReplicaGroups:
             "`quorum_timeout_seconds` says how long to wait."
         )
 
-    def _meet(self, manager: GroupManager, before: dict[str, int]) -> None:
+    def _meet(self, manager: GroupManager, before: dict[str, int]) -> bool:
         """Do what follows a quorum: catch up with groups that are ahead, and compare the values of the first step.
+
+        Returns:
+            Whether the step can be taken: a run does not begin while a group that lives is missing.
 
         Collective: every rank of the group.
         """
         self._catch_up(manager, before)
-        if manager.current_step() == 0:
-            self._compare(f"start {self._facts} {self.first_values()}", _different_values())
+        if manager.current_step() > 0:
+            return True
+        with self._coordinator.together("step"):
+            is_awaited = self._coordinator.rank == 0 and self._missing.are_awaited(manager)
+        if self._coordinator.broadcast_object(is_awaited, name="step"):
+            return False
+        self._compare(f"start {self._facts} {self.first_values()}", _different_values())
+        return True
 
     def _catch_up(self, manager: GroupManager, before: dict[str, int]) -> None:
         """Take over what another group has sent, if every rank of this one has received its part.

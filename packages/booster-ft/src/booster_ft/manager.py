@@ -17,7 +17,8 @@ class GroupManager(Manager):  # type: ignore[misc] # torchft has no types
     torchft hands each rank what it has received, also where another rank of the group has received nothing.
 
     Args:
-        on_quorum: Called with this manager and its own state before the quorum.
+        on_quorum: Called with this manager and its own state before the quorum; returns whether the quorum counts, or
+            another one is asked for.
         no_quorum: Returns what to raise in place of an error of the quorum.
         state_dict: Returns what a group that is behind receives.
         **options: As for torchft's manager.
@@ -26,7 +27,7 @@ class GroupManager(Manager):  # type: ignore[misc] # torchft has no types
     def __init__(
         self,
         *,
-        on_quorum: Callable[[GroupManager, dict[str, int]], None],
+        on_quorum: Callable[[GroupManager, dict[str, int]], bool],
         no_quorum: Callable[[Exception], Exception],
         state_dict: Callable[[], dict[str, Any]],
         **options: Any,
@@ -36,16 +37,18 @@ class GroupManager(Manager):  # type: ignore[misc] # torchft has no types
 
     def start_quorum(self, *arguments: Any, **options: Any) -> None:
         """Wait for the quorum of the next step, and for what follows it."""
-        before = self.state_dict()
-        self._taken = None
-        try:
-            with warnings.catch_warnings():
-                # Of torchft itself, which takes a warning that raises for an error of the connection.
-                warnings.simplefilter("ignore")
-                super().start_quorum(*arguments, **options)
-        except Exception as error:
-            raise self._no_quorum(error) from error
-        self._on_quorum(self, before)
+        counts = False
+        while not counts:
+            before = self.state_dict()
+            self._taken = None
+            try:
+                with warnings.catch_warnings():
+                    # Of torchft itself, which takes a warning that raises for an error of the connection.
+                    warnings.simplefilter("ignore")
+                    super().start_quorum(*arguments, **options)
+            except Exception as error:
+                raise self._no_quorum(error) from error
+            counts = self._on_quorum(self, before)
 
     def take_received(self) -> Any:
         """Return the state that came with the last quorum, once; ``None`` where none did."""

@@ -34,12 +34,7 @@ def start_lighthouse(bind: str, min_replicas: int, *, join_timeout: float, heart
 @click.command(context_settings={"show_default": True})
 @click.option("--bind", default="[::]:29510", help="Address and port; port 0 takes a free one.")
 @click.option("--min-replicas", type=click.IntRange(min=1), default=1, help="Groups that a step needs.")
-@click.option(
-    "--join-timeout",
-    type=float,
-    default=90.0,
-    help="Seconds for which groups wait for others that live; more than their time limit.",
-)
+@click.option("--join-timeout", type=float, default=60.0, help="Seconds for which groups wait for others that live.")
 @click.option("--heartbeat-timeout", type=float, default=5.0, help="Seconds after which a silent group is dead.")
 def command(*, bind: str, min_replicas: int, join_timeout: float, heartbeat_timeout: float) -> None:
     """Start the lighthouse, and print the value of TORCHFT_LIGHTHOUSE for all groups."""

@@ -21,9 +21,16 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--nproc-per-group", type=_AT_LEAST_1, default=1, help="Ranks in each group.")
 @click.option("--min-replicas", type=_AT_LEAST_1, default=1, help="Groups that a step needs.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=100, help="Of each group.")
+@click.option("--join-timeout", type=float, default=60.0, help="Seconds for which groups wait for others that live.")
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
-    *, groups: int, nproc_per_group: int, min_replicas: int, max_restarts: int, script: tuple[str, ...]
+    *,
+    groups: int,
+    nproc_per_group: int,
+    min_replicas: int,
+    max_restarts: int,
+    join_timeout: float,
+    script: tuple[str, ...],
 ) -> None:
     """Run SCRIPT, with its arguments, in several replica groups.
 
@@ -31,7 +38,7 @@ def command(
     """
     from booster_ft.cli.lighthouse import start_lighthouse
 
-    server = start_lighthouse("[::]:0", min_replicas, join_timeout=90.0)
+    server = start_lighthouse("[::]:0", min_replicas, join_timeout=join_timeout)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc_per_group}"]
     torchrun += [f"--max-restarts={max_restarts}", "--monitor-interval=0.5"]
     shared = {**os.environ, "TORCHFT_LIGHTHOUSE": server.address(), "NUM_REPLICA_GROUPS": str(groups)}
