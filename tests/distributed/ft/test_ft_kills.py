@@ -14,7 +14,9 @@ from booster_core import Booster
 from booster_testing.ranks import run_on_ranks
 
 LIMIT = 15.0
-"""Seconds within which the others go on, at a time limit of 10 s."""
+"""Seconds within which the others go on after a failure, at a time limit of 10 s."""
+HEARTBEAT = 5.0
+"""Seconds for which the lighthouse takes a dead group for one that lives."""
 
 
 def _check(groups, survivors, *, limit=LIMIT):
@@ -131,6 +133,7 @@ def test_random_kills_in_a_run_of_400_steps(tmp_path):
     with replica_groups(tmp_path, 3, save=3, sleep=0.05, width=256) as groups:
         groups.start_all()
         groups.wait_for(0, 3, 180)
+        kills = []
         for _ in range(20):
             victim = draw.choice([0, 1, 2])
             time.sleep(draw.uniform(0.0, 3.0))
@@ -138,6 +141,7 @@ def test_random_kills_in_a_run_of_400_steps(tmp_path):
             others = [group for group in range(3) if group != victim]
             groups.wait_until(lambda others=others: any(map(groups.trains, others)), 120, f"{others} train")
             groups.kill(victim)
+            kills.append(time.time())
             groups.wait_group(victim)
             groups.start(victim)
             if draw.random() < 0.5:
@@ -148,7 +152,9 @@ def test_random_kills_in_a_run_of_400_steps(tmp_path):
         groups.end_soon(40)
         groups.wait_all(300)
         _check_equal([groups.commits(group) for group in range(3)])
-        assert max(line["seconds"] for group in range(3) for line in groups.steps(group)) < LIMIT
+        for line in (line for group in range(3) for line in groups.steps(group)):
+            began = line["time"] - line["seconds"] - HEARTBEAT
+            assert line["seconds"] < LIMIT * max(1, sum(began < kill < line["time"] for kill in kills))
     for group in range(3):
         (step,) = run_on_ranks(_load, 1, tmp_path / f"checkpoint-group{group}", 256)
         assert step > 0

@@ -6,6 +6,7 @@ is given the noted values is what losses and gradients are compared with.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 
@@ -242,12 +243,34 @@ class Late(Generated):
         return super().forward(x * (np.random.rand() if draws else 1))  # noqa: NPY002 - what models do
 
 
-def test_draws_of_numpy_that_the_example_did_not_show_are_told():
+def test_draws_of_numpy_that_the_example_did_not_show_are_refused():
     torch.manual_seed(3)
     plan, staged = parts(Late())
     run(plan, staged, batches(), criterion)
-    with pytest.warns(UserWarning, match="Late drew random numbers by Python's `random` or by numpy"):
+    with pytest.raises(ConfigError, match="Late drew random numbers by Python's `random` or by numpy"):
         run(plan, staged, batches(1, draws=True), criterion)
+
+
+class Seeded(Generated):
+    """Adds the same noise in each forward."""
+
+    keeps = False
+
+    def forward(self, x, **others):
+        with torch.random.fork_rng() if self.keeps else contextlib.nullcontext():
+            torch.manual_seed(0)
+            noise = torch.randn(x.shape)
+        return super().forward(x + noise, **others)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_forward_that_seeds_is_refused(keeps):
+    torch.manual_seed(3)
+    model = Seeded()
+    model.keeps = keeps
+    plan, staged = parts(model)
+    with pytest.raises(ConfigError, match="The model seeds torch's generators in its forward"):
+        run(plan, staged, batches(1), criterion)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

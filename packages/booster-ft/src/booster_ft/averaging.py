@@ -1,4 +1,4 @@
-"""Averages of tensors over replica groups, in few large buckets, and the check that groups average the same things.
+"""Averages of tensors over replica groups, and the check that groups average the same things.
 
 Both go through torchft's `Manager`, which notes an error in place of raising it: a step with an error is not committed.
 """
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchft import Manager
 
-_BUCKET_BYTES = 32 << 20
+_BUCKET_BYTES = 1 << 20
+"""Smaller tensors are sent together, as a copy; a larger one is sent as it is."""
 _BITS = 24
 """Of each number that groups compare: the sum of their squares over thousands of groups stays exact."""
 
@@ -46,18 +47,18 @@ def average(manager: Manager, tensors: Sequence[Tensor], device: torch.device) -
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours of one dtype, until they fill a bucket."""
-    bucket: list[Tensor] = []
-    nbytes = 0
+    """Yield large tensors one by one, and small ones of one dtype until they fill a bucket."""
+    small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and (bucket[0].dtype != tensor.dtype or nbytes + size > _BUCKET_BYTES):
-            yield bucket
-            bucket, nbytes = [], 0
+        if tensor.nbytes >= _BUCKET_BYTES:
+            yield [tensor]
+            continue
+        bucket = small.setdefault(tensor.dtype, [])
+        if sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            yield small.pop(tensor.dtype)
+            bucket = small.setdefault(tensor.dtype, [])
         bucket.append(tensor)
-        nbytes += size
-    if bucket:
-        yield bucket
+    yield from small.values()
 
 
 def agree(manager: Manager, text: str, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import ReduceOp
 
-from booster_core.errors import ConfigError, LaunchError
+from booster_core.errors import LaunchError
 from booster_core.log import log
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ class MissingGroups:
 
         Raises:
             LaunchError: If it has not come within the time limit of a quorum.
-            ConfigError: If the lighthouse's page can't be read.
         """
         config = self._config
-        missing: list[str] = []
-        if config.lighthouse is not None:
-            try:
-                missing = groups_outside(config.lighthouse, f"group_{config.replica_id}", config.timeout_seconds)
-            except OSError as error:
-                manager.report_error(error)  # this step is not taken
+        if config.lighthouse is None or manager.errored() is not None:
+            return False
+        try:
+            missing = groups_outside(config.lighthouse, f"group_{config.replica_id}", config.timeout_seconds)
+        except OSError as error:
+            manager.report_error(error)  # this step is not taken
+            return False
         count = torch.tensor([len(missing)], device=self._device)
         manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
         if manager.errored() is not None or not count.item():
@@ -82,22 +82,15 @@ def groups_outside(address: str, own_name: str, timeout_seconds: float) -> list[
 
     Args:
         address: Of the lighthouse, as a URL.
-        own_name: Of this group, which is in the quorum.
+        own_name: Of this group. Where the page does not show it as one that lives and takes part, as when others have
+            met again without it, or if the page is not that of torchft 0.2, nobody knows who is missing: it is returned.
         timeout_seconds: How long to wait for an answer.
 
     Raises:
         OSError: If the lighthouse does not answer.
-        ConfigError: If the page does not show this group where it has to be.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{address.rstrip('/')}/status", timeout=timeout_seconds) as answer:
         page = answer.read().decode()
     living, members = ({name.partition(":")[0] for name in kind.findall(page)} for kind in (_LIVES, _MEMBER))
-    if own_name not in living & members:
-        msg = (
-            f"The page {address}/status of the lighthouse does not show '{own_name}' as a group that lives and takes "
-            "part, so that nobody knows which groups are missing. Run the lighthouse by `booster lighthouse`, with the "
-            "release of torchft that the groups have."
-        )
-        raise ConfigError(msg)
-    return sorted(living - members)
+    return sorted(living - members) if own_name in living & members else [own_name]

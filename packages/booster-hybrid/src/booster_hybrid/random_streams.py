@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from booster_core.errors import ConfigError
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ _RANGE = 2**62
 """Numbers from which streams are seeded are below this."""
 _entered: list[Stream] = []
 """Streams between `enter` and `leave`."""
+_given = SimpleNamespace(seed=-1)
+"""What this module has seeded torch's generator of the CPU with last, or what it has put back."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Weyl's increment of splitmix64, which spreads consecutive numbers over all bits."""
 
@@ -237,10 +241,20 @@ class MicrobatchStreams:
 
         Args:
             generator: The model's own, if it draws from one; it is left as it was.
+
+        Raises:
+            ConfigError: If somebody else has seeded torch's generators.
         """
         self._count += 1
         if _entered and any(stream.is_current for stream in _entered):
             return
+        if torch.default_generator.initial_seed() != _given.seed:
+            msg = (
+                "The model seeds torch's generators in its forward, outside of its layers; in a pipeline each stage "
+                "draws from streams of its own there. Draw with a generator of the model's own (`generator=`), or use "
+                "`pp_size=1`."
+            )
+            raise ConfigError(msg)
         seed = mixed_seed(self._region, self._count)
         if generator is None:
             _reseed(seed, self._device)
@@ -304,12 +318,14 @@ def _states(device: torch.device) -> _States:
 
 def _reseed(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
+    _given.seed = seed
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
 def _restore(states: _States, device: torch.device) -> None:
     torch.set_rng_state(states[0])
+    _given.seed = torch.default_generator.initial_seed()
     if states[1] is not None:
         torch.get_device_module(device).set_rng_state(states[1], device)
 

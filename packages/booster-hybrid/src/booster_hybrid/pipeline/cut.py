@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -197,7 +196,6 @@ class StagedModel:
         self._run: StageRun | None = None
         self._forms = Forms()
         self._gates: list[_Gate] = []
-        self._has_warned = False
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._crossings = crossings
@@ -325,7 +323,8 @@ class StagedModel:
         Raises:
             AbsentValueError: If a value was read that this stage has not got, also where the model caught that.
             ConfigError: If the forward skipped the layer with which the stage begins, or that with which the next one
-                does, so that what was received was not used, or nothing is there to send.
+                does, so that what was received was not used, or nothing is there to send; or if it drew random numbers
+                on the host, which it did not do for the example.
 
         Collective: as the model's own forward.
         """
@@ -350,14 +349,13 @@ class StagedModel:
             self._run = None
         if run.errors:
             raise run.errors[0]
-        if before is not None and not self._has_warned and host_states() != before:
-            self._has_warned = True
+        if before is not None and host_states() != before:
             msg = (
                 f"{type(self.model).__name__} drew random numbers by Python's `random` or by numpy, which it did not "
-                "do for the example at `boost`: what is drawn outside of layers differs between stages. Pass an "
-                "`example_batch` like the batches that are run, or draw by torch."
+                "do for the example at `boost`, so that stages would draw other numbers. Pass an `example_batch` like "
+                "the batches that are run, or draw by torch."
             )
-            warnings.warn(msg, stacklevel=2)
+            raise ConfigError(msg)
         if payload is None and not stage.is_last:
             raise self._skipped(stage, stage.last, f"with which stage {stage.index + 1} begins")
         if not (self._has_begun or stage.is_first):
