@@ -48,7 +48,7 @@ def run(plan, staged, batches, criterion, *, seed=7, trains=True):
                     outputs, payload = model.run(batch)
                     if stage == num_stages - 1:
                         streams.begin_criterion()
-                        with model.showing_absent_parameters():
+                        with model.showing_absent_state():
                             loss = criterion(outputs, batch)
                 kept.append((received, payload))
                 received = {

@@ -93,7 +93,9 @@ def test_groups_that_come_back_do_not_begin_without_one_that_lives(tmp_path):
         for victim in (1, 2):
             pids = {line["pid"] for line in groups.steps(victim)}
             assert len(pids) == 2
-            assert [line["step"] for line in groups.steps(victim) if line["committed"]] == sorted(groups.commits(victim))
+            assert [line["step"] for line in groups.steps(victim) if line["committed"]] == sorted(
+                groups.commits(victim)
+            )
         _check_equal([groups.commits(group) for group in range(3)])
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from stages_in_process import cut, run
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import AbsentValueError, BoosterError, ConfigError
@@ -271,6 +272,56 @@ def test_a_forward_that_seeds_is_refused(keeps):
     plan, staged = parts(model)
     with pytest.raises(ConfigError, match="The model seeds torch's generators in its forward"):
         run(plan, staged, batches(1), criterion)
+
+
+class Keeping(Layer):
+    """Leaves what it computes in an attribute or a buffer."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, old = how, torch.zeros(3, WIDTH)
+        self.states = [old] if how == "list" else old
+        if how == "buffer":
+            del self.states
+            self.register_buffer("states", old)
+
+    def forward(self, x, mask=None):
+        x = super().forward(x, mask)
+        if self.how == "buffer":
+            self.states.copy_(x.detach())
+        else:
+            self.states = [x] if self.how == "list" else x
+        return x
+
+
+class Reading(Generated):
+    """Reads what its first layer has left, where it is told to."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layers = nn.ModuleList(Keeping(how) for _ in range(4))
+
+    def forward(self, x, reads=False):
+        out = super().forward(x)["out"]
+        return {"out": out + pytree.tree_leaves(self.layers[0].states)[0] if reads else out}
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "buffer"])
+@pytest.mark.parametrize("by", ["model", "criterion"])
+def test_what_layers_leave_in_their_modules_is_absent_on_other_stages(how, by):
+    torch.manual_seed(3)
+    model = Reading(how)
+    plan, staged = parts(model)
+    run(plan, staged, batches(), criterion)
+
+    def reads(outputs, batch):
+        last = staged[1].model
+        return criterion(outputs, batch) + sum(
+            each.sum() for layer in last.layers for each in pytree.tree_leaves(layer.states)
+        )
+
+    with pytest.raises(AbsentValueError, match=r"what layer 'layers\.0' writes into 'layers\.0\.states'"):
+        run(plan, staged, batches(reads=by == "model"), reads if by == "criterion" else criterion)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -21,7 +21,9 @@ IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@example.org")
 
 
 def git(folder, *arguments):
-    done = subprocess.run(["git", "-C", str(folder), *IDENTITY, *arguments], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", str(folder), *IDENTITY, *arguments], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -83,7 +83,7 @@ def groups_outside(address: str, own_name: str, timeout_seconds: float) -> list[
     Args:
         address: Of the lighthouse, as a URL.
         own_name: Of this group. Where the page does not show it as one that lives and takes part, as when others have
-            met again without it, or if the page is not that of torchft 0.2, nobody knows who is missing: it is returned.
+            met again without it, or if the page is another, nobody knows who is missing, and its name is returned.
         timeout_seconds: How long to wait for an answer.
 
     Raises:

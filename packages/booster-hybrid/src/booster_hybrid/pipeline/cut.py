@@ -157,6 +157,9 @@ class StageEnd(BaseException):
         self.payload = payload
 
 
+_NOT_THERE = object()
+
+
 class StagedModel:
     """A model whose forward runs one stage at a time.
 
@@ -203,7 +206,7 @@ class StagedModel:
         self._made: dict[str, Tensor] = {}
         self._has_begun = False
         self.stages = {stage.index: stage for stage in stages}
-        modules = dict(model.named_modules())
+        self._modules = modules = dict(model.named_modules())
         self._place_gates(modules, idle)
         self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
         self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
@@ -299,17 +302,37 @@ class StagedModel:
             self._active, self._received, self._streams = before
 
     @contextlib.contextmanager
-    def showing_absent_parameters(self) -> Iterator[None]:
-        """Let ``parameters()`` of the modules inside include those of other stages: a sum over all of them raises."""
+    def showing_absent_state(self) -> Iterator[None]:
+        """Let a criterion raise that reads parameters or attributes of other stages, also in a sum over all."""
         places = [(module._parameters, key) for module, key in self._hollow_places]  # noqa: SLF001 - where they are looked for
         for (parameters, key), (module, _) in zip(places, self._hollow_places, strict=True):
             parameters[key] = module.__dict__[key]
         try:
-            with noting_errors([]):
+            with noting_errors([]), self._without_attributes_of_others():
                 yield
         finally:
             for parameters, key in places:
                 del parameters[key]
+
+    @contextlib.contextmanager
+    def _without_attributes_of_others(self) -> Iterator[None]:
+        """Let what layers of other stages write into their modules be absent inside: here it is old, or not there."""
+        stage, before = self._active, []
+        assert stage is not None, "a stage is active"
+        for gate in self._gates:
+            for kept in () if stage.first <= gate.position < stage.last else gate.layer.kept:
+                module = self._modules[kept.module]
+                places = module._buffers if kept.name in module._buffers else vars(module)  # noqa: SLF001 - assignment would check the class
+                before.append((places, kept.name, places.get(kept.name, _NOT_THERE)))
+                places[kept.name] = kept.absent(gate.layer.name)
+        try:
+            yield
+        finally:
+            for places, name, value in before:
+                if value is _NOT_THERE:
+                    places.pop(name, None)
+                else:
+                    places[name] = value
 
     def run(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         """Run the active stage.
@@ -341,7 +364,7 @@ class StagedModel:
         watches = self._streams is not None and not self._streams.host
         before = host_states() if watches else None
         try:
-            with run.noting(), run:
+            with self._without_attributes_of_others(), run.noting(), run:
                 outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
         except StageEnd as end:
             payload = end.payload

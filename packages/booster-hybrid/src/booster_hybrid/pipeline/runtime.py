@@ -175,7 +175,7 @@ class PipelineRun:
     def _loss(self, outputs: Any, batch: Any, microbatch: int) -> Tensor:
         if self._streams is not None:
             self._streams[microbatch].begin_criterion()
-        with self._staged.showing_absent_parameters():
+        with self._staged.showing_absent_state():
             return self._checked(self._criterion(outputs, batch))
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.absent import quiet_fakes
+from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
@@ -34,6 +34,31 @@ if TYPE_CHECKING:
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose members may be layers."""
 _MISSING = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, where its tensors and hooks are."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An attribute or buffer with tensors that a layer writes while it runs.
+
+    Args:
+        module: Name of the module that has it, in the model.
+        name: The attribute's.
+        value: What it is then, with forms in place of tensors: leaves, and how to put them together.
+    """
+
+    module: str
+    name: str
+    value: tuple[list[Any], Any] = field(repr=False)
+
+    def absent(self, layer: str) -> Any:
+        """Return what it is where the layer is not run."""
+        leaves, form = self.value
+        origin = f"what layer '{layer}' writes into '{self.module}.{self.name}'"
+        return pytree.tree_unflatten(
+            [absent_like(leaf, origin) if isinstance(leaf, Form) else leaf for leaf in leaves], form
+        )
 
 
 @dataclass(frozen=True)
@@ -46,12 +71,14 @@ class Layer:
         carried: Paths of its arguments that are differentiable tensors: what a stage before it has to send.
         constant: Paths of its arguments that are tensors, and the same as the layer before it was given; nothing has
             written to them since that layer.
+        kept: What it leaves in its modules, which code after it may read.
     """
 
     name: str
     returned: LikeArguments
     carried: tuple[str, ...]
     constant: tuple[str, ...]
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +205,7 @@ class _Recorder:
         self._undo: list[Callable[[], None]] = []
         self._calls: list[tuple[str, dict[str, torch.Tensor], list[int], list[int]]] = []
         self._returned: dict[str, LikeArguments] = {}
+        self._kept: dict[str, tuple[Kept, ...]] = {}
         self._uses: dict[str, list[int]] = {}
         self._num_returns: Counter[str] = Counter()
         self._entered: list[int] = []
@@ -232,6 +260,7 @@ class _Recorder:
                     self._returned[name],
                     tuple(key for key, value in tensors.items() if is_carried(value)),
                     tuple(key for key, found in given.items() if before.get(key) == found),
+                    self._kept[name],
                 )
             )
             before = {key: (id(value), version) for (key, value), version in zip(tensors.items(), left, strict=True)}
@@ -254,10 +283,15 @@ class _Recorder:
         left: list[int] = []
         self._calls.append((name, tensors, _versions(tensors), left))
         self._depth += 1
+        modules = {inner: module for inner, module in self._modules.items() if f"{inner}.".startswith(f"{name}.")}
+        before = {key: mark for key, mark, _ in _attributes(modules)}
         try:
             args, kwargs = names.replaced(args, kwargs, gates, f"layer '{name}'")
             output = forward(*args, **kwargs)
             left += _versions(tensors)
+            self._kept[name] = tuple(
+                Kept(*key, _forms_of(value)) for key, mark, value in _attributes(modules) if before.get(key) != mark
+            )
         finally:
             self._depth -= 1
         returned = LikeArguments.like(output, tensors)
@@ -291,6 +325,22 @@ class _Recorder:
         if name in self._uses:
             # What has layers inside may use its own parameters before, between and after them.
             self._uses[name] += range(before, now + 1)
+
+
+def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, str], list[tuple[int, int]], Any]]:
+    """Yield attributes and buffers with tensors: module and name, what changes with each write, and the value."""
+    for module_name, module in modules.items():
+        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        for name, value in (*own.items(), *module._buffers.items()):  # noqa: SLF001 - without those of modules inside
+            if isinstance(value, (torch.Tensor, list, tuple, dict)):
+                leaves = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+                if leaves:
+                    yield (module_name, name), [(id(each), each._version) for each in leaves], value  # noqa: SLF001
+
+
+def _forms_of(value: Any) -> tuple[list[Any], Any]:
+    leaves, form = pytree.tree_flatten(value)
+    return [Form.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
