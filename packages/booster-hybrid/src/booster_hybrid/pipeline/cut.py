@@ -317,12 +317,13 @@ class StagedModel:
     @contextlib.contextmanager
     def _without_attributes_of_others(self) -> Iterator[None]:
         """Let what layers of other stages write into their modules be absent inside: here it is old, or not there."""
-        stage, before = self._active, []
+        stage = self._active
+        before: list[tuple[Any, str, Any]] = []
         assert stage is not None, "a stage is active"
         for gate in self._gates:
             for kept in () if stage.first <= gate.position < stage.last else gate.layer.kept:
                 module = self._modules[kept.module]
-                places = module._buffers if kept.name in module._buffers else vars(module)  # noqa: SLF001 - assignment would check the class
+                places: Any = module._buffers if kept.name in module._buffers else vars(module)  # noqa: SLF001 - assignment would check the class
                 before.append((places, kept.name, places.get(kept.name, _NOT_THERE)))
                 places[kept.name] = kept.absent(gate.layer.name)
         try:
