@@ -1,10 +1,17 @@
-"""The conformance kit on one replica group of two ranks, which needs no lighthouse."""
+"""The conformance kit on one replica group, which needs no lighthouse, and on two that train alike."""
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from typing import ClassVar
 
+import pytest
+import torch
 from kit_cases import by_default
+from second_group import on_ranks
 
 from booster_ft import FaultTolerantPlugin
+from booster_testing import checkpoint_runs, run_on_ranks
 from booster_testing.conformance import PluginConformance
 
 
@@ -12,3 +19,67 @@ from booster_testing.conformance import PluginConformance
 class TestOneGroup(PluginConformance):
     plugin_class = FaultTolerantPlugin
     options: ClassVar = {"inner": "ddp"}
+
+
+@pytest.fixture(scope="class")
+def second_group():
+    """A process whose ranks are those of the second group, while the test's own are those of the first."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("[::]:0", 2, join_timeout_ms=10_000, heartbeat_timeout_ms=1000)
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
+        patch.setenv("TORCHFT_LIGHTHOUSE", server.address())
+        patch.setenv("NUM_REPLICA_GROUPS", "2")
+        patch.setenv("REPLICA_GROUP_ID", "1")
+        second.submit(os.getpid).result()
+        patch.setenv("REPLICA_GROUP_ID", "0")
+        yield second
+    server.shutdown()
+
+
+@by_default("test_equals_one_process[adamw]", "test_resumed_run_continues_exactly[bf16]")
+class TestTwoGroups(PluginConformance):
+    """Each group is a launch of two ranks, with samples of its own that are those of the other group."""
+
+    plugin_class = FaultTolerantPlugin
+    options: ClassVar = {"inner": "ddp", "min_replicas": 2, "timeout_seconds": 10}
+    shares_calls = False
+
+    @pytest.fixture(autouse=True)
+    def _groups(self, second_group):
+        self.second = second_group
+
+    def call(self, function, *arguments, world_size=None):
+        return self._in_both(function, (self.training(), *arguments), (self.training(), *arguments), world_size)
+
+    def _on_ranks(self, function, training, root, world_size=None):
+        # Each group saves for itself, and all load what the first has saved.
+        own = f"{root}-of-the-second" if function is checkpoint_runs.save_and_continue else root
+        return self._in_both(function, (training, root), (training, own), world_size)
+
+    def _in_both(self, function, of_first, of_second, world_size):
+        settings = {"timeout_seconds": 120.0}
+        size = world_size or self.world_size
+        other = self.second.submit(on_ranks, function, size, *of_second, **settings)
+        try:
+            found = run_on_ranks(function, size, *of_first, **settings)
+        finally:
+            found_by_other = other.result(150)
+        assert_equal(found, found_by_other)
+        return found
+
+
+def assert_equal(one, other):
+    """Assert that what two groups return is equal, bit for bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    elif isinstance(one, (list, tuple)):
+        for values in zip(one, other, strict=True):
+            assert_equal(*values)
+    elif hasattr(one, "__dict__"):
+        assert_equal(vars(one), vars(other))

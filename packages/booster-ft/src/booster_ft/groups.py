@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from booster_ft.state import GroupState
 
 
+_present: list[ReplicaGroups] = []
+"""The training of this process that takes part; at most one."""
+
+
 def require_torchft() -> None:
     """Import torchft.
 
@@ -79,6 +83,7 @@ class ReplicaGroups:
         """Steps that this process has taken since it began, or has loaded values."""
         self._first_values = ""
         self._missing = MissingGroups(config, context.device)
+        self._has_left = False
         current_world().at_close.append(self.close)
 
     # ---- what others ask
@@ -87,11 +92,25 @@ class ReplicaGroups:
     def manager(self) -> GroupManager:
         """The manager of torchft, made when it is first needed; from then on other groups wait for this one.
 
+        Another training of this process, such as one before in a notebook, no longer takes part.
+
+        Raises:
+            ConfigError: If another one takes part since.
+
         Collective: every rank of the group, at the first time.
         """
         if self._joined is None:
+            self._check_place()
+            if _present:
+                _present.pop().close()
             self._joined = self._join()
+            _present.append(self)
         return self._joined
+
+    def _check_place(self) -> None:
+        if self._has_left and _present:
+            msg = "Another model was trained in this process since, and takes part in its place. Boost this one again."
+            raise ConfigError(msg)
 
     @property
     def step(self) -> int:
@@ -125,7 +144,9 @@ class ReplicaGroups:
             with suppress(RuntimeError):
                 callback()
         self._closing.clear()
-        self._joined = None
+        self._has_left, self._joined = self._joined is not None, None
+        if self in _present:
+            _present.remove(self)
 
     # ---- a step
 
