@@ -11,10 +11,7 @@ same processes and alternate; the result is the ratio of the slower rank's times
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,20 +156,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--memory", action="store_true", help="measure peaks of memory too")
     asked = parser.parse_args()
-    # Imported by name: workers can't find functions of `__main__`.
-    spec = importlib.util.spec_from_file_location("experts_benchmark", Path(__file__).resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    here = importlib.util.module_from_spec(spec)
-    sys.modules["experts_benchmark"] = here
-    spec.loader.exec_module(here)
-    seconds, *_ = run_on_ranks(here.timed, asked.ranks, asked.rounds, timeout_seconds=900)
+    seconds, *_ = run_on_ranks(timed, asked.ranks, asked.rounds, timeout_seconds=900)
     what = f"ep={asked.ranks}, {EXPERTS} experts, {LAYERS} layers, hidden {HIDDEN}, fp32"
     compare(what, seconds["spread"], seconds["replicated"], yardstick="replicated experts", bar=None)
     compare(what, seconds["spread"], seconds["transformers"], yardstick="transformers' AllToAllEP", bar=None)
     for kind in ("spread", "replicated") if asked.memory else ():
         close_ranks()  # a new process each: freed memory may stay in the old process
-        peak = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, timeout_seconds=900))
+        peak = max(run_on_ranks(peak_bytes, asked.ranks, kind, timeout_seconds=900))
         print(f"  peak of {kind:10} {peak / 2**20:8.1f} MiB", flush=True)
     close_ranks()
 

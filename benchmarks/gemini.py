@@ -10,12 +10,9 @@ layer by layer, and Gemini's chunks are about as large as a layer.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,16 +138,9 @@ def main() -> None:
     dtype = torch.float32 if asked.dtype == "fp32" else torch.bfloat16
     kinds = ["gemini", *TIME_BARS]
     case = (asked.size, dtype, {"max_prefetch": asked.prefetch})
-    # Imported by name: workers can't find functions of `__main__`.
-    spec = importlib.util.spec_from_file_location("gemini_benchmark", Path(__file__).resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    here = importlib.util.module_from_spec(spec)
-    sys.modules["gemini_benchmark"] = here
-    spec.loader.exec_module(here)
     print(f"Llama {asked.size} {asked.dtype}, {asked.ranks} ranks, {asked.turns} turns")
     if not asked.no_time:
-        results = run_on_ranks(here.timed, asked.ranks, kinds, *case, asked.turns, timeout_seconds=3600)
+        results = run_on_ranks(timed, asked.ranks, kinds, *case, asked.turns, timeout_seconds=3600)
         slowest = {
             kind: [max(times) for times in zip(*(result[kind] for result in results), strict=True)] for kind in kinds
         }
@@ -163,7 +153,7 @@ def main() -> None:
         peaks = {}
         for kind in ("gemini", *TIME_BARS):
             close_ranks()  # a new process each: freed memory may stay in the old process
-            peaks[kind] = max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=3600))
+            peaks[kind] = max(run_on_ranks(peak_bytes, asked.ranks, kind, *case, timeout_seconds=3600))
             print(f"  {kind:7} peak {peaks[kind] / 2**20:8.1f} MiB")
         what, theirs = f"peak memory of the Gemini plugin, Llama {asked.size}, {asked.dtype}", peaks["fsdp2"]
         compare(what, [peaks["gemini"]], [theirs], yardstick=YARDSTICKS["fsdp2"], bar=MEMORY_BAR, unit="B")

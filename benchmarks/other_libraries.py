@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +75,6 @@ def main() -> None:
     parser.add_argument("--only", choices=YARDSTICKS, nargs="+", default=YARDSTICKS)
     parser.add_argument("--rounds", type=int, default=20)
     asked = parser.parse_args()
-    # Imported by name: workers can't find functions of `__main__`.
-    sys.modules["other_libraries"] = here = importlib.import_module("other_libraries")
     for name in asked.only:
         try:
             yardstick = load(name)
@@ -85,7 +82,7 @@ def main() -> None:
             print(f"{name} is left out: {error}. Install it to compare with it.", flush=True)
             continue
         for precision in (None, "bf16"):
-            seconds, *_ = run_on_ranks(here.on_rank, 2, name, precision, 2, asked.rounds, timeout_seconds=900)
+            seconds, *_ = run_on_ranks(on_rank, 2, name, precision, 2, asked.rounds, timeout_seconds=900)
             what = f"step of the {TITLES[yardstick.AGAINST]}, Llama 25M, {precision or 'fp32'}"
             compare(what, seconds["ours"], seconds["theirs"], yardstick=yardstick.NAME, bar=None)
             close_ranks()  # libraries keep settings in the process, such as the precision

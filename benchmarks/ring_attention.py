@@ -13,10 +13,8 @@ and the gradients of outputs, each contender in new processes.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,18 +130,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    # Imported by name: workers can't find functions of `__main__`.
-    spec = importlib.util.spec_from_file_location("ring_attention_benchmark", Path(__file__).resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    here = importlib.util.module_from_spec(spec)
-    sys.modules["ring_attention_benchmark"] = here
-    spec.loader.exec_module(here)
     met = True
     for dtype in asked.dtype:
         case = (asked.heads, asked.tokens, FORMATS[dtype])
         print(f"{asked.tokens} tokens, {asked.heads} heads of {SIZE}, {dtype}, {asked.ranks} ranks", flush=True)
-        seconds, *_ = run_on_ranks(here.timed, asked.ranks, list(CONTENDERS), *case, asked.rounds, timeout_seconds=1800)
+        seconds, *_ = run_on_ranks(timed, asked.ranks, list(CONTENDERS), *case, asked.rounds, timeout_seconds=1800)
         for name in ("ours", "torch"):
             case_name = f"attention of {asked.tokens} tokens, {asked.heads} heads, {dtype}"
             of = "ring attention" if name == "ours" else "torch's context parallelism"
@@ -156,7 +147,7 @@ def main() -> int:
         peaks = {}
         for name in CONTENDERS:
             close_ranks()  # a new process each: freed memory may stay in the old process
-            peaks[name] = max(run_on_ranks(here.peak_bytes, asked.ranks, name, *case, timeout_seconds=900))
+            peaks[name] = max(run_on_ranks(peak_bytes, asked.ranks, name, *case, timeout_seconds=900))
             print(f"  peak of {name:5} {peaks[name] / 2**20:8.1f} MiB", flush=True)
         what = f"peak memory of ring attention, {asked.tokens} tokens, {dtype}"
         met &= compare(what, [peaks["ours"]], [peaks["whole"]], yardstick="one process", bar=MEMORY_BAR, unit="B")

@@ -10,11 +10,9 @@ the result is the ratio of the slower rank's times within a turn. A third conten
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,18 +169,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--memory", action="store_true", help="measure peaks of memory too")
     asked = parser.parse_args()
-    # Imported by name: workers can't find functions of `__main__`.
-    spec = importlib.util.spec_from_file_location("tensor_parallel_benchmark", Path(__file__).resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    here = importlib.util.module_from_spec(spec)
-    sys.modules["tensor_parallel_benchmark"] = here
-    spec.loader.exec_module(here)
     met = True
     for hidden in asked.hidden:
         for name in asked.dtype:
             case = (hidden, FORMATS[name])
-            seconds, *_ = run_on_ranks(here.timed, asked.ranks, *case, asked.rounds, timeout_seconds=900)
+            seconds, *_ = run_on_ranks(timed, asked.ranks, *case, asked.rounds, timeout_seconds=900)
             what = f"tp={asked.ranks}, Llama of {LAYERS} layers, hidden {hidden}, {name}"
             own, silence = seconds["ours"], "the same compute without communication"
             met &= compare(what, own, seconds["by hand"], yardstick="parallelize_module", bar=BARS[hidden])
@@ -191,7 +182,7 @@ def main() -> int:
                 peaks = []
                 for kind in ("ours", "by hand"):
                     close_ranks()  # a new process each: freed memory may stay in the old process
-                    peaks.append([max(run_on_ranks(here.peak_bytes, asked.ranks, kind, *case, timeout_seconds=900))])
+                    peaks.append([max(run_on_ranks(peak_bytes, asked.ranks, kind, *case, timeout_seconds=900))])
                 compare(f"peak memory, {what}", *peaks, yardstick="parallelize_module", bar=None, unit="B")
     close_ranks()
     return 0 if met else 1

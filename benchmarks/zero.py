@@ -9,11 +9,10 @@ machine affects all of them equally; the result is the ratio of the slower rank'
 from __future__ import annotations
 
 import argparse
-import os
+import ctypes
 import statistics
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +41,7 @@ YARDSTICKS = {
     "alone": "one process without communication",
 }
 SAMPLES, LENGTH = 2, 128
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 STEPS = 4
 """Consecutive steps of a contender, so that work that continues after a step is charged to it."""
 
@@ -139,6 +139,12 @@ def peak_bytes(kind: str, size: str, dtype: torch.dtype, options: dict[str, Any]
     warnings.filterwarnings("ignore")
     from booster_testing import peak_memory
 
+    # Return freed blocks of a MiB to the kernel: the free memory that malloc would keep varies by more than the
+    # strategies differ. glibc reads the environment when a process starts, and ranks are forked from one that runs.
+    for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        if not ctypes.CDLL(None).mallopt(setting, 1 << 20):
+            msg = f"mallopt({setting}) failed"
+            raise OSError(msg)
     with peak_memory() as used:
         step, _, _ = make_step(kind, size, dtype, options)
         for _ in range(4):
@@ -160,16 +166,6 @@ def main() -> None:
     options = parser.parse_args()
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
     kinds = ["zero", *BARS]
-    # Imported by name: workers can't find functions of `__main__`.
-    import importlib.util
-    import sys
-
-    spec = importlib.util.spec_from_file_location("zero_benchmark", Path(__file__).resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    here = importlib.util.module_from_spec(spec)
-    sys.modules["zero_benchmark"] = here
-    spec.loader.exec_module(here)
     plugin_options = {
         "stage": options.stage,
         "overlap_allgather": options.overlap_allgather,
@@ -179,15 +175,15 @@ def main() -> None:
     measured = f"{options.ranks} ranks, {options.turns} turns of {STEPS} steps"
     print(f"Llama {options.size} {options.dtype}, {plugin_options}, {measured}")
     if options.only != "memory":
-        report_times(here, kinds, case, options)
+        report_times(kinds, case, options)
     if options.only != "times":
-        report_memory(here, case, options)
+        report_memory(case, options)
     close_ranks()
 
 
-def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: argparse.Namespace) -> None:
+def report_times(kinds: list[str], case: tuple[Any, ...], options: argparse.Namespace) -> None:
     """Print times and ratios within turns of the slower rank, and bytes of optimizer state."""
-    results = run_on_ranks(here.timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
+    results = run_on_ranks(timed, options.ranks, kinds, *case, options.turns, timeout_seconds=3600)
     slowest = {
         kind: [max(times) for times in zip(*(result["times"][kind] for result in results), strict=True)]
         for kind in kinds
@@ -200,19 +196,16 @@ def report_times(here: Any, kinds: list[str], case: tuple[Any, ...], options: ar
         compare(what, slowest["zero"], slowest[kind], yardstick=YARDSTICKS[kind], bar=bar)
 
 
-def report_memory(here: Any, case: tuple[Any, ...], options: argparse.Namespace) -> None:
+def report_memory(case: tuple[Any, ...], options: argparse.Namespace) -> None:
     """Print peaks of resident memory, and the savings relative to DDP as a fraction of the paper's formula.
 
     For P parameters of w bytes on N ranks, the formula gives (N - 1) / N of the state's 2 P w bytes, and with stage 2
     of the gradients' P w bytes as well.
     """
-    # Return freed blocks of a MiB to the kernel: the free memory that malloc would keep varies by more than the
-    # strategies differ.
-    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**20), MALLOC_TRIM_THRESHOLD_=str(2**20))
     peaks = {}
     for kind in ("zero", "ddp", "redundancy"):
         close_ranks()  # a new process each: freed memory may stay in the old process
-        peaks[kind] = max(run_on_ranks(here.peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
+        peaks[kind] = max(run_on_ranks(peak_bytes, options.ranks, kind, *case, timeout_seconds=3600))
         print(f"  {kind:11} peak {peaks[kind] / 2**20:8.1f} MiB")
     with torch.device("meta"):
         parameter_bytes = sum(p.numel() * p.element_size() for p in make_model(options.size, case[1]).parameters())

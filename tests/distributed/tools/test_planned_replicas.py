@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
@@ -155,3 +157,34 @@ def test_planned_collectives_answer_and_count_as_those_of_ranks():
     assert found[0]["all_gather"] == found[0]["all_to_all"] == (1, 32, 16)
     assert found[0]["all_reduce"] == (1, 32, 32)
     assert found[0]["broadcast"] == (1, 32, 32)
+
+
+class Distributed(Net):
+    """Gathers and reduces activations by DTensor, whose collectives are functional."""
+
+    def forward(self, x):
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        gathered = DTensor.from_local(x[:64], mesh, [Shard(0)]).full_tensor()
+        small = DTensor.from_local(torch.ones(3), mesh, [Partial()]).full_tensor()
+        assert small[0].item() == 2, "a plan answers what is small"
+        scattered = DTensor.from_local(gathered, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+        return super().forward(x) + scattered.sum() * small.sum()
+
+
+def distributed():
+    model = Distributed()
+    return model, torch.optim.AdamW(model.parameters()), lambda outputs, batch: outputs.square().mean()
+
+
+def traffic_of_dtensor():
+    return measure(distributed, batch, ReferencePlugin()).traffic
+
+
+def test_collectives_of_dtensor_are_counted():
+    measured_traffic, _ = run_on_ranks(traffic_of_dtensor, 2)
+    planned = predict(distributed, batch, ReferencePlugin(), 2).traffic
+    assert planned == measured_traffic
+    block = 4 * 64 * WIDTH
+    assert (planned["all_gather"].payload_bytes, planned["all_gather"].sent_bytes) == (2 * block, block)
+    assert planned["reduce_scatter"].sent_bytes == block
+    assert planned["all_reduce"].payload_bytes >= 4 * NUM_PARAMETERS + 12

@@ -62,3 +62,17 @@ def test_parts_of_a_step_are_ranges(tmp_path):
 def test_numbers_of_steps_are_checked(settings, message, tmp_path):
     with pytest.raises(ConfigError, match=message), profile(Booster(), tmp_path, **settings):
         pass
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_block_without_a_step_to_keep_says_that_there_is_no_trace(steps, tmp_path):
+    booster, model = Booster(), torch.nn.Linear(2, 1)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def profiled():
+        with profile(booster, tmp_path):
+            for _ in range(steps):
+                optimizer.step()
+
+    with pytest.raises(ConfigError, match=rf"wrote no trace: the block took {steps} optimizer step"):
+        profiled()

@@ -1,6 +1,8 @@
 """transformers' Trainer on replicas: it trains as in one process, resumes, and refuses what contradicts the Booster."""
 
 from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +102,26 @@ def resume_from_plain(folder):
 def test_a_checkpoint_of_the_plain_trainer_raises_on_every_rank(tmp_path):
     run_on_ranks(train, 1, None, tmp_path, stopped_after=2)
     errors = expect_on_ranks(CheckpointError, "no optimizer that a Booster wrote", resume_from_plain, 2, tmp_path)
+    assert all(errors)
+
+
+def resume_where_one_rank_cannot_read_the_scheduler(folder):
+    read = torch.load
+
+    def failing(file, *args, **kwargs):
+        if Path(file).name == "scheduler.pt" and torch.distributed.get_rank():
+            msg = "the disk of this host is gone"
+            raise OSError(msg)
+        return read(file, *args, **kwargs)
+
+    with mock.patch.object(torch, "load", failing):
+        make_trainer("reference", folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+
+
+def test_a_scheduler_that_one_rank_cannot_read_raises_on_every_rank(tmp_path):
+    run_on_ranks(train, 2, "reference", tmp_path, stopped_after=2)
+    resume = resume_where_one_rank_cannot_read_the_scheduler
+    errors = expect_on_ranks(Exception, "the disk of this host is gone", resume, 2, tmp_path)
     assert all(errors)
 
 

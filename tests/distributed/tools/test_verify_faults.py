@@ -9,7 +9,9 @@ from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.mutants.reference import ReferenceStateAdapter
 from booster_tools import verify
+from booster_tools.verification.run import random_state_kept
 
 TARGET = torch.linspace(-1, 1, 4)
 
@@ -92,6 +94,27 @@ class ComputesInEvaluation(ReferencePlugin):
         return super().configure(objects, context)
 
 
+class _Hides(ReferenceStateAdapter):
+    def model_shards(self):
+        return (shard for shard in super().model_shards() if shard.name != "second.weight")
+
+
+class HidesAParameter(ReferencePlugin):
+    """Its state adapter shows no shard of a parameter, on any rank."""
+
+    adapter_class = _Hides
+
+
+class RenamesOutputs(ReferencePlugin):
+    """Returns outputs of another form in evaluation."""
+
+    api_version = 2
+
+    def configure(self, objects, context):
+        objects.model.register_forward_hook(lambda module, _, out: out if module.training else out[None])
+        return super().configure(objects, context)
+
+
 def build_with_decay():
     model = TinyMLP()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0), mse
@@ -111,6 +134,8 @@ def found_by(plugin_class, make=build):
         (IgnoresWeightDecay, ("loss", None), build_with_decay),
         (StartsElsewhere, ("initial parameter", "second.weight"), build),
         (ComputesInEvaluation, ("output", None), build),
+        (HidesAParameter, ("initial parameter", "second.weight"), build),
+        (RenamesOutputs, ("output", None), build),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -183,3 +208,15 @@ def refused(case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_be_compared_raises_on_every_rank(case):
     assert run_on_ranks(refused, 2, case) == [True, True]
+
+
+@pytest.mark.parametrize(("device", "read"), [("cpu", []), ("cuda:3", [3])])
+def test_generators_of_other_devices_are_left_alone(device, read, monkeypatch):
+    found, state = [], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda each: found.append(torch.device(each).index) or state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+    with random_state_kept(torch.device(device)):
+        torch.rand(())
+    assert found == read
+    assert torch.equal(torch.get_rng_state(), state)

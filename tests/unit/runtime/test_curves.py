@@ -1,9 +1,12 @@
+import math
 import re
+import time
 
 import pytest
 
 from booster_core.errors import ConfigError
 from booster_runtime.pictures import draw_curve
+from booster_runtime.pictures.curves import _running_mean
 
 
 def _lines(svg, color):
@@ -32,3 +35,21 @@ def test_negative_values_have_marks():
 def test_a_curve_without_finite_values_raises():
     with pytest.raises(ConfigError, match="None of the 1 values of 'loss' is finite"):
         draw_curve([float("inf")], title="loss", y_name="nats")
+
+
+def test_a_running_mean_is_that_of_finite_values_at_any_number_of_steps():
+    nan, inf = float("nan"), float("inf")
+    values = [float(step % 7) for step in range(100)]
+    values[10], values[11], values[50], values[70] = inf, -inf, nan, 1e30
+    for index, mean in enumerate(_running_mean(values)):
+        finite = [value for value in values[max(0, index - 4) : index + 1] if math.isfinite(value)]
+        if math.isfinite(values[index]):
+            assert mean == pytest.approx(math.fsum(finite) / len(finite))
+        else:
+            assert math.isnan(mean)
+
+
+def test_long_curves_are_drawn_in_linear_time():
+    started = time.process_time()
+    _running_mean([1.0] * 50_000)
+    assert time.process_time() - started < 2.0

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
 import re
+import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from booster_testing import run_on_ranks
 from booster_tools.cli import doctor
+from booster_tools.cli._doctor_checks import Checks
 from booster_tools.cli.doctor import Finding, command, run_checks
 
 
@@ -73,6 +78,22 @@ def test_doctor_names_what_is_slow(arguments, status, monkeypatch):
     assert result.exit_code == status
     assert "  slow  the check: 3 MB/s\n" in result.output
     assert "All plugins work; what is slow costs time." in result.output
+
+
+def written_late(folder):
+    """Check the file of both ranks, of which one writes late, where collectives return before they are done."""
+    write = os.pwrite
+
+    def late(*arguments):
+        time.sleep(0.3 * torch.distributed.get_rank())
+        return write(*arguments)
+
+    with mock.patch.object(os, "pwrite", late), mock.patch.object(torch.distributed, "all_reduce"):
+        Checks(torch.device("cpu"), folder).file()
+
+
+def test_doctor_reads_a_file_when_all_ranks_have_written_it(tmp_path):
+    run_on_ranks(written_late, 2, tmp_path)
 
 
 @pytest.mark.slow  # the missing backend above fails in the same way

@@ -84,6 +84,14 @@ def test_resumed_run_goes_on_and_keeps_what_it_replaces(tmp_path):
     assert [row["step"] for row in read_json_lines(f"{path}.dropped")] == [3]
 
 
+def test_nothing_is_kept_where_a_resumed_run_replaces_nothing(tmp_path):
+    booster, model, optimizer = boosted()
+    for step in (0, 2):
+        with track(optimizer, JsonLines(tmp_path / "a.jsonl"), step=step) as run:
+            train(booster, model, optimizer, run, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_values_that_are_not_finite_survive(tmp_path):
     _, _, optimizer = boosted()
     with track(optimizer, JsonLines(tmp_path / "a.jsonl")) as run:

@@ -78,6 +78,17 @@ def test_samples_show_what_forward_allocates_and_end_with_the_block(tmp_path):
     assert len(timeline.phases) == 4
 
 
+def test_steps_of_another_model_are_no_phases(tmp_path):
+    booster, (one, other) = Booster(), (torch.nn.Linear(4, 1) for _ in range(2))
+    watched, *_ = booster.boost(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    model, optimizer, *_ = booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with watch_memory(watched, tmp_path) as timeline:
+        watched(torch.ones(2, 4))
+        booster.backward(model(torch.ones(2, 4)).sum(), optimizer)
+        optimizer.step()
+    assert [phase.name for phase in timeline.phases] == ["forward"]
+
+
 def test_a_block_that_raises_writes_nothing(tmp_path):
     model, *_ = Booster().boost(torch.nn.Linear(2, 1))
     with pytest.raises(KeyError), watch_memory(model, tmp_path / "run"):

@@ -58,7 +58,7 @@ def profile(
         Torch's profiler.
 
     Raises:
-        ConfigError: If a number is out of range.
+        ConfigError: If a number is out of range; or at the end, if the block took too few steps for a trace.
     """
     for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -83,6 +83,12 @@ def profile(
         register_hooks(steps)
         stack.callback(unregister_hooks, steps)
         yield profiler
+    if steps.num_taken <= wait + warmup:
+        msg = (
+            f"`booster_tools.profile` wrote no trace: the block took {steps.num_taken} optimizer step(s), and "
+            f"`wait={wait}` and `warmup={warmup}` leave out the first {wait + warmup}. Lower them, or take more steps."
+        )
+        raise ConfigError(msg)
 
 
 class _Ranges:
@@ -98,10 +104,12 @@ class _Steps:
 
     def __init__(self, profiler: Any) -> None:
         self._profiler = profiler
+        self.num_taken = 0
 
     @hookimpl
     def after_step(self) -> None:
         """Go on to the next step."""
+        self.num_taken += 1
         with _one_cycle():
             self._profiler.step()
 

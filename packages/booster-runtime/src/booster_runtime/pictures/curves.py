@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
@@ -62,8 +63,23 @@ def draw_curve(values: Sequence[float], *, title: str, y_name: str, x_name: str 
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and those before it, within a window of a twentieth of all."""
+    """Return the mean of each finite value and those before it, within a window of a twentieth of all; else NaN.
+
+    A window is the end of one block of its length and the beginning of the next. Their sums are made once for each
+    block, and nothing is subtracted, so that a spike costs those after it no digits.
+    """
     window = max(1, len(values) // 20)
-    return [
-        math.fsum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
-    ]
+    pairs = [(value, 1) if math.isfinite(value) else (0.0, 0) for value in values]
+    blocks = [pairs[start : start + window] for start in range(0, len(pairs), window)]
+    upto = [pair for block in blocks for pair in accumulate(block, _plus)]
+    since = [pair for block in blocks for pair in reversed(list(accumulate(reversed(block), _plus)))]
+    means = []
+    for index, value in enumerate(values):
+        start = index - window + 1
+        total, count = upto[index] if start <= 0 or start % window == 0 else _plus(since[start], upto[index])
+        means.append(total / count if math.isfinite(value) else math.nan)
+    return means
+
+
+def _plus(first: tuple[float, int], second: tuple[float, int]) -> tuple[float, int]:
+    return first[0] + second[0], first[1] + second[1]

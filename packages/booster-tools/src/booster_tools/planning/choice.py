@@ -133,7 +133,7 @@ def _best(objects: Boosted, devices: Devices, policy: PrecisionPolicy | None, *,
     """
     model, optimizer = objects.model, objects.optimizer
     assert optimizer is not None, "checked before"
-    with random_state_kept():
+    with random_state_kept(torch.device("cpu")):
         batch = _first_batch(objects.dataloader)
     values = _without_values(model, optimizer)
     training = Training(

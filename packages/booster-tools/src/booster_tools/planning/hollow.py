@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from booster_tools.planning.answers import SMALL_NUMEL
-from booster_tools.planning.messages import call_collective
+from booster_tools.planning.messages import call_collective, call_functional
 from booster_tools.planning.shapes import Shapes, replace_tensors, tensors_in, unplanned
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ _AS_THEY_ARE = {
     _aten.is_pinned.default,
 }
 """Operations that compute nothing."""
+_WAITS = {torch.ops._c10d_functional.wait_tensor.default}  # noqa: SLF001 - the name of an operation
+_LEFT = object()
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,10 +97,10 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _Kind(func)
-        if kind.is_collective:
-            return call_collective(
-                func, args, kwargs, self._ledger, is_counted=not self._is_quiet, mailbox=self._mailbox
-            )
+        if kind.is_collective or kind.is_functional_collective:
+            answer = self._communicate(func, kind, args, kwargs)
+            if answer is not _LEFT:
+                return answer
         self._makes_unknown = False
         given = tensors_in(args)
         if kwargs:
@@ -107,10 +109,28 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._call(func, kind, args, kwargs, given, is_meta=is_meta)
         if kind.flops is not None and not is_meta:
             self._ledger.flops += int(kind.flops(*args, **kwargs, out_val=out))
+        self._note(out)
+        return out
+
+    def _note(self, out: Any) -> None:
+        """Count the memory of an operation's results."""
         for leaf in (out,) if isinstance(out, Tensor) else tensors_in((out,)):
             if not leaf.is_meta and leaf.layout is torch.strided:
                 self._ledger.note(leaf, is_unknown=self._makes_unknown)
-        return out
+
+    def _communicate(self, func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """Count a collective, and return what it returns; `_LEFT` where it is run like other operations."""
+        is_counted = not self._is_quiet
+        if kind.is_collective:
+            return call_collective(func, args, kwargs, self._ledger, is_counted=is_counted, mailbox=self._mailbox)
+        answers = not self._computes
+        answer = call_functional(func, args, kwargs, self._ledger, is_counted=is_counted, answers=answers)
+        if answer is None:
+            return _LEFT
+        self._makes_unknown = False
+        if func not in _WAITS:
+            self._note(answer)
+        return answer
 
     def _call(self, func: Any, kind: _Kind, args: Any, kwargs: Any, leaves: list[Tensor], *, is_meta: bool) -> Any:
         if self._computes or kind.computes_nothing or is_meta or (kwargs and str(kwargs.get("device")) == "meta"):
@@ -151,6 +171,7 @@ class _Kind:
         only_writes: It writes into arguments, and returns nothing else.
         is_question: It compares whole tensors.
         is_collective: It communicates.
+        is_functional_collective: It communicates, and returns the result in new memory.
         flops: Counts its floating point operations; ``None`` where it has none worth counting.
         needs_arguments_only: Small arguments mean a small result, or one whose shape depends on their values.
     """
@@ -161,6 +182,8 @@ class _Kind:
         self.flops = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - as torch's counter looks it up
         returns = schema.returns
         self._names = [argument.name for argument in schema.arguments]
+        is_functional = func.namespace in ("_c10d_functional", "_dtensor")
+        self.is_functional_collective = is_functional and ("group_name" in self._names or func in _WAITS)
         self._written = [
             argument.name
             for argument in schema.arguments

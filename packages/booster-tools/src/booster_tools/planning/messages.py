@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # no public way
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
@@ -137,6 +138,81 @@ def call_collective(
     _recent.append(done)
     boxed = done.boxed()
     return (outputs, boxed) if len(func._schema.returns) == 2 else boxed  # noqa: SLF001
+
+
+def call_functional(
+    func: Any, args: Any, kwargs: Any, ledger: Ledger, *, is_counted: bool, answers: bool
+) -> Tensor | list[Tensor] | None:
+    """Count an operation of ``_c10d_functional``, which returns its result, as DTensor's collectives do.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        ledger: Where it is counted.
+        is_counted: Whether it is.
+        answers: Whether to answer it where its result is small.
+
+    Returns:
+        The answer; ``None`` leaves the operation to the caller.
+
+    Raises:
+        ConfigError: If it is a message to one rank, which is not planned in this form.
+
+    Collective: none.
+    """
+    name = func._schema.name.split("::")[1]  # noqa: SLF001 - the operation's name
+    if name == "wait_tensor":
+        waited: Tensor = args[0]
+        return waited if answers else None
+    if name in ("isend", "irecv", "batch_p2p_ops"):
+        msg = f"`{func}` is a message in torch's functional form, which plans don't follow. Use `torch.distributed`'s."
+        raise ConfigError(msg)
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    group = _group_of(given["group_name"])
+    size, rank = group.size(), group.rank()
+    inputs = [leaf for leaf in pytree.tree_leaves(next(iter(given.values()))) if isinstance(leaf, Tensor)]
+    kind = next(kind for kind in _FUNCTIONAL if kind in name.replace("alltoall", "all_to_all"))
+    grows = size if kind == "all_gather" else 1
+    if is_counted and size > 1:
+        payload = _bytes(inputs) * grows
+        own = payload // size
+        if given.get("input_split_sizes") and inputs[0].numel():
+            own = payload * given["input_split_sizes"][rank] // inputs[0].shape[0]
+        sent = {"all_reduce": wire_of_all_reduce(payload, size), "broadcast": payload}.get(kind, payload - own)
+        ledger.communicate(kind, payload, sent)
+    if not answers or any(leaf.numel() * grows > ANSWERED_NUMEL or ledger.is_unknown(leaf) for leaf in inputs):
+        return None
+    made = [_functional_answer(name, kind, leaf, given, size, rank) for leaf in inputs]
+    return made if isinstance(next(iter(given.values())), (list, tuple)) else made[0]
+
+
+def _functional_answer(name: str, kind: str, source: Tensor, given: dict[str, Any], size: int, rank: int) -> Tensor:
+    """Return what a rank gets of an operation on a small tensor, as if every rank had passed what this one did."""
+    if name in ("all_reduce_", "all_reduce_coalesced_", "broadcast_"):
+        out = source  # in place
+    elif name == "shard_dim_alltoall":
+        out = torch.cat([source.chunk(size, given["shard_dim"])[rank]] * size, given["gather_dim"])
+    elif kind == "all_gather":
+        out = torch.cat([source] * size)
+    elif kind == "reduce_scatter":
+        out = source.chunk(size)[rank].clone()
+    elif kind == "all_to_all":
+        out = torch.cat([torch.split(source, given["input_split_sizes"])[rank]] * size)
+    else:
+        out = source.clone()
+    if given.get("reduce_op") == "sum":
+        out.mul_(size)
+    return given["out"].copy_(out) if "out" in given else out
+
+
+_FUNCTIONAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+def _group_of(name: Any) -> ProcessGroup:
+    """Return the group of a functional collective, which newer versions of torch pass itself."""
+    return name if isinstance(name, dist.ProcessGroup) else _resolve_process_group(name)
 
 
 def _exchange(name: str, given: dict[str, Any], group: ProcessGroup, ledger: Ledger, mailbox: Mailbox) -> _Done:

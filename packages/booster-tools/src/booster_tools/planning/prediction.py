@@ -265,7 +265,7 @@ def measure(
     """
     training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps, on_host=True)
     started = time.perf_counter()
-    with random_state_kept(), counted(), watching() as ledger:
+    with random_state_kept(torch.device("cpu")), counted(), watching() as ledger:
         return _train(training, plugin, ledger, started)
 
 

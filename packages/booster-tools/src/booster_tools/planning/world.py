@@ -89,7 +89,7 @@ def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
 def planning() -> Iterator[None]:
     """Let threads of this process be ranks of planned worlds, which `planned_world` opens."""
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
-    with random_state_kept(), groups_set_aside(), counted():
+    with random_state_kept(torch.device("cpu")), groups_set_aside(), counted():
         dist.all_gather_object = _gather_object
         dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
         try:

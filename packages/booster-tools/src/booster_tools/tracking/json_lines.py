@@ -36,8 +36,9 @@ class JsonLines(Tracker):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             rows = read_json_lines(self.path)
-            with self.path.with_name(f"{self.path.name}.dropped").open("a", encoding="utf-8") as dropped:
-                dropped.writelines(_line(row) for row in rows if row["step"] > step)
+            if later := [_line(row) for row in rows if row["step"] > step]:
+                with self.path.with_name(f"{self.path.name}.dropped").open("a", encoding="utf-8") as dropped:
+                    dropped.writelines(later)
             partial = self.path.with_name(f"{self.path.name}.partial")
             partial.write_text("".join(_line(row) for row in rows if row["step"] <= step), encoding="utf-8")
             partial.replace(self.path)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import ModelWrapper, hookimpl, register_hooks, unregister_hooks
+from booster_core.plugin import ModelWrapper
 from booster_core.ranks import DistCoordinator
 from booster_runtime.pictures import Phase, Trace, draw_memory
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Self
 
@@ -69,7 +68,7 @@ class MemoryTimeline:
         phases: The forward passes, and the times from the last forward to the end of each optimizer step.
     """
 
-    def __init__(self, model: nn.Module, folder: Path, interval_seconds: float, device: torch.device | None) -> None:
+    def __init__(self, model: ModelWrapper, folder: Path, interval_seconds: float, device: torch.device | None) -> None:
         self.samples: list[tuple[float, int]] = []
         self.phases: list[Phase] = []
         self._model = model
@@ -88,7 +87,8 @@ class MemoryTimeline:
             self._model.register_forward_pre_hook(self._begin_forward),
             self._model.register_forward_hook(self._end_forward),
         ]
-        register_hooks(self)
+        for optimizer in self._model.boosted_optimizers:
+            optimizer.on_step.append(self._end_step)
         self._thread.start()
         return self
 
@@ -96,7 +96,8 @@ class MemoryTimeline:
         """End sampling, and write the plot and the trace, unless the block raised."""
         self._stop.set()
         self._thread.join()
-        unregister_hooks(self)
+        for optimizer in self._model.boosted_optimizers:
+            optimizer.on_step.remove(self._end_step)
         for handle in self._handles:
             handle.remove()
         if kind is not None:
@@ -115,10 +116,7 @@ class MemoryTimeline:
             trace.counter(rank, "memory", at, {"bytes": nbytes})
         trace.write(stem.with_suffix(".trace.json"))
 
-    @hookimpl
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Note that a step has ended."""
-        del optimizer
+    def _end_step(self, *_: Any) -> None:
         self._end_phase("backward and step")
 
     def _begin_forward(self, *_: Any) -> None:

@@ -65,7 +65,7 @@ def verify(
     started = time.perf_counter()
     booster = Booster(mixed_precision=mixed_precision, plugin=plugin)
     coordinator = booster.context.coordinator
-    with random_state_kept():
+    with random_state_kept(booster.device):
         _, size = booster.plugin.data_parallel_coordinates(coordinator)
         with coordinator.together("verify"):
             shares = [share_of(batch, one, size) for one in range(size)]

@@ -84,7 +84,7 @@ def verify_objects(
     coordinator = booster.context.coordinator
     machine = this_host().machine
     num_local = coordinator.all_gather_object(machine, name="verify_objects").count(machine)
-    with random_state_kept():
+    with random_state_kept(booster.device):
         with coordinator.together("verify_objects"):
             if loss is not None and not callable(loss):
                 msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."

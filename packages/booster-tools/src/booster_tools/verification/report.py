@@ -39,6 +39,8 @@ class Difference:
         """Say it in one line."""
         where = f" at step {self.step}" if self.step else ""
         subject = f"{self.what} '{self.name}'" if self.name else self.what
+        if math.isinf(self.error):
+            return f"{subject}{where}: absent on one side, of another shape, or not finite"
         return f"{subject}{where}: {self.error:.3g} of its norm, tolerance {self.tolerance:g}"
 
 

@@ -117,7 +117,7 @@ def compare_with(
         boosted = booster.boost(model, optimizer, dataloader=dataloader)
         run = _Run(booster, boosted, trained, losses, share, index, reference, limit)
         found = run.compare(len(reference.losses))
-    return _merged(coordinator.all_gather_object(found))
+    return _merged(coordinator.all_gather_object(found), reference.initial)
 
 
 def _moved(shares: list[Any], device: torch.device) -> list[Any]:
@@ -125,15 +125,20 @@ def _moved(shares: list[Any], device: torch.device) -> list[Any]:
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Put the states of torch's, numpy's and Python's global generators back afterwards."""
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Put the states of torch's, numpy's and Python's global generators back afterwards.
+
+    Args:
+        device: The device whose generator is kept, besides that of the host. No other device is initialized.
+    """
     import random
 
     import numpy as np
 
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what scripts draw from
     try:
-        with torch.random.fork_rng():
+        host_only = device.type == "cpu"
+        with torch.random.fork_rng([] if host_only else [device], device_type="cuda" if host_only else device.type):
             yield
     finally:
         random.setstate(python)
@@ -220,10 +225,13 @@ class _Run:
             loss, outputs = self._forward(backward=False)
         expected, exact = self.reference.outputs[self.index], self.reference.exact
         if outputs is not None:
-            for path, values in floating_leaves(outputs).items():
-                if path in expected and values.shape == expected[path].shape:
-                    limit = self._limit(expected[path], None if exact is None else exact.outputs[self.index].get(path))
-                    self._add("output", 0, path, _error(values, expected[path]), limit)
+            found = floating_leaves(outputs)
+            for path in expected | found:
+                if path not in expected or path not in found:
+                    self._add("output", 0, path, math.inf, self.limit)  # of one side only
+                    continue
+                limit = self._limit(expected[path], None if exact is None else exact.outputs[self.index].get(path))
+                self._add("output", 0, path, _error(found[path], expected[path]), limit)
         self._loss("evaluation loss", 0, loss, lambda reference: reference.evaluation_losses[self.index])
 
     def _step(self, step: int) -> None:
@@ -345,10 +353,20 @@ def _typical(sizes: Mapping[str, float]) -> float:
     return max(sizes.values(), default=1e-30) * _SMALL or 1e-30
 
 
-def _merged(of_ranks: list[list[Difference]]) -> tuple[Difference, ...]:
-    """Return each comparison once, with the largest error of any rank, in order of time."""
+def _merged(of_ranks: list[list[Difference]], initial: Mapping[str, Tensor]) -> tuple[Difference, ...]:
+    """Return each comparison once, with the largest error of any rank, in order of time.
+
+    A parameter that no rank's state adapter shows is infinitely far off: nobody could compare it.
+    """
+    what = "initial parameter"
+    shown = {found.name for of_one in of_ranks for found in of_one if found.what == what}
+    absent = [
+        Difference(what=what, step=0, name=name, error=math.inf, tolerance=0.0)
+        for name, values in initial.items()
+        if values.numel() and name not in shown
+    ]
     worst: dict[tuple[int, str, str], Difference] = {}
-    for found in (found for of_one in of_ranks for found in of_one):
+    for found in (found for of_one in (absent, *of_ranks) for found in of_one):
         key = (found.step, found.what, found.name)
         if key not in worst or not worst[key].error >= found.error:
             worst[key] = found

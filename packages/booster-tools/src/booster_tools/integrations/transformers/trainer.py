@@ -211,10 +211,11 @@ class _Boosting(_Base):  # type: ignore[misc]
             )
             raise CheckpointError(msg)
         self.booster.load_optimizer(self.optimizer, folder / _OPTIMIZER)
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
-        scaler = self.optimizer.loss_scaler
-        if scaler is not None and (folder / _SCALER).exists():
-            scaler.load_state_dict(torch.load(folder / _SCALER, weights_only=True))
+        with self.booster.context.coordinator.together("load the scheduler"):
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            scaler = self.optimizer.loss_scaler
+            if scaler is not None and (folder / _SCALER).exists():
+                scaler.load_state_dict(torch.load(folder / _SCALER, weights_only=True))
 
 
 def _num_parameters(model: nn.Module) -> int | None:
