@@ -83,6 +83,29 @@ def test_values_that_are_not_finite_count_as_touched():
     assert second.count_nonzero() == 0
 
 
+def underway_together():
+    """Return the parts of this rank's slices that are wrong, of sums that were started before any was waited for."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    matrices = [torch.zeros(ROWS, WIDTH) for _ in range(3)]
+    for number, matrix in enumerate(matrices):
+        matrix[[rank, 13 + number * rank, 39 - number]] = 1.0 + number
+    share = ROWS * WIDTH // size
+    bounds = range(0, size * share + 1, share)
+    outs = [torch.empty(share) for _ in matrices]
+    pending = [collectives.reduce_scatter_rows(matrix, bounds, out) for matrix, out in zip(matrices, outs, strict=True)]
+    for each in pending if rank else reversed(pending):
+        each.wait()
+    for matrix in matrices:
+        dist.all_reduce(matrix)
+    own = slice(bounds[rank], bounds[rank + 1])
+    return [bool((out != matrix.view(-1)[own]).any()) for out, matrix in zip(outs, matrices, strict=True)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_several_sums_of_rows_may_be_underway(num_ranks):
+    assert run_on_ranks(underway_together, num_ranks) == [[False] * 3] * num_ranks
+
+
 def test_rows_are_found_wherever_they_begin_in_memory():
     for width in (1, 7, 8):
         for offset in (0, 1, 2):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     Term = tuple[Tensor, Tensor] | Tensor
     """What a rank adds: numbers of rows and these rows, or a slice of the flattened matrix."""
 
+_COUNT_TAG, _ROWS_TAG = 7011, 7012
+"""Messages of one tag arrive in the order in which they were sent. The numbers of rows of several sums are received
+before the rows of the first, so they have a tag of their own."""
 _ALL_ROWS = -1
 _MOST_TOUCHED = 0.25
 """Part of the rows above which all are sent: numbers of rows, and adding them up one by one, cost something, too."""
@@ -108,7 +111,7 @@ class RowExchange:
         bounds: Start and end of each rank's slice of the flattened matrix.
         rank: This rank.
         neighbours: Whom to receive from and send to, step by step.
-        send: Starts sending a tensor to a rank.
+        send: Starts sending a tensor to a rank, with a tag.
         receive: Starts receiving one from a rank.
     """
 
@@ -118,8 +121,8 @@ class RowExchange:
         bounds: Sequence[int],
         rank: int,
         neighbours: Sequence[tuple[int, int]],
-        send: Callable[[Tensor, int], Any],
-        receive: Callable[[Tensor, int], Any],
+        send: Callable[[Tensor, int, int], Any],
+        receive: Callable[[Tensor, int, int], Any],
     ) -> None:
         self._matrix, self._bounds, self._rank = matrix, bounds, rank
         self._senders = [sender for sender, _ in neighbours]
@@ -129,12 +132,13 @@ class RowExchange:
         self._told: list[Any] = []
         self._sent: list[Any] = []
         for sender, receiver in neighbours:
-            self._told.append(receive(self._counts[sender], sender))
+            self._told.append(receive(self._counts[sender], sender, _COUNT_TAG))
             term = self._term_for(receiver, touched)
             count = torch.tensor([_ALL_ROWS if isinstance(term, torch.Tensor) else len(term[0])])
-            for part in (count, *([term] if isinstance(term, torch.Tensor) else term)):
+            self._sent.append(send(count, receiver, _COUNT_TAG))
+            for part in [term] if isinstance(term, torch.Tensor) else term:
                 if part.numel():
-                    self._sent.append(send(part, receiver))
+                    self._sent.append(send(part, receiver, _ROWS_TAG))
         self._terms = {rank: self._term_for(rank, touched)}
 
     def _term_for(self, rank: int, touched: Tensor | None) -> Term:
@@ -156,7 +160,7 @@ class RowExchange:
                 numbers = torch.empty(count, dtype=torch.int64)
                 parts = (numbers, self._matrix.new_empty(count, self._matrix.shape[1]))
                 self._terms[sender] = (numbers, parts[1])
-            works += [self._receive(part, sender) for part in parts if part.numel()]
+            works += [self._receive(part, sender, _ROWS_TAG) for part in parts if part.numel()]
         return works
 
     def add_up(self, out: Tensor, *, scale: float, accumulate: bool) -> None:
