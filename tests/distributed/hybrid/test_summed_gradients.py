@@ -34,7 +34,8 @@ def batch():
 def loss_of(model, penalty):
     """Return a loss with a penalty on what every rank has whole, or shares."""
     loss = model(**batch()).loss
-    inner = [each for name, each in model.named_parameters() if "norm" in name or "k_proj" in name]
+    shared = "k_proj" if model.config.num_key_value_heads == 1 else "norm"
+    inner = [each for name, each in model.named_parameters() if "norm" in name or shared in name]
     return loss + penalty * sum(each.square().sum() for each in inner)
 
 

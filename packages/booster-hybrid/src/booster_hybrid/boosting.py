@@ -314,6 +314,8 @@ class HybridSetup:
         if self._config.tensor.size > 1:
             parallel_output = self._options.parallel_output
             split = parallelize(self._model, self._policy(), self._tensor_group, parallel_output=parallel_output)
+            if split.streams is not None and self._config.pipeline.size > 1:
+                split.streams.draw_alike()
             cut_state(self._model, self._objects.optimizer, split.splits)
         if self._config.sequence.mode is not None:
             self._split_sequences(split)

@@ -15,10 +15,14 @@ from booster_runtime.local_state import refuse_pickle
 from booster_zero import ZeroModel
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.engine import PipelineEngine
     from booster_hybrid.pipeline.stages import StageMap
+    from booster_hybrid.random_streams import SplitStreams
+    from booster_hybrid.same_training import OutsideReads, TrainedAlike
 
 
 class HybridModel(ZeroModel):
@@ -28,6 +32,9 @@ class HybridModel(ZeroModel):
         local: What of the model this rank holds; the plugin sets this and the following.
         replica: The ranks that work on the same batches.
         callers: The ranks that take part in a forward together: these, and those that experts are spread over.
+        streams: Lets tensor parallel ranks draw alike what they compute alike; ``None`` without such.
+        trained_alike: Compares what ranks train that work on the same batches; ``None`` where nobody else does.
+        outside_reads: Looks at the first loss; ``None`` afterwards, and where each rank has whole parameters.
         engine: Takes batches through the pipeline; ``None`` where there is none.
         stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
     """
@@ -35,6 +42,9 @@ class HybridModel(ZeroModel):
     local: LocalModel
     replica: Axis
     callers: Axis
+    streams: SplitStreams | None = None
+    trained_alike: TrainedAlike | None = None
+    outside_reads: OutsideReads | None = None
     _has_compared: bool = False
     engine: PipelineEngine | None = None
     stages: StageMap | None = None
@@ -71,14 +81,56 @@ class HybridModel(ZeroModel):
                 "`booster.execute_pipeline(data_iter, model, criterion, optimizer)`; without an optimizer it evaluates."
             )
             raise ConfigError(msg)
-        if self.callers.size == 1 or torch.compiler.is_compiling():
+        if self.callers.size == 1:
             return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._compiled(*args, **kwargs)
         # Replicas may evaluate on more or fewer batches than others: only these ranks wait for each other.
         with NamedCall("forward", self.callers.ranks):
             if self.replica.size > 1 and not self._has_compared:
                 check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
                 self._has_compared = True
-            return self._forward(*args, **kwargs)
+            if not (self.module.training and torch.is_grad_enabled()):
+                return self._forward(*args, **kwargs)
+            return self._train(*args, **kwargs)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model in a step of training.
+
+        Collective: the ranks that work on the same batches.
+        """
+        if self.trained_alike is not None:
+            self.trained_alike.begin()
+        if self.streams is not None:
+            self.streams.begin()
+        if self.outside_reads is not None:
+            self.outside_reads.begin()
+        outputs = self._forward(*args, **kwargs)
+        if self.outside_reads is not None:
+            self.outside_reads.end()
+        if self.streams is not None:
+            self.streams.end()
+        return outputs
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model where all of it is in a graph: what ranks exchange in each forward is between graphs."""
+        if self.streams is None or not self.module.training:
+            return super().forward(*args, **kwargs)
+        self.streams.begin()
+        outputs = super().forward(*args, **kwargs)
+        self.streams.end()
+        return outputs
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise if ranks would not train alike from a loss; see `TrainedAlike` and `OutsideReads`.
+
+        Collective: the ranks that work on the same batches, where they don't.
+        """
+        if self.trained_alike is not None:
+            self.trained_alike.check()
+        if self.outside_reads is not None:
+            self.outside_reads.check(loss)
+            self.outside_reads = None
 
     @through_guard
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

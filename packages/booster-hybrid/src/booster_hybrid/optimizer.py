@@ -22,7 +22,7 @@ from booster_runtime.sharding import between_hosts
 from booster_zero import ZeroOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -43,11 +43,13 @@ class HybridOptimizer(ZeroOptimizer):
         **kwargs: As for `ZeroOptimizer`.
 
     Attributes:
-        local: What of the model this rank holds; the plugin sets it.
+        local: What of the model this rank holds; the plugin sets it, and the next one.
+        check_training: Raises if ranks would not train alike from a loss; see `HybridModel.check_loss`.
         reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
     local: LocalModel
+    check_training: Callable[[Tensor], None] | None = None
 
     def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
         self.reduces_each = config.stage >= _IN_SHARDS
@@ -81,6 +83,8 @@ class HybridOptimizer(ZeroOptimizer):
                 "`booster.backward`."
             )
             raise ConfigError(msg)
+        if self.check_training is not None:
+            self.check_training(loss)
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def begin_batch(self) -> None:

@@ -42,6 +42,7 @@ from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridOptimizer
+from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
 from booster_hybrid.sharded.apply import shard_parameters
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.state import HybridStateAdapter
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext, ModelWrapper
+    from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
     from booster_core.precision import LossScaleConfig
     from booster_core.state import StateAdapter
     from booster_hybrid.axes import Axis
@@ -254,7 +255,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         recording = recording or setup.take_from_host()
         plan = setup.plan_stages()
         setup.check_sequences()
-        local = setup.local_model(setup.split_layers(), plan)
+        split = setup.split_layers()
+        local = setup.local_model(split, plan)
         cut = None if plan is None else setup.cut(plan)
         copies = {} if cut is None else cut.copies
         boosted = self._shard(setup, objects, context, copies, frozenset() if recording is None else recording.name_of)
@@ -262,8 +264,10 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         hybrid.local, hybrid.replica, hybrid.callers = local, axes["pp", "sp", "tp"], axes["ep", "pp", "sp", "tp"]
         if isinstance(hybrid, ShardedHybridModel):  # a forward gathers over the data parallel ranks, too
             hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
+        hybrid.streams = split.streams
         if isinstance(boosted.optimizer, HybridOptimizer):
             boosted.optimizer.local = local
+            self._compare_training(hybrid, boosted.optimizer, context)
             if self.config.expert.size > 1:
                 # Tokens travel in backward, between ranks that may have come less far in their buckets.
                 boosted.optimizer.reducer.waits_in_backward = False
@@ -284,6 +288,25 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 sharded=local.whole_shapes(objects.model) if isinstance(hybrid, ShardedHybridModel) else None,
             )
         return boosted._replace(optimizer=like(passed.optimizer, [boosted.optimizer]))
+
+    def _compare_training(self, model: HybridModel, optimizer: HybridOptimizer, context: BoostContext) -> None:
+        """Let ranks that work on the same batches find out whether they train alike."""
+        module, local, replica = model.unwrap(), model.local, model.replica
+        sizes = self.config.tensor.size, self.config.pipeline.size
+        if replica.size > 1 and local.pipeline is None:
+            model.trained_alike = TrainedAlike(module, replica, context.device)
+        if self.unchecked == "raise" and local.pipeline is None and (parts := parts_of(module, local)):
+            model.outside_reads = OutsideReads(parts)
+        optimizer.check_training = model.check_loss
+        if max(sizes) > 1:
+
+            def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
+                if not metrics["skipped"]:
+                    stepped.on_step.remove(compare)
+                    optimizer.gathers.wait()
+                    check_copies(module, local, replica)
+
+            optimizer.on_step.append(compare)
 
     def _shard(
         self,

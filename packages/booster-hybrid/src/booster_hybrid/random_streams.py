@@ -2,7 +2,7 @@
 
 What all ranks of a replica compute alike must draw alike, or they diverge; what they share out must draw differently,
 or dropout would drop the same elements of each part. So a `Stream` lets a rank draw apart for a while. Layers whose
-sequences are split enter and leave theirs, and `switch_streams` does so at the borders of split layers. In a pipeline
+sequences are split enter and leave theirs, and `SplitStreams` does so at the borders of split layers. In a pipeline
 all ranks draw alike what they compute alike, and otherwise differently, by `MicrobatchStreams`.
 """
 
@@ -15,22 +15,22 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_core.ranks.digests import digest
+from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from booster_hybrid.axes import Axis
     from booster_hybrid.rank_group import RankGroup
 
 _States = tuple["Tensor", "Tensor | None"]
 """States of the generators of the host, and of a device where that is another."""
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANGE = 2**62
 """Numbers from which streams are seeded are below this."""
 _entered: list[Stream] = []
@@ -39,25 +39,6 @@ _given = SimpleNamespace(seed=-1)
 """What this module has seeded torch's generator of the CPU with last, or what it has put back."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Weyl's increment of splitmix64, which spreads consecutive numbers over all bits."""
-
-
-def draws(model: nn.Module) -> bool:
-    """Return whether a model drops anything, by its modules or by a number in a configuration."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return _drops(model) or any(_has_dropout(config) for config in configs.values())
-
-
-def _drops(module: nn.Module) -> bool:
-    return any(isinstance(each, _DROPOUTS) and each.p > 0 for each in module.modules())
-
-
-def _has_dropout(config: Any) -> bool:
-    fields: dict[str, object] = getattr(config, "__dict__", {})
-    return any(
-        value > 0 if isinstance(value, float) else hasattr(value, "model_type") and _has_dropout(value)
-        for name, value in fields.items()
-        if "drop" in name or hasattr(value, "model_type")
-    )
 
 
 def mixed_seed(number: int, stream: int) -> int:
@@ -132,45 +113,106 @@ class Stream:
         self._is_paused = False
 
 
-def switch_streams(
-    model: nn.Module,
-    columns: Iterable[nn.Module],
-    rows: Iterable[nn.Module],
-    group: RankGroup,
-    device: torch.device,
-) -> None:
-    """Let a model that trains draw alike for replicated activations, and apart for split ones.
+class SplitStreams:
+    """Lets a model that trains draw alike for replicated activations, and apart for split ones.
+
+    Where nothing is drawn in the first forward of training, later ones communicate nothing. One that begins to draw
+    then is right if the ranks' generators were alike before and after it; else it raises.
 
     Args:
-        model: The whole model, whose forward begins by agreeing on the common stream.
-        columns: The modules whose outputs are split; what they drop of their inputs, as adapters may, all have.
+        columns: The modules whose outputs are split; what they draw for their inputs, as adapters may, all have. They
+            get hooks, as the others do.
         rows: The modules whose inputs are, also those that they drop some of.
         group: The tensor parallel ranks.
         device: Where the model computes.
-
-    Collective: none; the group, in each forward of a model that trains.
     """
-    stream = Stream(group.rank)
 
-    def begin(module: nn.Module, _: Any) -> None:
-        if module.training:
-            _agree(group, device)
+    def __init__(
+        self, columns: Iterable[nn.Module], rows: Iterable[nn.Module], group: RankGroup, device: torch.device
+    ) -> None:
+        self._group, self._device = group, device
+        self._stream = Stream(group.rank)
+        self._is_undecided, self._switches, self._was_drawn = True, False, False
+        self._before: _States | None = None
+        self._expected: _States | None = None
+        for module in columns:
+            if _has_parts(module):  # around a linear layer; a sibling may have been before it
+                module.register_forward_pre_hook(self._join)
+            module.register_forward_hook(self._split)
+        for module in rows:
+            (module.register_forward_hook if _has_parts(module) else module.register_forward_pre_hook)(self._join)
 
-    def split(module: nn.Module, *_: Any) -> None:
-        if module.training and not stream.is_current:
-            stream.enter(device)
+    def draw_alike(self) -> None:
+        """Note that the ranks draw alike without this, as those of a pipeline do, by `MicrobatchStreams`."""
+        self._is_undecided, self._switches = False, True
 
-    def join(module: nn.Module, *_: Any) -> None:
-        if module.training and stream.is_current:
-            stream.leave(is_counted=True)
+    @outside_of_graphs
+    def begin(self) -> None:
+        """Begin a forward of training by agreeing on the common stream.
 
-    model.register_forward_pre_hook(begin)
-    for module in columns:
-        if _drops(module):
-            module.register_forward_pre_hook(join)  # a sibling may have been before it
-        module.register_forward_hook(split)
-    for module in rows:
-        (module.register_forward_hook if _drops(module) else module.register_forward_pre_hook)(join)
+        Collective: the group, unless nothing has been drawn so far.
+        """
+        self._before = _states(self._device)
+        if self._is_undecided or self._switches:
+            _agree(self._group, self._device)
+            self._expected = _states(self._device)
+
+    @outside_of_graphs
+    def end(self) -> None:
+        """End it, and find out whether anything was drawn.
+
+        Raises:
+            ConfigError: If it was for the first time, and the ranks have drawn apart what they compute alike.
+
+        Collective: the group, where it was for the first time.
+        """
+        assert self._before is not None, "`begin` comes before"
+        if self._is_undecided:
+            self._look()
+            self._is_undecided, self._switches = False, self._was_drawn
+            if not self._was_drawn:
+                _restore(self._before, self._device)
+        elif not self._switches and not _are_equal(_states(self._device), self._before):
+            self._switches = True
+            _check_alike([self._before, _states(self._device)], self._group)
+        self._before = self._expected = None
+
+    @property
+    def _is_looking(self) -> bool:
+        """Whether the first forward of training is underway."""
+        return self._is_undecided and self._expected is not None
+
+    def _look(self) -> None:
+        """Note whether the generators are elsewhere than where they were left."""
+        if self._is_undecided and self._expected is not None:
+            self._was_drawn = self._was_drawn or not _are_equal(_states(self._device), self._expected)
+
+    def _split(self, module: nn.Module, *_: Any) -> None:
+        # A compiled layer that draws nothing is compiled once: what it draws is first seen outside of its graphs.
+        if module.training and (self._switches or (not torch.compiler.is_compiling() and self._is_looking)):
+            self._enter()
+
+    def _join(self, module: nn.Module, *_: Any) -> None:
+        if module.training and (self._switches or (not torch.compiler.is_compiling() and self._is_looking)):
+            self._leave()
+
+    @outside_of_graphs
+    def _enter(self) -> None:
+        if not self._stream.is_current:
+            self._look()
+            self._stream.enter(self._device)
+            self._expected = _states(self._device)
+
+    @outside_of_graphs
+    def _leave(self) -> None:
+        if self._stream.is_current:
+            self._look()
+            self._stream.leave(is_counted=True)
+            self._expected = _states(self._device)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _agree(group: RankGroup, device: torch.device) -> None:
@@ -181,6 +223,25 @@ def _agree(group: RankGroup, device: torch.device) -> None:
     number = number.to(device)
     collectives.all_reduce(number, group=group.group).wait()
     _reseed(mixed_seed(int(number), 0), device)
+
+
+def _check_alike(states: Sequence[_States], group: RankGroup) -> None:
+    """Raise on all ranks where their generators were not alike in a forward that drew, and was not expected to.
+
+    Raises:
+        ConfigError: If so.
+
+    Collective: the group.
+    """
+    found = collectives.all_gather_object(digest([list(each) for each in states]), group.group)
+    if len(set(found)) > 1:
+        msg = (
+            "The model has begun to draw random numbers in a forward, as for dropout, after it had drawn none in its "
+            "first one in training mode. Tensor parallel ranks, which compute the same, have drawn other ones here; "
+            "from the next forward on they agree. Set dropout before the first step, or call `torch.manual_seed` with "
+            "one number on all of them before the step in which it begins."
+        )
+        raise ConfigError(msg)
 
 
 class MicrobatchStreams:

@@ -18,7 +18,7 @@ from booster_core.errors import ConfigError
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
-from booster_hybrid.random_streams import draws, switch_streams
+from booster_hybrid.random_streams import SplitStreams
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
@@ -55,6 +55,7 @@ class TensorParallelModel:
         siblings: The column-parallel layers that share an input.
         adapters: What is sent for low-rank adapters of split layers.
         features: What sums the gradient of outputs of whole modules that each rank's own heads use.
+        streams: Lets ranks draw alike what they compute alike; ``None`` before that is asked for.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class TensorParallelModel:
     siblings: list[ColumnSiblings] = field(default_factory=list)
     adapters: list[AdapterSum] = field(default_factory=list)
     features: list[SummedFeatures] = field(default_factory=list)
+    streams: SplitStreams | None = None
 
 
 def parallelize(
@@ -81,7 +83,7 @@ def parallelize(
     """
     plan = TensorPlan(model, policy, group.size, parallel_output=parallel_output)
     split = plan.install(group, Changes())
-    plan.separate_random_numbers(group)
+    split.streams = plan.separate_random_numbers(group)
     plan.cut_parameters(split)
     return split
 
@@ -254,16 +256,14 @@ class TensorPlan:
         )
         raise ConfigError(msg)
 
-    def separate_random_numbers(self, group: RankGroup) -> None:
+    def separate_random_numbers(self, group: RankGroup) -> SplitStreams:
         """Let ranks draw alike for what they compute alike, and apart for what they share out."""
-        if not draws(self.model):
-            return
         by_style: dict[Style, list[nn.Module]] = defaultdict(list)
         for name, rule in self.targets.items():
             if name in self.names.modules:
                 by_style[rule.style].append(self.names.outermost[name])
         device = next(iter(self.names.parameters.values())).device
-        switch_streams(self.model, by_style[Style.COLUMN], by_style[Style.ROW], group, device)
+        return SplitStreams(by_style[Style.COLUMN], by_style[Style.ROW], group, device)
 
 
 class _Installer:

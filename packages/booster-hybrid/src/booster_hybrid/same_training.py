@@ -1,0 +1,210 @@
+"""Whether ranks that compute the same train the same: the same parameters, to the same values, from whole ones.
+
+A script may freeze a parameter on one rank, give ranks other random numbers, or put a penalty on parameters of which
+each rank has a part. Ranks would diverge, or wait for each other, without a sign of why.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError, GradientError
+from booster_core.ranks.digests import digest
+from booster_core.state import NamedTensors
+from booster_runtime import collectives
+from booster_runtime.memory import is_absent
+from booster_runtime.sharding import between_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.axes import Axis
+    from booster_hybrid.local_model import LocalModel
+    from booster_runtime.collectives import Pending
+
+_MOST_LISTED = 4
+
+
+class TrainedAlike:
+    """Compares, in each forward of training, which parameters ranks train that work on one batch together.
+
+    What is compared travels during the forward, and is looked at before backward, where ranks would wait for each
+    other's sums.
+
+    Args:
+        model: The user's model.
+        replica: The ranks.
+        device: Where the model computes.
+    """
+
+    def __init__(self, model: nn.Module, replica: Axis, device: torch.device) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._replica = replica
+        self._device = between_hosts(device, replica.group)
+        self._flags = b""
+        self._pending: tuple[Pending, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Begin to compare.
+
+        Raises:
+            ConfigError: As `check`, of a forward that had no backward.
+
+        Collective: the ranks.
+        """
+        self.check()
+        self._flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
+        number = zlib.crc32(self._flags)
+        told = torch.tensor([number, -number], device=self._device)
+        self._pending = collectives.all_reduce(told, dist.ReduceOp.MAX, self._replica.group), told
+
+    def check(self) -> None:
+        """Raise on all ranks if some train a parameter that others have frozen.
+
+        Raises:
+            ConfigError: If so, naming the first one.
+
+        Collective: the ranks, if so.
+        """
+        if self._pending is None:
+            return
+        (pending, told), self._pending = self._pending, None
+        pending.wait()
+        most, least = told.tolist()
+        if most == -least:
+            return
+        of_ranks = collectives.all_gather_object(self._flags, self._replica.group)
+        for name, flags in zip(self._parameters, zip(*of_ranks, strict=True), strict=True):
+            if len(set(flags)) > 1:
+                frozen, trained = (
+                    ", ".join(str(rank) for rank, own in zip(self._replica.ranks, flags, strict=True) if own == flag)
+                    for flag in (0, 1)
+                )
+                msg = (
+                    f"Parameter '{name}' is frozen on rank {frozen} and trained on rank {trained}, which work on one "
+                    "batch together. Call `requires_grad_` alike on all ranks."
+                )
+                raise ConfigError(msg)
+
+
+class OutsideReads:
+    """Finds what a loss reads, outside of the model's forward, of parameters of which each rank has a part.
+
+    Args:
+        parts: Names of such parameters, by ``id``.
+    """
+
+    def __init__(self, parts: Mapping[int, str]) -> None:
+        self._parts = parts
+        self._spans: list[tuple[int, int]] = []
+        self._start = 0
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self._start = _next_number()
+
+    def end(self) -> None:
+        """End it."""
+        self._spans.append((self._start, _next_number()))
+
+    def check(self, loss: Tensor) -> None:
+        """Raise if something in the graph of a loss reads such a parameter elsewhere than in a forward.
+
+        Raises:
+            ConfigError: If so, on all ranks.
+        """
+        if not self._spans or loss.grad_fn is None:
+            return
+        for node, name in self._readers(loss.grad_fn):
+            number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
+            if not any(start < number < stop for start, stop in self._spans):
+                msg = (
+                    f"The loss reads parameter '{name}' outside of the model's forward ({node.name()}), and each rank "
+                    "has a part of it: a penalty on it would be that of a part. Use the optimizer's `weight_decay`, or "
+                    "leave what `model.local.splits` and `model.local.expert_splits` name out of the penalty; "
+                    "`unchecked='allow'` takes parts for whole."
+                )
+                raise ConfigError(msg)
+
+    def _readers(self, root: Any) -> Iterator[tuple[Any, str]]:
+        """Yield the nodes of a graph that read such parameters, with a parameter's name."""
+        waiting, seen = [root], {root}
+        while waiting:
+            node = waiting.pop()
+            for following, _ in node.next_functions:
+                name = self._parts.get(id(getattr(following, "variable", None)))
+                if name is not None:
+                    yield node, name
+                elif following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+
+
+def _next_number() -> int:
+    """Return the number that autograd gives to the next node of this thread."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+    number: int = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
+    return number
+
+
+def parts_of(model: nn.Module, local: LocalModel) -> dict[int, str]:
+    """Return the names of the parameters of which this rank has a part, by ``id``.
+
+    Args:
+        model: The user's model, split.
+        local: What is here of it.
+    """
+    names = NamedTensors.of(model).name_of
+    shapes = local.whole_shapes(model)
+    return {
+        id(each): names[id(each)]
+        for each in model.parameters()
+        if not is_absent(each) and tuple(each.shape) != shapes[names[id(each)]]
+    }
+
+
+def check_copies(model: nn.Module, local: LocalModel, replica: Axis) -> None:
+    """Raise on all ranks of a replica if what several of them hold of parameters differs.
+
+    Args:
+        model: The user's model, split.
+        local: What is here of it.
+        replica: The ranks.
+
+    Raises:
+        GradientError: If so, naming parameters and ranks.
+
+    Collective: the ranks.
+    """
+    names = NamedTensors.of(model).name_of
+    own = {}
+    for parameter in model.parameters():
+        name = names[id(parameter)]
+        split = local.splits.get(name)
+        if not is_absent(parameter) and (split is None or split.is_shared):
+            own[name, None if split is None else split.ranges] = digest(parameter)
+    seen: dict[Any, dict[bytes, list[int]]] = {}
+    for rank, found in zip(replica.ranks, collectives.all_gather_object(own, replica.group), strict=True):
+        for key, value in found.items():
+            seen.setdefault(key, {}).setdefault(value, []).append(rank)
+    apart = {name: list(by.values()) for (name, _), by in seen.items() if len(by) > 1}
+    if not apart:
+        return
+    listed = [
+        f"'{name}' (rank {' against rank '.join(', '.join(map(str, ranks)) for ranks in by)})"
+        for name, by in list(apart.items())[:_MOST_LISTED]
+    ]
+    more = f" and {len(apart) - _MOST_LISTED} more" if len(apart) > _MOST_LISTED else ""
+    msg = (
+        f"After the first step {len(apart)} parameter(s) differ between ranks that hold the same: {', '.join(listed)}"
+        f"{more}. These ranks have computed with other random numbers or other data, or the script has changed values "
+        "or gradients on some of them only."
+    )
+    raise GradientError(msg)

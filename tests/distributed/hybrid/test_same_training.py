@@ -1,0 +1,160 @@
+"""Ranks that compute the same train the same, or raise: frozen parameters, penalties, random numbers, values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from booster_core import Booster
+from booster_core.errors import ConfigError, GradientError
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_testing import expect_on_ranks, run_on_ranks
+
+SIZE = 8
+TENSOR = {"tp_size": 2}
+GATHERED = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
+RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, hidden):
+        heads = self.qkv(hidden).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Drops by a function, of which no module tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention, self.probability = nn.LayerNorm(SIZE), Attention(), 0.0
+
+    def forward(self, hidden):
+        return hidden + functional.dropout(self.attention(self.norm(hidden)), self.probability, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, SIZE)
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens):
+        hidden = self.tokens(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+POLICY = ShardingPolicy(
+    rules=(
+        ModuleRule("blocks.*.attention.qkv", Style.COLUMN, 2, num_blocks=3),
+        ModuleRule("blocks.*.attention.out", Style.ROW, 2),
+    ),
+    layers=("blocks",),
+)
+
+
+def boost(options, probability=0.0):
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        block.probability = probability
+    tokens = torch.arange(24).view(2, 12) % 16
+    booster = Booster("cpu", plugin=HybridParallelPlugin(custom_policy=POLICY, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader([{"tokens": each} for each in tokens], batch_size=2)
+    return booster, booster.boost(model, optimizer, dataloader=loader), model, tokens
+
+
+def step(booster, boosted, tokens, penalty=0.0):
+    booster.backward(boosted.model(tokens).square().mean() + penalty, boosted.optimizer)
+    boosted.optimizer.step()
+    boosted.optimizer.zero_grad()
+
+
+def freeze_on_one(options):
+    booster, boosted, model, tokens = boost(options)
+    step(booster, boosted, tokens)
+    model.blocks[1].norm.requires_grad_(dist.get_rank() == 1)
+    step(booster, boosted, tokens)
+
+
+@pytest.mark.parametrize("options", [TENSOR, GATHERED, RING], ids=["tp", "split_gather", "ring"])
+def test_what_is_frozen_on_one_rank_alone_raises_on_both(options):
+    message = r"'blocks\.1\.norm\.weight' is frozen on rank 0 and trained on rank 1"
+    expect_on_ranks(ConfigError, message, freeze_on_one, 2, options)
+
+
+def freeze_and_thaw():
+    booster, boosted, model, tokens = boost(GATHERED)
+    for is_frozen in (True, False):
+        model.blocks[1].norm.requires_grad_(not is_frozen)
+        step(booster, boosted, tokens)
+
+
+def test_what_is_frozen_and_thawed_on_all_ranks_trains():
+    run_on_ranks(freeze_and_thaw, 2)
+
+
+def penalize(names, options):
+    booster, boosted, model, tokens = boost({**TENSOR, **options})
+    step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names))
+
+
+def test_a_penalty_on_a_part_of_a_parameter_raises():
+    message = r"reads parameter 'blocks\.0\.attention\.out\.weight' outside .*`weight_decay`"
+    names = ["tokens.weight", "blocks.0.attention.out.weight"]
+    expect_on_ranks(ConfigError, message, penalize, 2, names, {})
+    run_on_ranks(penalize, 2, names[:1], {})
+    run_on_ranks(penalize, 2, names, {"unchecked": "allow"})
+
+
+def change_on_one():
+    booster, boosted, model, tokens = boost(TENSOR)
+    with torch.no_grad():
+        model.blocks[0].norm.bias.add_(1e-6 * dist.get_rank())
+    step(booster, boosted, tokens)
+
+
+def test_copies_that_differ_after_the_first_step_raise():
+    message = r"'blocks\.0\.norm\.bias' \(rank 0 against rank 1\)"
+    expect_on_ranks(GradientError, message, change_on_one, 2)
+
+
+def drop(options, begins_at, is_seeded):
+    """Train with dropout from a step on, where ranks have other generators; return what both ranks hold then."""
+    booster, boosted, model, tokens = boost(options)
+    torch.manual_seed(7 + dist.get_rank())
+    for index in range(3):
+        if index == begins_at:
+            for block in model.blocks:
+                block.probability = 0.3
+            if is_seeded:
+                torch.manual_seed(7)
+        step(booster, boosted, tokens)
+    return {name: value.clone() for name, value in model.state_dict().items() if "attention" not in name}
+
+
+@pytest.mark.parametrize(
+    ("options", "begins_at", "is_seeded"),
+    [(TENSOR, 0, False), (TENSOR, 1, True), (GATHERED, 0, False)],
+    ids=["tp", "tp-later", "split_gather"],
+)
+def test_dropout_by_a_function_keeps_ranks_alike(options, begins_at, is_seeded):
+    first, second = run_on_ranks(drop, 2, options, begins_at, is_seeded)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_dropout_that_begins_later_raises_where_ranks_draw_apart():
+    expect_on_ranks(ConfigError, "has begun to draw random numbers", drop, 2, TENSOR, 1, False)
