@@ -64,9 +64,14 @@ class TestTwoGroups(PluginConformance):
         try:
             found = run_on_ranks(function, size, *of_first, **settings)
         finally:
-            found_by_other = other.result(150)
-        assert_equal(found, found_by_other)
+            self.of_second = other.result(150)
+        assert_equal(found, self.of_second)
         return found
+
+    def test_plain_data_loader_is_split_between_ranks(self):
+        """Between those of both groups."""
+        seen = self.results_of("loader") + self.of_second
+        assert sorted(sample for of_rank in seen for sample in of_rank) == list(range(12 * self.world_size))
 
 
 def assert_equal(one, other):
