@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_runtime.collectives.transports import native
+from booster_runtime.collectives import transport
 from booster_testing import run_on_ranks
 
 
@@ -18,13 +18,13 @@ def exchange(bounds):
     """Return what this rank gets of a sum, a gather and an exchange."""
     rank, size, numel = dist.get_rank(), dist.get_world_size(), bounds[-1]
     out = torch.ones(bounds[rank + 1] - bounds[rank])
-    native.reduce_scatter(values_of(rank, numel), bounds, out, None, scale=0.5, accumulate=True).wait()
+    transport.reduce_scatter_by_torch(values_of(rank, numel), bounds, out, None, scale=0.5, accumulate=True).wait()
     buffer = values_of(rank, numel).clone()
     if bounds[1] - bounds[0] == bounds[2] - bounds[1]:  # gloo gathers nothing else
-        native.all_gather(buffer, bounds, None).wait()
+        transport.all_gather_by_torch(buffer, bounds, None).wait()
     length = bounds[rank + 1] - bounds[rank]
     received = torch.zeros(length * size)
-    native.all_to_all(
+    transport.all_to_all_by_torch(
         values_of(rank, numel), bounds, received, [length * each for each in range(size + 1)], None
     ).wait()
     return out, buffer, received

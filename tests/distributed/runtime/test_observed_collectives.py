@@ -28,9 +28,9 @@ def call_all():
     results = []
     collectives.reduce_scatter(source, bounds, out).wait()
     results.append(out.tolist())
-    collectives.reduce_scatter_parts([(0, source[:2]), (2, source[2:])], bounds, out).wait()
+    collectives.reduce_scatter([(0, source[:2]), (2, source[2:])], bounds, out).wait()
     results.append(out.tolist())
-    collectives.reduce_scatter_rows(source.view(2, 2), bounds, out).wait()
+    collectives.reduce_scatter([(0, source.view(2, 2))], bounds, out).wait()
     results.append(out.tolist())
     for start in (
         lambda buffer: collectives.all_gather(buffer, bounds),
@@ -58,8 +58,8 @@ def test_collectives_are_shown_with_their_sizes():
     for rank, seen in enumerate(run_on_ranks(observe, 2)):
         sent = 4 if rank == 0 else 12  # all but the own slice, of 3 elements and 1
         calls = [
-            ("reduce_scatter", 16, sent), ("reduce_scatter_parts", 16, sent), ("reduce_scatter_rows", 16, 0),
-            ("all_gather", 16, sent), ("all_reduce", 16, 16), ("broadcast", 16, 16), ("all_to_all", 16, 8),
+            *[("reduce_scatter", 16, sent)] * 3, ("all_gather", 16, sent),
+            ("all_reduce", 16, 16), ("broadcast", 16, 16), ("all_to_all", 16, 8),
         ]  # fmt: skip
         # Each is shown when it starts, and again, without bytes, when it is waited for.
         expected = [shown for call in calls for shown in (call, (call[0], 0, 0))]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from booster_runtime import collectives
-from booster_runtime.collectives.transports.rows import touched_rows
+from booster_runtime.collectives.rows import touched_rows
 from booster_testing import run_on_ranks
 
 ROWS, WIDTH = 40, 7
@@ -51,9 +51,8 @@ def differing_sums():
                         before = torch.randn(bounds[rank + 1] - bounds[rank], dtype=torch.float64).to(out_dtype)
                         outs = [before.clone(), before.clone()]
                         settings = {"scale": 1.0 / size, "accumulate": accumulate}
-                        parts = [(0, matrix.view(-1))]
-                        collectives.reduce_scatter_parts(parts, bounds, outs[0], **settings).wait()
-                        collectives.reduce_scatter_rows(matrix, bounds, outs[1], **settings).wait()
+                        for part, out in zip((matrix.view(-1), matrix), outs, strict=True):
+                            collectives.reduce_scatter([(0, part)], bounds, out, **settings).wait()
                         if not torch.equal(*outs):
                             wrong.append((width, tuple(bounds), name, dtype, out_dtype, accumulate))
     return wrong
@@ -65,13 +64,35 @@ def test_sums_of_rows_have_the_bits_of_whole_sums(num_ranks):
         assert wrong == []
 
 
+def parts_of_both_kinds():
+    """Return whether a sum of parts, some of which are matrices, has the bits of a sum of flat parts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    few, many = term("own", torch.float32, WIDTH), term("all on one", torch.float32, WIDTH)
+    flat = torch.randn(50, generator=torch.Generator().manual_seed(rank))
+    parts = [(2, flat), (56, few), (56 + few.numel(), many)]
+    end = 60 + 2 * few.numel()
+    equal = []
+    for bounds in ((0, *(53,) * (size - 1), end), (0, *range(60, 60 + 200 * (size - 1), 200), end)):
+        outs = [torch.full((bounds[rank + 1] - bounds[rank],), 7.0) for _ in range(2)]
+        collectives.reduce_scatter(parts, bounds, outs[0], scale=0.5).wait()
+        flattened = [(offset, part.view(-1)) for offset, part in parts]
+        collectives.reduce_scatter(flattened, bounds, outs[1], scale=0.5).wait()
+        equal.append(torch.equal(*outs))
+    return equal
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_parts_may_be_flat_and_matrices(num_ranks):
+    assert run_on_ranks(parts_of_both_kinds, num_ranks) == [[True, True]] * num_ranks
+
+
 def not_finite():
     """Return the sum of a row with NaN and infinities, and how many elements of other rows are not zero."""
     matrix = torch.zeros(ROWS, WIDTH)
     matrix[5, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     share = ROWS * WIDTH // 2
     out = torch.ones(share)
-    collectives.reduce_scatter_rows(matrix, (0, share, 2 * share), out).wait()
+    collectives.reduce_scatter([(0, matrix)], (0, share, 2 * share), out).wait()
     return out
 
 
@@ -92,7 +113,9 @@ def underway_together():
     share = ROWS * WIDTH // size
     bounds = range(0, size * share + 1, share)
     outs = [torch.empty(share) for _ in matrices]
-    pending = [collectives.reduce_scatter_rows(matrix, bounds, out) for matrix, out in zip(matrices, outs, strict=True)]
+    pending = [
+        collectives.reduce_scatter([(0, matrix)], bounds, out) for matrix, out in zip(matrices, outs, strict=True)
+    ]
     for each in pending if rank else reversed(pending):
         each.wait()
     for matrix in matrices:
@@ -129,7 +152,7 @@ def bytes_sent(num_touched):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counting)
         bounds = range(0, rows * width + 1, share)
-        collectives.reduce_scatter_rows(matrix, bounds, torch.empty(share)).wait()
+        collectives.reduce_scatter([(0, matrix)], bounds, torch.empty(share)).wait()
     return sum(sent)
 
 

@@ -38,7 +38,7 @@ def samples(number, rank):
 @contextlib.contextmanager
 def noted(events):
     """Note each reduction into shards and each average over replicas as it is started."""
-    names = ("reduce_scatter", "reduce_scatter_parts", "all_reduce")
+    names = ("reduce_scatter", "all_reduce")
     originals = {name: getattr(collectives, name) for name in names}
 
     def noting(name):

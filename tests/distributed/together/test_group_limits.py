@@ -9,7 +9,7 @@ import torch.distributed as dist
 from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime.collectives.transports.time_limit import timeout_of
+from booster_runtime.collectives.groups import timeout_of
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMLP, tiny_llama
 from booster_zero import LowLevelZeroPlugin

@@ -122,7 +122,7 @@ def communicate(mailbox=None):
         collectives.all_to_all(same, halves, exchanged, halves).wait()
         collectives.all_reduce(reduced, dist.ReduceOp.SUM).wait()
         collectives.broadcast(sent).wait()
-        collectives.reduce_scatter_parts([(2, values[2:5])], halves, torch.zeros(4)).wait()
+        collectives.reduce_scatter([(2, values[2:5])], halves, torch.zeros(4)).wait()
         objects = collectives.all_gather_object("same")
     traffic = {kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in ledger.traffic.items()}
     start = halves[rank]

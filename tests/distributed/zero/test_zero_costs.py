@@ -45,7 +45,7 @@ def bytes_moved(micro_batches, stage):
     """Return the bytes that this rank sends in each kind of collective, in one step."""
     booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
     train(booster, model, optimizer, 64)
-    rank, sent = dist.get_rank(), {"reduce_scatter_parts": 0, "all_gather": 0, "all_reduce": 0, "broadcast": 0}
+    rank, sent = dist.get_rank(), {"reduce_scatter": 0, "all_gather": 0, "all_reduce": 0, "broadcast": 0}
     originals = {name: getattr(collectives, name) for name in sent}
 
     def counting(name):
@@ -53,7 +53,7 @@ def bytes_moved(micro_batches, stage):
             if name == "all_gather":
                 low, high = args[0][rank : rank + 2]
                 sent[name] += (high - low) * (dist.get_world_size() - 1) * tensor.element_size()
-            elif name == "reduce_scatter_parts":
+            elif name == "reduce_scatter":
                 low, high = args[0][rank : rank + 2]
                 for offset, part in tensor:
                     own = max(0, min(offset + part.numel(), high) - max(offset, low))
@@ -80,7 +80,7 @@ def test_a_step_moves_as_many_bytes_as_an_all_reduce(world_size, stage):
     model_bytes = 3 * 64 * 64 * 4
     one_way = model_bytes * (world_size - 1) // world_size
     for sent in run_on_ranks(bytes_moved, world_size, 1, stage):
-        assert (sent["reduce_scatter_parts"], sent["all_gather"]) == (one_way, one_way)
+        assert (sent["reduce_scatter"], sent["all_gather"]) == (one_way, one_way)
         assert sent["all_reduce"] == 3, "one byte for each parameter says whether any rank used it"
         assert sent["broadcast"] == 0
 
@@ -125,7 +125,7 @@ def test_between_hosts_a_step_sends_as_many_bytes_as_an_all_reduce(world_size, s
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 3)])
 def test_stage_1_moves_gradients_once_however_many_micro_batches(stage, reductions):
     for sent in run_on_ranks(bytes_moved, 2, 3, stage):
-        assert sent["reduce_scatter_parts"] == reductions * 3 * 64 * 64 * 4 // 2
+        assert sent["reduce_scatter"] == reductions * 3 * 64 * 64 * 4 // 2
 
 
 def state_bytes():
@@ -151,19 +151,19 @@ def gradient_bytes(stage, bucket_bytes):
     booster, model, optimizer = boost(make(256, 12), stage=stage, bucket_bytes=bucket_bytes)
     train(booster, model, optimizer, 256)
     model_bytes = 12 * 256 * 256 * 4
-    original, refs, peaks = collectives.reduce_scatter_parts, [], []
+    original, refs, peaks = collectives.reduce_scatter, [], []
 
     def counting(parts, *args, **kwargs):
         refs.extend(weakref.ref(part) for _, part in parts)
         peaks.append(sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None))
         return original(parts, *args, **kwargs)
 
-    collectives.reduce_scatter_parts = counting
+    collectives.reduce_scatter = counting
     try:
         for _ in range(2):
             train(booster, model, optimizer, 256, no_sync=True)
     finally:
-        collectives.reduce_scatter_parts = original
+        collectives.reduce_scatter = original
     full = sum(p.grad.numel() * 4 for p in model.unwrap().parameters() if type(p.grad) is torch.Tensor)  # no stand-in
     full += sum(part.numel() * 4 for part in (ref() for ref in refs) if part is not None)
     shards = sum(bucket.gradient.numel() * 4 for bucket in optimizer.layout.buckets)

@@ -143,7 +143,7 @@ def test_replicas_equal_one_process():
 def repeated_with_delays():
     """Train again and again while messages are started and awaited at random moments."""
     chance = random.Random(dist.get_rank())
-    original = collectives.reduce_scatter_parts, collectives.all_gather
+    original = collectives.reduce_scatter, collectives.all_gather
 
     def late(call):
         def run(*args, **kwargs):
@@ -153,7 +153,7 @@ def repeated_with_delays():
         return run
 
     undisturbed = {stage: boosted("adamw", {"stage": stage, "bucket_bytes": 64}, steps=2) for stage in (1, 2)}
-    collectives.reduce_scatter_parts, collectives.all_gather = map(late, original)
+    collectives.reduce_scatter, collectives.all_gather = map(late, original)
     try:
         for repetition in range(20):
             stage = 1 + repetition % 2
@@ -163,7 +163,7 @@ def repeated_with_delays():
             assert norms == undisturbed[stage][1]
             assert all(torch.equal(parameters[name], tensor) for name, tensor in undisturbed[stage][2].items())
     finally:
-        collectives.reduce_scatter_parts, collectives.all_gather = original
+        collectives.reduce_scatter, collectives.all_gather = original
 
 
 def test_delays_and_overlap_do_not_change_a_bit():

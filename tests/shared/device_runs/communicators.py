@@ -1,6 +1,6 @@
 """Collectives over a communicator of one rank, which has the calls, formats and streams of larger ones.
 
-`booster_runtime.collectives` sends nothing in a world of one: these cases call the transport for several ranks.
+`booster_runtime.collectives` sends nothing in a world of one: these cases make the calls of several ranks.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster_runtime.collectives import new_groups
-from booster_runtime.collectives.transports import native
-from booster_runtime.collectives.transports.torch import TorchTransport
+from booster_runtime.collectives import new_groups, transport
 from device_runs.parts import Part, case_of
 from device_runs.small import spin
 
@@ -33,36 +31,36 @@ def move(setting: Setting) -> None:
         for dtype in MOVED:
             values = _values(dtype, setting.device)
             gathered = values.clone()
-            native.all_gather(gathered, range(0, NUMEL + 1, NUMEL), group).wait()
+            transport.all_gather_by_torch(gathered, range(0, NUMEL + 1, NUMEL), group).wait()
             _assert_equal(gathered, values, f"all_gather of {dtype}")
             # Torch's call for slices of different lengths, which a single rank has only by itself.
             slices = [torch.empty_like(values)]
             dist.all_gather(slices, values, group=group, async_op=True).wait()
             _assert_equal(slices[0], values, f"all_gather of {dtype} into slices")
             received = torch.empty_like(values)
-            native.all_to_all(values, [0, NUMEL], received, [0, NUMEL], group).wait()
+            transport.all_to_all_by_torch(values, [0, NUMEL], received, [0, NUMEL], group).wait()
             _assert_equal(received, values, f"all_to_all of {dtype}")
-            transport = TorchTransport(group)
             sent = values.clone()
-            transport.broadcast(sent).wait()
+            dist.broadcast(sent, group=group, group_src=0, async_op=True).wait()
             _assert_equal(sent, values, f"broadcast of {dtype}")
 
 
 def reduce(setting: Setting) -> None:
     """Reduce every format that is summed, scaled and added to what is there; fp16 by an average."""
     for group in (dist.group.WORLD, dist.new_group([0])):
-        transport = TorchTransport(group)
         for dtype in SUMMED:
             values = _values(dtype, setting.device)
             for scale, accumulate in ((1.0, False), (0.5, True)):
                 for bounds in (range(0, NUMEL + 1, NUMEL), [0, NUMEL]):
                     out = torch.ones(NUMEL, dtype=torch.float32, device=setting.device)
-                    native.reduce_scatter(values, bounds, out, group, scale=scale, accumulate=accumulate).wait()
+                    transport.reduce_scatter_by_torch(
+                        values, bounds, out, group, scale=scale, accumulate=accumulate
+                    ).wait()
                     expected = values.float() * scale + (1.0 if accumulate else 0.0)
                     _assert_equal(out, expected, f"reduce_scatter of {dtype} by {scale}, accumulate={accumulate}")
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
                 reduced = values.clone()
-                transport.all_reduce(reduced, op).wait()
+                dist.all_reduce(reduced, op, group=group, async_op=True).wait()
                 _assert_equal(reduced, values, f"all_reduce of {dtype} by {op}")
             slices = [values[:NUMEL]]
             own = torch.empty_like(values)
@@ -71,7 +69,7 @@ def reduce(setting: Setting) -> None:
         for dtype in (torch.int64, torch.uint8):
             reduced = _values(dtype, setting.device)
             expected = reduced.clone()
-            transport.all_reduce(reduced, dist.ReduceOp.MAX).wait()
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group, async_op=True).wait()
             _assert_equal(reduced, expected, f"all_reduce of {dtype}")
 
 
@@ -87,7 +85,7 @@ def wait_on_another_stream(setting: Setting) -> None:
         with setting.module.stream(producer):
             spin(setting)
             source = values + 1
-            pending = native.reduce_scatter(source, [0, NUMEL], out, group, scale=1.0, accumulate=False)
+            pending = transport.reduce_scatter_by_torch(source, [0, NUMEL], out, group, scale=1.0, accumulate=False)
         with setting.module.stream(reader):
             pending.wait()
             seen = out * 2
@@ -102,7 +100,7 @@ def make_groups(setting: Setting) -> None:
     for number in range(8):
         group = dist.new_group([0])
         values = torch.full((8,), float(number), device=setting.device)
-        TorchTransport(group).all_reduce(values, dist.ReduceOp.SUM).wait()
+        dist.all_reduce(values, dist.ReduceOp.SUM, group=group, async_op=True).wait()
         _assert_equal(values, torch.full_like(values, float(number)), f"all_reduce in group {number}")
         if setting.is_real:
             dist.destroy_process_group(group)

@@ -74,10 +74,6 @@ TARGETS = {
         "booster_core.state.regions",
         ("core/test_state_regions.py",),
     ),
-    "runtime/flat": Target(
-        "booster_runtime.collectives.flat",
-        ("runtime/test_flat_ranges.py",),
-    ),
     "checkpoint/owners": Target(
         "booster_checkpoint.save.owners",
         ("checkpoint/test_owner_windows.py",),
@@ -115,7 +111,7 @@ TARGETS = {
     ),
     "runtime/sums": Target(
         "booster_runtime.collectives.sums",
-        ("runtime/test_sums.py",),
+        ("runtime/test_sums.py", "runtime/test_flat_ranges.py"),
     ),
     # pipeline schedules
     "hybrid/schedule": Target(

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives.settings import checks_collectives
+from booster_runtime.collectives.agreement import checks_collectives
 from booster_runtime.collectives.sums import combine_into, sum_into
 from booster_runtime.hooks import before_launch
 

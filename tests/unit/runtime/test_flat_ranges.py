@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from booster_runtime.collectives.flat import overlaps
+from booster_runtime.collectives.sums import overlaps
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=5), st.integers(0, 30), st.integers(0, 30))

@@ -30,8 +30,6 @@ _RANGES = {
     "all_gather_object": "gather",
     "all_reduce": "reduce",
     "reduce_scatter": "reduce",
-    "reduce_scatter_parts": "reduce",
-    "reduce_scatter_rows": "reduce",
     "gather of parameters": "gather",
     "reduction of gradients": "reduce",
 }

@@ -1,6 +1,6 @@
 """The one door to collectives on flat buffers.
 
-They travel by `torch.distributed`; see `booster_runtime.collectives.transports`. The environment variable
+They travel by `torch.distributed`; see `booster_runtime.collectives.transport`. The environment variable
 ``BOOSTER_DEBUG=collectives`` compares every call between ranks before it runs.
 
 On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a result depends neither on timing nor on
@@ -19,12 +19,10 @@ import torch.distributed as dist
 from booster_core.errors import MismatchError
 from booster_core.ranks import OBSERVERS
 from booster_runtime.collectives.groups import new_groups
-from booster_runtime.collectives.pending import Pending
+from booster_runtime.collectives.pending import WAITS, Pending
 from booster_runtime.collectives.sums import sum_into
-from booster_runtime.collectives.transports import transport_of
-from booster_runtime.collectives.transports.observed import ObservedTransport
-from booster_runtime.collectives.transports.torch import TorchTransport
-from booster_runtime.collectives.waits import WAITS
+from booster_runtime.collectives.transport import transport_of
+from booster_runtime.collectives.watched import WatchedTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from booster_runtime.collectives.transports import Transport
+    from booster_runtime.collectives.transport import Transport
 
 __all__ = [
     "WAITS",
@@ -45,117 +43,44 @@ __all__ = [
     "broadcast",
     "new_groups",
     "reduce_scatter",
-    "reduce_scatter_parts",
-    "reduce_scatter_rows",
     "sum_into",
 ]
 
 
 def reduce_scatter(
-    source: Tensor,
+    source: Tensor | Sequence[tuple[int, Tensor]],
     bounds: Sequence[int],
     out: Tensor,
     group: ProcessGroup | None = None,
     *,
     scale: float = 1.0,
     accumulate: bool = False,
+    scratch: Tensor | None = None,
 ) -> Pending:
     """Start summing a flat buffer over ranks; each rank receives its slice of the sum.
 
     Args:
-        source: Shape ``(bounds[-1],)``, contiguous; sent in its dtype, and not changed.
-        bounds: Start and end of each slice, one entry more than ranks.
-        out: This rank's slice of the sum, any floating dtype; written by ``wait``. On the CPU narrow dtypes are summed
-            in fp32, in rank order; on devices by the backend, in the dtype of ``source``. In fp16 it averages, which
-            does not overflow.
+        source: The buffer, sent in its dtype and not changed: shape ``(bounds[-1],)``, contiguous; or, on the CPU, the
+            parts in which it is stored, so that nobody copies them together. A part is its offset in the buffer and
+            its values, contiguous, all of one dtype. Parts don't overlap; offsets and shapes are the same on every
+            rank. Of a part of two dimensions a rank sends just the rows that are not zero, where they are at most a
+            quarter: what is not zero is found by looking, so that it holds whatever a model does with it.
+        bounds: Start and end of each slice, one entry more than ranks; may end beyond the parts.
+        out: This rank's slice of the sum, any floating dtype; written by ``wait``. Elements that no part covers keep
+            their values. On the CPU narrow dtypes are summed in fp32, in rank order; on devices by the backend, in the
+            dtype of ``source``. In fp16 it averages, which does not overflow.
         group: The ranks that take part; ``None`` for all.
         scale: Multiplies the sum.
         accumulate: Add to ``out`` instead of replacing it.
+        scratch: On the CPU, 1-D memory of the source's dtype to receive into; leave it alone until ``wait`` has
+            returned. Fresh memory costs as much as a copy. What does not fit is allocated.
 
     Returns:
         The pending operation. Wait for it before you read ``out`` or write ``source``.
 
     Collective: every rank of ``group``, in the same order among calls of this module.
     """
-    return _transport(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate)
-
-
-def reduce_scatter_parts(
-    parts: Sequence[tuple[int, Tensor]],
-    bounds: Sequence[int],
-    out: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    scratch: Tensor | None = None,
-) -> Pending:
-    """Start summing, over ranks, a flat buffer that is stored in parts, without copying them together.
-
-    Args:
-        parts: Offset in the buffer and values of each part: 1-D, contiguous, on the CPU, all of one dtype. Parts don't
-            overlap; offsets and lengths are the same on every rank.
-        bounds: Start and end of each slice, one entry more than ranks.
-        out: This rank's slice of the sum, on the CPU. Elements that no part covers keep their values.
-        group: The ranks that take part; ``None`` for all.
-        scale: Multiplies the sum.
-        accumulate: Add to ``out`` instead of replacing it.
-        scratch: 1-D memory of the parts' dtype to receive into; leave it alone until ``wait`` has returned. Fresh
-            memory costs as much as a copy. What does not fit is allocated.
-
-    Returns:
-        The pending operation. Wait for it before you read ``out`` or write the parts.
-
-    Collective: every rank of ``group``, in the same order among calls of this module.
-    """
-    return _transport(group).reduce_scatter_parts(
-        parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
-    )
-
-
-def reduce_scatter_rows(
-    matrix: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    scratch: Tensor | None = None,
-) -> Pending:
-    """Start summing, over ranks, a matrix most of whose rows may be zero on each rank; to the same bits as any other.
-
-    Just the other rows are sent, where they are at most a quarter. What is not zero is found by looking, so that it
-    holds whatever a model does with the matrix.
-
-    Args:
-        matrix: Shape ``(rows, width)``, contiguous, on the CPU; equal shapes on every rank.
-        bounds: Start and end of each slice of the flattened matrix, one entry more than ranks; may end beyond it.
-        out: As for `reduce_scatter_parts`.
-        group: The ranks that take part; ``None`` for all.
-        scale: Multiplies the sum.
-        accumulate: Add to ``out`` instead of replacing it.
-        scratch: As for `reduce_scatter_parts`, where all rows are sent.
-
-    Returns:
-        The pending operation. Wait for it before you read ``out`` or write ``matrix``.
-
-    Collective: every rank of ``group``, in the same order among calls of this module.
-    """
-    transport = transport_of(group)
-    if isinstance(transport, TorchTransport):
-        if not OBSERVERS:
-            return transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate)
-        return ObservedTransport(transport, group).start(
-            "reduce_scatter_rows",
-            matrix.nbytes,
-            0,  # as much as its rows say, which only the operation looks at
-            lambda: transport.reduce_scatter_rows(matrix, bounds, out, scale=scale, accumulate=accumulate),
-        )
-    parts = [(0, matrix.view(-1))]
-    return _transport(group).reduce_scatter_parts(
-        parts, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
-    )
+    return _transport(group).reduce_scatter(source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch)
 
 
 def all_gather(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None = None) -> Pending:
@@ -237,6 +162,6 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any
 
 
 def _transport(group: ProcessGroup | None) -> Transport:
-    """Return the transport of a group, which shows what it does to those who observe this process."""
+    """Return the transport of a group, watched where somebody does."""
     transport = transport_of(group)
-    return ObservedTransport(transport, group) if OBSERVERS else transport
+    return WatchedTransport(transport, group) if OBSERVERS or transport.agreement is not None else transport

@@ -1,4 +1,7 @@
-"""Reductions of tensors from several ranks: in rank order, and in fp32 where the dtype is narrow."""
+"""Reductions of tensors from several ranks: in rank order, and in fp32 where the dtype is narrow.
+
+A flat buffer may be stored in parts: offset in the buffer, and values.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,19 @@ def combine_into(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
 def scale_of(op: Any, size: int) -> float:
     """Return the factor that turns a sum over ``size`` ranks into the result of ``op``."""
     return 1.0 / size if op == dist.ReduceOp.AVG else 1.0
+
+
+def overlaps(parts: Sequence[tuple[int, Tensor]], low: int, high: int) -> list[tuple[int, Tensor]]:
+    """Return the pieces of the parts that fall into a range of the buffer, each with its offset in the buffer.
+
+    Args:
+        parts: Offset in the buffer and values of each part.
+        low: First element of the range.
+        high: One past its last element.
+    """
+    found = []
+    for offset, part in parts:
+        start, stop = max(offset, low), min(offset + part.numel(), high)
+        if start < stop:
+            found.append((start, part[start - offset : stop - offset]))
+    return found

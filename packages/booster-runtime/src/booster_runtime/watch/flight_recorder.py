@@ -3,7 +3,7 @@
 Torch keeps a record of the last collectives of each backend: group, number, operation, dtypes and sizes. A summary, the
 numbers of the last collectives that were begun and completed, takes 10 to 25 us. All entries take 50 ms, in which other
 threads stand still, so they are read only when the summary has stood still for seconds. Sends, receives,
-``monitored_barrier`` and ``new_group`` are not recorded; see `booster_runtime.collectives.waits`.
+``monitored_barrier`` and ``new_group`` are not recorded; see `booster_runtime.collectives.pending`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import PROGRESS
-from booster_runtime.collectives.waits import WAITS
+from booster_runtime.collectives.pending import WAITS
 from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
 from booster_runtime.watch.sockets import describe_loss, encode, say, shorten
 from booster_runtime.watch.uncaught import is_consequence, report_uncaught

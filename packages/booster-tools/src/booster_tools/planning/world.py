@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster_core.ranks import Outcome, close_world, current_world, open_world, set_world
-from booster_runtime.collectives.transports import AloneTransport, choose, made_by
+from booster_core.ranks import Outcome, close_world, current_world, observed_by, open_world, set_world
+from booster_runtime.collectives.transport import Transport, made_by
 from booster_runtime.memory import host_stands_for_device
 from booster_tools.planning.aside import groups_set_aside
 from booster_tools.planning.hollow import Watching
 from booster_tools.planning.ledger import Ledger
-from booster_tools.planning.transport import CountingTransport, SilentTransport
+from booster_tools.planning.transport import SilentTransport
 from booster_tools.verification.run import random_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
-    from booster_runtime.collectives.transports import Transport
+    from booster_core.ranks import ObservedCall
     from booster_tools.planning.mail import Mailbox
 
 
@@ -39,18 +40,22 @@ _run: ContextVar[_Run] = ContextVar("booster planned rank")
 """Of the thread that runs."""
 
 
+class _Counting:
+    """Counts each collective as a whole, whatever messages a transport makes of it."""
+
+    def during(self, call: ObservedCall) -> AbstractContextManager[object]:
+        """Return a context in which the messages of a collective are not counted one by one."""
+        run = _run.get(None)
+        if run is None or call.group is None or dist.get_world_size(call.group) == 1:
+            return contextlib.nullcontext()
+        if call.payload_bytes:  # the wait for it has none, and objects are not counted, as their sizes differ
+            run.ledger.communicate(call.name, call.payload_bytes, call.sent_bytes)
+        return run.mode.quiet()
+
+
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
     """Let communication and resized storages be counted in every thread that is `watching`."""
-
-    def make(group: ProcessGroup) -> Transport:
-        run = _run.get()
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if size == 1:
-            return AloneTransport()
-        inner = choose(group) if run.mailbox is None else SilentTransport(rank, size)
-        return CountingTransport(inner, run.ledger, run.mode, rank, size)
-
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -62,7 +67,7 @@ def counted() -> Iterator[None]:
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment] # not dispatched
     try:
-        with made_by(make):
+        with observed_by(_Counting()):
             yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
@@ -89,7 +94,7 @@ def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
 def planning() -> Iterator[None]:
     """Let threads of this process be ranks of planned worlds, which `planned_world` opens."""
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
-    with random_state_kept(torch.device("cpu")), groups_set_aside(), counted():
+    with random_state_kept(torch.device("cpu")), groups_set_aside(), made_by(_make_silent), counted():
         dist.all_gather_object = _gather_object
         dist.broadcast_object_list = _broadcast_objects  # type: ignore[assignment] # takes the rest by name
         try:
@@ -119,6 +124,11 @@ def planned_world(world_size: int, mailbox: Mailbox, *, on_host: bool = False) -
     finally:
         set_world(world)  # another rank's may be the current one, where this one is abandoned
         close_world()
+
+
+def _make_silent(group: ProcessGroup) -> Transport:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return Transport(group) if size == 1 else SilentTransport(rank, size)
 
 
 class _Attended:

@@ -387,13 +387,8 @@ class Bucket(Shard):
     @property
     def scratch_numel(self) -> int:
         """Number of elements that `start_reduction` receives from other ranks."""
-        is_received = self.format.device.type == "cpu" and not self._has_rows
+        is_received = self.format.device.type == "cpu" and not self.format.is_table
         return (self.ranks.shard_size - 1) * self.numel if is_received else 0
-
-    @property
-    def _has_rows(self) -> bool:
-        """Whether the bucket is one table, of whose gradient most rows may be zero."""
-        return self.format.is_table and len(self.parameters) == 1
 
     def gradient_of(self, piece: BucketPiece) -> Tensor:
         """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""
@@ -481,13 +476,11 @@ class Bucket(Shard):
         target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
         scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares)
         if self.format.device.type == "cpu":
-            if self._has_rows:
-                matrix = self._outgoing.table(gradients, self.parameters[0].shape)
-                return collectives.reduce_scatter_rows(
-                    matrix, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
-                )
             parts = self._outgoing.parts(gradients)
-            return collectives.reduce_scatter_parts(
+            if self.format.is_table:
+                shapes = [parameter.shape for parameter in self.parameters]
+                parts = [(at, part.view(shape)) for (at, part), shape in zip(parts, shapes, strict=True)]
+            return collectives.reduce_scatter(
                 parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         source = self._outgoing.joined(self.plan.slots, gradients)

@@ -51,12 +51,6 @@ class Outgoing:
                 parts.append((slot.offset, self._zeros(slot.numel) if part is None else part))
         return parts
 
-    def table(self, gradients: Mapping[int, Tensor], shape: torch.Size) -> Tensor:
-        """Return the gradient of a bucket of one parameter, in a shape of two dimensions."""
-        (slot,) = self._plan.slots
-        gradient = gradients.get(slot.index)
-        return (self._zeros(slot.numel) if gradient is None else gradient).view(shape)
-
     def joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor]) -> Tensor:
         """Return the gradients of neighbouring slots in one tensor; of all slots with the padding at the end.
 

@@ -1,4 +1,4 @@
-"""Collectives by `torch.distributed`, over whichever backend the group has.
+"""How collectives travel: a `Transport` per process group, made when the group is first used.
 
 On the CPU, torch's reduce-scatter over gloo is an all-reduce, and its gathers copy. So slices are sent point to point,
 out of the sender's buffer and into views of the receiver's, and every rank adds them up itself: in rank order, and in
@@ -7,28 +7,29 @@ fp32 for narrow dtypes. On devices torch's own collectives do the work, and redu
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from booster_core.precision import NARROW
-from booster_runtime.collectives.flat import overlaps
+from booster_runtime.collectives.agreement import Agreement, agree_on_comparison
 from booster_runtime.collectives.pending import Pending
-from booster_runtime.collectives.sums import COMBINED, SUMMED, combine_into, scale_of, sum_into
-from booster_runtime.collectives.transports.native import all_gather, all_to_all, reduce_scatter
-from booster_runtime.collectives.transports.rows import RowExchange
-from booster_runtime.collectives.transports.stages import Stages
+from booster_runtime.collectives.rows import RowExchange
+from booster_runtime.collectives.stages import Stages
+from booster_runtime.collectives.sums import COMBINED, SUMMED, combine_into, overlaps, scale_of, sum_into
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG, _COMBINE_TAG, _SPREAD_TAG = range(7001, 7006)
-"""Tags of messages between two ranks; users send with the default tag 0. See `transports.rows` for two more."""
+"""Tags of messages between two ranks; users send with the default tag 0. See `rows` for two more."""
 
 SMALL_BYTES = 1 << 17
 """Tensors up to this size are sent whole to every rank. Measured on 2 and 4 ranks, that takes 0.3 to 0.9 of the time of
@@ -39,12 +40,17 @@ _BLOCK_NUMEL = 1 << 16
 """Sums are computed in blocks of this many elements, which stay in the cache between passes."""
 
 
-class TorchTransport:
-    """Collectives over `torch.distributed`.
+class Transport:
+    """The collectives of one process group: each method does what the function of its name in the package says.
 
     Args:
         group: The group; only a weak reference is kept, so that groups can be freed.
+
+    Attributes:
+        agreement: Compares calls between the ranks before they run; ``None`` where nobody asked for that.
     """
+
+    agreement: Agreement | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self._reference = weakref.ref(group)
@@ -57,17 +63,13 @@ class TorchTransport:
         assert group is not None, "the caller of a collective holds its group"
         return group
 
-    def reduce_scatter(
-        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
-    ) -> Pending:
-        """See `booster_runtime.collectives.reduce_scatter`."""
-        if source.device.type != "cpu":
-            return reduce_scatter(source, bounds, out, self._group, scale=scale, accumulate=accumulate)
-        return self.reduce_scatter_parts([(0, source)], bounds, out, scale=scale, accumulate=accumulate, scratch=None)
+    def _is_by_torch(self, tensor: Tensor) -> bool:
+        """Return whether torch's own collectives move a tensor."""
+        return tensor.device.type != "cpu" and self._size > 1
 
-    def reduce_scatter_parts(
+    def reduce_scatter(
         self,
-        parts: Sequence[tuple[int, Tensor]],
+        source: Tensor | Sequence[tuple[int, Tensor]],
         bounds: Sequence[int],
         out: Tensor,
         *,
@@ -75,7 +77,33 @@ class TorchTransport:
         accumulate: bool,
         scratch: Tensor | None,
     ) -> Pending:
-        """See `booster_runtime.collectives.reduce_scatter_parts`."""
+        """See `booster_runtime.collectives.reduce_scatter`."""
+        if isinstance(source, torch.Tensor):
+            if self._is_by_torch(source):
+                return reduce_scatter_by_torch(source, bounds, out, self._group, scale=scale, accumulate=accumulate)
+            source = [(0, source)]
+        matrices = [(offset, part) for offset, part in source if part.dim() == 2 and self._size > 1]
+        parts = [(offset, part.view(-1)) for offset, part in source if part.dim() < 2 or self._size == 1]
+        works, sums = self._send_parts(parts, bounds, out, scratch)
+        exchanges = []
+        for offset, matrix in matrices:
+            exchange, target = self._send_rows(offset, matrix, bounds, out)
+            # Not in `wait`, as in `_combine_slices`.
+            works.append(self._stages.add(exchange.start_receiving))
+            exchanges.append((exchange, target))
+
+        def add_up() -> None:
+            for target, terms in sums:
+                _sum_in_blocks(target, terms, scale=scale, accumulate=accumulate)
+            for exchange, target in exchanges:
+                exchange.add_up(target, scale=scale, accumulate=accumulate)
+
+        return Pending(works, add_up, keep=source)
+
+    def _send_parts(
+        self, parts: Sequence[tuple[int, Tensor]], bounds: Sequence[int], out: Tensor, scratch: Tensor | None
+    ) -> tuple[list[Any], list[tuple[Tensor, list[Tensor]]]]:
+        """Start sending slices of flat parts; return what to wait for, and what is to be summed then, and into what."""
         rank, size, low = self._rank, self._size, bounds[self._rank]
         own = overlaps(parts, low, bounds[rank + 1])
         received = _rooms(own, size - 1, scratch)
@@ -89,37 +117,25 @@ class TorchTransport:
                 self._send(part, receiver, _REDUCE_TAG)
                 for _, part in overlaps(parts, bounds[receiver], bounds[receiver + 1])
             ]
+        return works, sums
 
-        def add_up() -> None:
-            for target, terms in sums:
-                _sum_in_blocks(target, terms, scale=scale, accumulate=accumulate)
-
-        return Pending(works, add_up, keep=parts)
-
-    def reduce_scatter_rows(
-        self, matrix: Tensor, bounds: Sequence[int], out: Tensor, *, scale: float, accumulate: bool
-    ) -> Pending:
-        """See `booster_runtime.collectives.reduce_scatter_rows`."""
-        ends = [min(bound, matrix.numel()) for bound in bounds]
+    def _send_rows(self, offset: int, matrix: Tensor, bounds: Sequence[int], out: Tensor) -> tuple[RowExchange, Tensor]:
+        """Start sending the rows of a part of two dimensions that are not zero; return where their sum goes, too."""
+        ends = [min(max(bound - offset, 0), matrix.numel()) for bound in bounds]
         exchange = RowExchange(matrix, ends, self._rank, self._neighbours(), self._send, self._receive)
-        own = out[: ends[self._rank + 1] - ends[self._rank]]
-
-        def add_up() -> None:
-            exchange.add_up(own, scale=scale, accumulate=accumulate)
-
-        # Not in `wait`, as in `_combine_slices`.
-        return Pending([self._stages.add(exchange.start_receiving)], add_up, keep=matrix)
+        start = offset + ends[self._rank] - bounds[self._rank]
+        return exchange, out[max(start, 0) :][: ends[self._rank + 1] - ends[self._rank]]
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
-        if buffer.device.type != "cpu":
-            return all_gather(buffer, bounds, self._group)
+        if self._is_by_torch(buffer):
+            return all_gather_by_torch(buffer, bounds, self._group)
         return Pending(self._spread(buffer, bounds, _GATHER_TAG), keep=buffer)
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_to_all`."""
-        if source.device.type != "cpu":
-            return all_to_all(source, sent, out, received, self._group)
+        if self._is_by_torch(source):
+            return all_to_all_by_torch(source, sent, out, received, self._group)
         slices = [source[start:stop] for start, stop in pairwise(sent)]
         outs = [out[start:stop] for start, stop in pairwise(received)]
         outs[self._rank].copy_(slices[self._rank])
@@ -133,6 +149,8 @@ class TorchTransport:
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Pending:
         """See `booster_runtime.collectives.all_reduce`."""
+        if self._size == 1:
+            return Pending()
         is_ours = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_complex()
         # To every other rank is too much where there are many; what has no order to keep is gloo's then.
         is_sent_whole = op in SUMMED or tensor.nbytes * (self._size - 1) <= _MOST_SENT_BYTES
@@ -154,10 +172,14 @@ class TorchTransport:
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """See `booster_runtime.collectives.broadcast`."""
+        if self._size == 1:
+            return Pending()
         return Pending([dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)], keep=tensor)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `booster_runtime.collectives.all_gather_object`."""
+        if self._size == 1:
+            return [value]
         gathered: list[Any] = [None] * self._size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
@@ -247,3 +269,101 @@ def _sum_in_blocks(out: Tensor, terms: Sequence[Tensor], *, scale: float, accumu
     for start in range(0, out.numel(), _BLOCK_NUMEL):
         block = slice(start, start + _BLOCK_NUMEL)
         sum_into(out[block], [term[block] for term in terms], scale=scale, accumulate=accumulate)
+
+
+def _is_even(bounds: Sequence[int]) -> bool:
+    if isinstance(bounds, range):
+        return True
+    step = bounds[1] - bounds[0]
+    return all(after - before == step for before, after in pairwise(bounds))
+
+
+def reduce_scatter_by_torch(
+    source: Tensor, bounds: Sequence[int], out: Tensor, group: ProcessGroup | None, *, scale: float, accumulate: bool
+) -> Pending:
+    """Start summing a flat buffer over ranks; see `booster_runtime.collectives.reduce_scatter`."""
+    rank = dist.get_rank(group)
+    own = source.new_empty(bounds[rank + 1] - bounds[rank])
+    op = dist.ReduceOp.SUM
+    if source.dtype == torch.float16:
+        # A sum of scaled gradients may overflow where their average does not.
+        op, scale = dist.ReduceOp.AVG, scale * dist.get_world_size(group)
+    if _is_even(bounds):
+        # torch 2.13 renamed it, and warns of the old name; older versions know no other.
+        call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = call(own, source, op, group=group, async_op=True)
+    else:
+        slices = [source[start:stop] for start, stop in pairwise(bounds)]
+        work = dist.reduce_scatter(own, slices, op, group=group, async_op=True)
+    return Pending([work], lambda: sum_into(out, [own], scale=scale, accumulate=accumulate), keep=source)
+
+
+def all_gather_by_torch(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None) -> Pending:
+    """Start filling a flat buffer with the ranks' slices; see `booster_runtime.collectives.all_gather`."""
+    rank = dist.get_rank(group)
+    own = buffer[bounds[rank] : bounds[rank + 1]]
+    if _is_even(bounds):
+        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = call(buffer, own, group=group, async_op=True)
+    else:
+        slices = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        work = dist.all_gather(slices, own, group=group, async_op=True)
+    return Pending([work], keep=buffer)
+
+
+def all_to_all_by_torch(
+    source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int], group: ProcessGroup | None
+) -> Pending:
+    """Start exchanging slices of flat buffers; see `booster_runtime.collectives.all_to_all`."""
+    out_lengths, source_lengths = ([stop - start for start, stop in pairwise(bounds)] for bounds in (received, sent))
+    work = dist.all_to_all_single(out, source, out_lengths, source_lengths, group=group, async_op=True)
+    return Pending([work], keep=(source, out))
+
+
+_transports: weakref.WeakKeyDictionary[ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+_factories: list[Callable[[ProcessGroup], Transport]] = []
+
+
+def transport_of(group: ProcessGroup | None) -> Transport:
+    """Return the transport of a group; ``None`` is the default group.
+
+    Raises:
+        ConfigError: If `BOOSTER_DEBUG` is wrong, or set on some ranks only. Every rank raises.
+
+    Collective: every rank of the group, the first time.
+    """
+    key = dist.group.WORLD if group is None else group
+    if key is None:
+        msg = "A collective needs a process group: start one by `booster_core.launch` or `init_process_group`."
+        raise RuntimeError(msg)
+    transport = _transports.get(key)
+    if transport is None:
+        transport = _transports[key] = (_factories[-1] if _factories else _make)(key)
+    return transport
+
+
+@contextlib.contextmanager
+def made_by(factory: Callable[[ProcessGroup], Transport]) -> Iterator[None]:
+    """Let a function make the transport of every group inside the block, as planning does for ranks that are not there.
+
+    Args:
+        factory: Called at a group's first collective.
+
+    Collective: every rank.
+    """
+    global _transports  # noqa: PLW0603 - one lookup per collective, without a second one for the block
+    outside, _transports = _transports, weakref.WeakKeyDictionary()
+    _factories.append(factory)
+    try:
+        yield
+    finally:
+        _factories.pop()
+        _transports = outside
+
+
+def _make(group: ProcessGroup) -> Transport:
+    """Return a transport, which compares calls first where every rank asks for it."""
+    transport = Transport(group)
+    if dist.get_world_size(group) > 1:
+        transport.agreement = agree_on_comparison(group, transport.all_gather_object)
+    return transport

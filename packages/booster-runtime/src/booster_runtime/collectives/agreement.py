@@ -1,8 +1,12 @@
-"""What each rank of a group is about to call, exchanged through the run's store before the call."""
+"""`BOOSTER_DEBUG=collectives`: ranks compare each collective before it runs, so a mismatch raises instead of hanging.
+
+What each rank of a group is about to call is exchanged through the run's store.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -12,20 +16,67 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from booster_core.errors import MismatchError, MissingRanksError
+from booster_core.errors import ConfigError, MismatchError, MissingRanksError
 from booster_core.ranks import PROGRESS, current_world
-from booster_runtime.collectives.transports.time_limit import timeout_of
+from booster_runtime.collectives.groups import timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     import torch
     from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] # torch does not list Store
 
-_HOME = str(Path(__file__).parents[1])
+_DEBUG, _COLLECTIVES = "BOOSTER_DEBUG", "collectives"
+_HOME = str(Path(__file__).parent)
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-4, 5e-3
 _REMEDY = "Every rank must make the same calls in the same order."
+
+
+def checks_collectives() -> bool:
+    """Return whether `BOOSTER_DEBUG` asks to compare collectives between ranks before they run.
+
+    Raises:
+        ConfigError: If `BOOSTER_DEBUG` lists anything but ``collectives``.
+    """
+    words = [word.strip() for word in os.environ.get(_DEBUG, "").split(",") if word.strip()]
+    unknown = [word for word in words if word != _COLLECTIVES]
+    if unknown:
+        msg = f"{_DEBUG}={os.environ[_DEBUG]!r} lists {unknown[0]!r}; the only mode is {_COLLECTIVES!r}."
+        raise ConfigError(msg)
+    return bool(words)
+
+
+def agree_on_comparison(group: ProcessGroup, gather: Callable[[Any], list[Any]]) -> Agreement | None:
+    """Return what compares the calls of a group's ranks, or ``None`` where no rank asks for it.
+
+    Args:
+        group: The group, of several ranks.
+        gather: Returns every rank's object, in rank order.
+
+    Raises:
+        ConfigError: If `BOOSTER_DEBUG` is wrong, or set on some ranks only. Every rank raises, as all have the answers.
+
+    Collective: every rank of the group.
+    """
+    try:
+        own = checks_collectives(), ""
+    except ConfigError as error:
+        own = False, str(error)  # travels too, so that every rank raises it
+    names = dist.get_process_group_ranks(group)
+    answers = gather(own)
+    for name, (_, problem) in zip(names, answers, strict=True):
+        if problem:
+            msg = f"Rank {name}: {problem}"
+            raise ConfigError(msg)
+    checking = [name for name, (checks, _) in zip(names, answers, strict=True) if checks]
+    if 0 < len(checking) < len(names):
+        msg = (
+            f"BOOSTER_DEBUG=collectives is set on ranks {checking} only, of a group of ranks {names}. Set it on "
+            "every rank or on none."
+        )
+        raise ConfigError(msg)
+    return Agreement(group) if checking else None
 
 
 @dataclass(frozen=True, kw_only=True)
