@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import booster_testing
-from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, largest_difference, tolerance_for
+from booster_testing.compare import (
+    EXACT,
+    Tolerance,
+    assert_same_gradients,
+    assert_same_tensors,
+    largest_difference,
+    probable_cause,
+    tolerance_for,
+)
 
 CLOSE = Tolerance(relative=0.1, reason="for this test")
 
@@ -61,3 +69,26 @@ def test_the_kits_are_found_by_name_and_nothing_else_is():
     assert booster_testing.PipelineConformance.__module__ == "booster_testing.pipeline_conformance"
     with pytest.raises(AttributeError, match="module 'booster_testing' has no attribute 'Conformance'"):
         _ = booster_testing.Conformance
+
+
+EXPECTED = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[3.0]])}
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda name, each: each * 2, "summed over the ranks, not averaged: factor 2.00"),
+        (lambda name, each: each / 2, "divided by the number of ranks once too often: factor 0.50"),
+        (lambda name, each: each * 1.25, "multiplied by the same factor: 1.25"),
+        (lambda name, each: each * (3 if name == "b" else 1), "only those: b by 3.00"),
+        (lambda name, each: each + each.abs(), ""),
+    ],
+)
+def test_a_simple_cause_is_told(change, cause):
+    actual = {name: change(name, each) for name, each in EXPECTED.items()}
+    tolerance = tolerance_for(torch.float32)
+    found = probable_cause(actual, EXPECTED, tolerance, 2)
+    assert cause in found
+    assert bool(found) == bool(cause)
+    with pytest.raises(AssertionError, match=f"Gradients of step 2: .*{cause}"):
+        assert_same_gradients([EXPECTED, actual], [EXPECTED] * 2, [tolerance] * 2, 2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -95,3 +95,77 @@ def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
             f"({tolerance.reason}): {listed}"
         )
         raise AssertionError(msg)
+
+
+def assert_same_gradients(
+    actual: Sequence[Mapping[str, Tensor]],
+    expected: Sequence[Mapping[str, Tensor]],
+    tolerances: Sequence[Tolerance],
+    num_ranks: int,
+) -> None:
+    """Assert that the gradients of each step agree; the error names the first step that differs and a probable cause.
+
+    Args:
+        actual: Gradients by parameter name, one mapping for each step; parameters that one process gives no gradient
+            are not compared.
+        expected: Those of one process.
+        tolerances: Of each step. Later steps start from parameters that differ by rounding.
+        num_ranks: Number of data parallel ranks.
+
+    Raises:
+        AssertionError: If they differ.
+    """
+    for step, (found, wanted, tolerance) in enumerate(zip(actual, expected, tolerances, strict=True), start=1):
+        shown = {name: found[name] for name in wanted if name in found}
+        try:
+            assert_same_tensors(shown, wanted, tolerance)
+        except AssertionError as error:
+            cause = probable_cause(shown, wanted, tolerance, num_ranks)
+            msg = f"Gradients of step {step}: {error}{cause and f'. {cause}'}"
+            raise AssertionError(msg) from None
+
+
+def probable_cause(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, num_ranks: int
+) -> str:
+    """Return what explains that gradients differ, in a sentence; nothing where no simple cause does.
+
+    Args:
+        actual: Gradients by name.
+        expected: Those of one process, with the same names or more.
+        tolerance: Of the comparison.
+        num_ranks: Number of data parallel ranks.
+    """
+    factors = {name: _factor(tensor, expected[name], tolerance) for name, tensor in actual.items()}
+    told = {name: factor for name, factor in factors.items() if bool(expected[name].any())}
+    known = [factor for factor in told.values() if factor is not None]
+    if not told or len(known) < len(told):
+        return ""  # at least one is no multiple
+    if max(known) - min(known) > tolerance.relative * max(map(abs, known)):
+        wrong = sorted(name for name, factor in told.items() if factor is not None and not _is_one(factor, tolerance))
+        listed = ", ".join(f"{name} by {told[name]:.2f}" for name in wrong[:10])
+        return f"Some gradients are multiplied, and only those: {listed}"
+    factor = known[0]
+    if _is_one(factor, tolerance):
+        cause = ""
+    elif _is_one(factor / num_ranks, tolerance):
+        cause = f"Gradients are summed over the ranks, not averaged: factor {factor:.2f}"
+    elif _is_one(factor * num_ranks, tolerance):
+        cause = f"Gradients are divided by the number of ranks once too often: factor {factor:.2f}"
+    else:
+        cause = f"All gradients are multiplied by the same factor: {factor:.4g}"
+    return cause
+
+
+def _is_one(factor: float, tolerance: Tolerance) -> bool:
+    return abs(factor - 1) <= tolerance.relative
+
+
+def _factor(actual: Tensor, expected: Tensor, tolerance: Tolerance) -> float | None:
+    """Return the number that a tensor is another's multiple by; ``None`` if it is none."""
+    if actual.shape != expected.shape or not bool(actual.isfinite().all()):
+        return None
+    found, wanted = actual.double().flatten(), expected.double().flatten()
+    square = float(wanted @ wanted)
+    factor = float(found @ wanted) / square if square else 0.0
+    return factor if largest_difference(found, factor * wanted) <= tolerance.relative else None

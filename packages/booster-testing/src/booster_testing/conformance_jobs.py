@@ -7,7 +7,7 @@ from typing import Any
 from booster_core.plugin import Capability
 from booster_testing import conformance_runs as runs
 from booster_testing.jobs import Job
-from booster_testing.models import TinyStateful
+from booster_testing.models import TinyRouted, TinyStateful
 from booster_testing.training import train_boosted
 
 _SYNCHRONOUS = (Capability.SYNCHRONOUS,)
@@ -88,13 +88,14 @@ JOBS: dict[str, Job] = {
     "max_norm nan": Job(function=runs.clip_by, arguments=(float("nan"),), raises=True),
     "execute_pipeline": Job(function=runs.execute_pipeline, raises=True),
 }
-STATEFUL_JOBS: dict[str, Job] = {
+OWN_MODEL_JOBS: dict[str, Job] = {
+    "used on some ranks": _train(*_SYNCHRONOUS, model_factory=TinyRouted, optimizer="sgd", routed=True),
     "dropout": _train(model_factory=TinyStateful),
     "dropout, again": _train(model_factory=TinyStateful),
     "running statistics": _train(
         *_SYNCHRONOUS, model_factory=stateful_without_dropout, optimizer="sgd", same_batches=True
     ),
 }
-"""Jobs with the kit's own model with state; not run for a plugin that needs a model of its own."""
+"""Jobs with models of the kit's own that have more; not run for a plugin that needs a model of its own."""
 ADAPTERS = Job(function=runs.trains_adapters)
 ADAPTERS_REFUSED = Job(function=runs.trains_adapters, raises=True)

@@ -125,6 +125,29 @@ class TinyStateful(TinyMixedBag):
         return self.drop(normalized * self.gain.to(x.dtype))  # type: ignore[no-any-return]
 
 
+class TinyRouted(TinyMixedBag):
+    """`TinyMixedBag` with two parameters of one shape, of which each sample uses the one that its first token names.
+
+    A rank whose samples all begin with token 0 gives `first` a gradient and `other` none; else it is the other way, if
+    none begins with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(-1, 1, 8))
+        self.other = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens, to which each sample adds its parameter, shape ``(N, T, 8)``."""
+        x = super().embed(tokens)
+        is_first = (tokens[:, :1] == 0).unsqueeze(-1)
+        if bool(is_first.any()):
+            x = x + is_first * self.first
+        if not bool(is_first.all()):
+            x = x + is_first.logical_not() * self.other
+        return x
+
+
 class ForwardCounter(nn.Module):
     """Returns its input, and counts training forwards in its extra state."""
 

@@ -51,6 +51,8 @@ class Training:
         micro_batches: Samples per rank in each micro-batch of a step.
         loop: What happens between two steps, a name in `booster_testing.loops.LOOPS`; by default all micro-batches but
             the last run under ``no_sync``.
+        routed: Let the samples of one rank, another one in each step, begin with token 0, and no other sample: a model
+            that chooses parameters by it uses some on this rank only.
         same_batches: Give every rank the whole of each batch, so that BatchNorm sees what it sees in one process.
         steps: Number of optimizer steps.
         max_norm: Clip gradients by norm.
@@ -69,6 +71,7 @@ class Training:
     optimizer: str = "adamw"
     micro_batches: tuple[int, ...] = (4,)
     loop: str = "micro-batches"
+    routed: bool = False
     same_batches: bool = False
     steps: int = 3
     max_norm: float | None = None
@@ -114,7 +117,10 @@ class Training:
         """Return the global micro-batch of tokens, shape ``(samples, 6)``."""
         samples = self.micro_batches[micro % len(self.micro_batches)] * world_size
         generator = torch.Generator().manual_seed(1000 * step + micro)
-        return torch.randint(16, (samples, _LENGTH), generator=generator)
+        tokens = torch.randint(16, (samples, _LENGTH), generator=generator)
+        if self.routed:
+            tokens[:, 0] = torch.where(torch.arange(samples) % world_size == step % world_size, 0, 1)
+        return tokens
 
 
 @dataclass
@@ -223,10 +229,13 @@ class PlainRun:
         if training.clip_value is not None:
             self._clip_by_value(training.clip_value)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=training.set_to_none)
+        self._zero_grad()
         if is_last:
             trained.parameters = self._parameters()
             trained.state = {key: tensor for key, tensor in self._state().items() if tensor.numel() > 1}
+
+    def _zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=self.training.set_to_none)  # those too that the optimizer has no group of
 
     def _gradients(self) -> dict[str, Tensor]:
         for parameter in self.model.parameters():
@@ -296,6 +305,9 @@ class BoostedRun(PlainRun):
     def measure_norm(self) -> None:
         """Clip the gradients that are there by a norm that they do not have."""
         self.optimizer.clip_grad_by_norm(1e9)
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.training.set_to_none)
 
     def _gradients(self) -> dict[str, Tensor]:
         found = {name: full_gradient(self.booster, self.model, name) for name in self._names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -30,6 +31,39 @@ class SumsGradients(ReferencePlugin):
     """Sums gradients over ranks in place of averaging them."""
 
     optimizer_class: ClassVar[type[ReferenceOptimizer]] = _Sums
+
+
+class _SumsLater(ReferenceOptimizer):
+    @override
+    def reduce(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+        if not self.num_steps:
+            gradient /= dist.get_world_size()
+
+
+class SumsGradientsAfterTheFirstStep(ReferencePlugin):
+    """Averages gradients in the first step, and sums them in later ones."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _SumsLater
+
+
+class _FlattensPresent(ReferenceOptimizer):
+    @override
+    def average(self) -> None:
+        if not self.has_local_gradients:
+            return
+        self.has_local_gradients = False
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self.reduce(flat)
+        for gradient, averaged in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(averaged.view_as(gradient))
+
+
+class FlattensPresentGradients(ReferencePlugin):
+    """Averages one buffer of the gradients that a rank has, whichever another rank has."""
+
+    optimizer_class: ClassVar[type[ReferenceOptimizer]] = _FlattensPresent
 
 
 class _DoesNotAverage(ReferenceOptimizer):
