@@ -37,6 +37,8 @@ _entered: list[Stream] = []
 """Streams between `enter` and `leave`."""
 _given = SimpleNamespace(seed=-1)
 """What this module has seeded torch's generator of the CPU with last, or what it has put back."""
+_looks: list[_Look] = []
+"""Forwards of which it is found out whether they draw."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Weyl's increment of splitmix64, which spreads consecutive numbers over all bits."""
 
@@ -79,13 +81,14 @@ class Stream:
         Args:
             device: Where numbers are drawn, apart from the CPU.
         """
-        before = _states(device)
-        self._seed = mixed_seed(int(torch.randint(_RANGE, ())), self._rank + 1)
-        if self._outside is None:
-            _entered.append(self)
-        self._outside, self._device = (before, _states(device)), device
-        _reseed(self._seed, device)
-        self._seeded = _states(device)
+        with _moving_generators():
+            before = _states(device)
+            self._seed = mixed_seed(int(torch.randint(_RANGE, ())), self._rank + 1)
+            if self._outside is None:
+                _entered.append(self)
+            self._outside, self._device = (before, _states(device)), device
+            _reseed(self._seed, device)
+            self._seeded = _states(device)
 
     def leave(self, *, is_counted: bool = False) -> None:
         """Draw from where the ranks draw alike again; without effect where `enter` was not called.
@@ -95,9 +98,10 @@ class Stream:
                 drawn.
         """
         if self._outside is not None:
-            before, after = self._outside
-            is_unused = not is_counted and _are_equal(_states(self._device), self._seeded)
-            _restore(before if is_unused else after, self._device)
+            with _moving_generators():
+                before, after = self._outside
+                is_unused = not is_counted and _are_equal(_states(self._device), self._seeded)
+                _restore(before if is_unused else after, self._device)
             self._outside = None
             _entered.remove(self)
 
@@ -111,6 +115,33 @@ class Stream:
         if self._is_paused:
             self.enter(self._device)
         self._is_paused = False
+
+
+class _Look:
+    """Finds out whether numbers are drawn, other than by streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.was_drawn = False
+        self.mark()
+
+    def mark(self) -> None:
+        """Note where the generators are."""
+        self._left_at = _states(self._device)
+
+    def note(self) -> None:
+        """Note whether they are elsewhere now."""
+        self.was_drawn = self.was_drawn or not _are_equal(_states(self._device), self._left_at)
+
+
+@contextlib.contextmanager
+def _moving_generators() -> Iterator[None]:
+    """Move the generators inside without a sign of drawing."""
+    for look in _looks:
+        look.note()
+    yield
+    for look in _looks:
+        look.mark()
 
 
 class SplitStreams:
@@ -132,9 +163,9 @@ class SplitStreams:
     ) -> None:
         self._group, self._device = group, device
         self._stream = Stream(group.rank)
-        self._is_undecided, self._switches, self._was_drawn = True, False, False
+        self._is_undecided, self._switches = True, False
         self._before: _States | None = None
-        self._expected: _States | None = None
+        self._look: _Look | None = None
         for module in columns:
             if _has_parts(module):  # around a linear layer; a sibling may have been before it
                 module.register_forward_pre_hook(self._join)
@@ -152,10 +183,13 @@ class SplitStreams:
 
         Collective: the group, unless nothing has been drawn so far.
         """
+        self._stop_looking()
         self._before = _states(self._device)
         if self._is_undecided or self._switches:
             _agree(self._group, self._device)
-            self._expected = _states(self._device)
+        if self._is_undecided:
+            self._look = _Look(self._device)
+            _looks.append(self._look)
 
     @outside_of_graphs
     def end(self) -> None:
@@ -167,48 +201,39 @@ class SplitStreams:
         Collective: the group, where it was for the first time.
         """
         assert self._before is not None, "`begin` comes before"
-        if self._is_undecided:
-            self._look()
-            self._is_undecided, self._switches = False, self._was_drawn
-            if not self._was_drawn:
+        if self._look is not None:
+            self._look.note()
+            self._is_undecided, self._switches = False, self._look.was_drawn
+            if not self._switches:
                 _restore(self._before, self._device)
         elif not self._switches and not _are_equal(_states(self._device), self._before):
             self._switches = True
             _check_alike([self._before, _states(self._device)], self._group)
-        self._before = self._expected = None
+        self._stop_looking()
 
-    @property
-    def _is_looking(self) -> bool:
-        """Whether the first forward of training is underway."""
-        return self._is_undecided and self._expected is not None
-
-    def _look(self) -> None:
-        """Note whether the generators are elsewhere than where they were left."""
-        if self._is_undecided and self._expected is not None:
-            self._was_drawn = self._was_drawn or not _are_equal(_states(self._device), self._expected)
+    def _stop_looking(self) -> None:
+        if self._look is not None:  # also after a forward that raised
+            _looks.remove(self._look)
+        self._before = self._look = None
 
     def _split(self, module: nn.Module, *_: Any) -> None:
         # A compiled layer that draws nothing is compiled once: what it draws is first seen outside of its graphs.
-        if module.training and (self._switches or (not torch.compiler.is_compiling() and self._is_looking)):
+        if module.training and (self._switches or (not torch.compiler.is_compiling() and self._look is not None)):
             self._enter()
 
     def _join(self, module: nn.Module, *_: Any) -> None:
-        if module.training and (self._switches or (not torch.compiler.is_compiling() and self._is_looking)):
+        if module.training and (self._switches or (not torch.compiler.is_compiling() and self._look is not None)):
             self._leave()
 
     @outside_of_graphs
     def _enter(self) -> None:
         if not self._stream.is_current:
-            self._look()
             self._stream.enter(self._device)
-            self._expected = _states(self._device)
 
     @outside_of_graphs
     def _leave(self) -> None:
         if self._stream.is_current:
-            self._look()
             self._stream.leave(is_counted=True)
-            self._expected = _states(self._device)
 
 
 def _has_parts(module: nn.Module) -> bool:
