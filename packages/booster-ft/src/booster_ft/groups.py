@@ -223,10 +223,10 @@ class ReplicaGroups:
     def _no_quorum(self, error: Exception) -> LaunchError:
         config = self._config
         return LaunchError(
-            f"Replica group {config.replica_id} found no quorum within {config.quorum_timeout_seconds:g} s: the "
-            f"lighthouse at {config.lighthouse} does not answer, or fewer than min_replicas={config.min_replicas} "
-            f"groups came ({error}). Start the lighthouse at the same address and restart this group; "
-            "`quorum_timeout_seconds` says how long to wait."
+            f"Replica group {config.replica_id} found no quorum ({error}). The lighthouse at {config.lighthouse} does not "
+            f"answer, fewer than min_replicas={config.min_replicas} groups came within "
+            f"{config.quorum_timeout_seconds:g} s (`quorum_timeout_seconds`), or rank 0 of this group has ended. Start "
+            "the lighthouse at the same address, and restart this group."
         )
 
     def _meet(self, manager: GroupManager, before: dict[str, int]) -> bool:
