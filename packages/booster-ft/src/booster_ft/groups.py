@@ -223,8 +223,8 @@ class ReplicaGroups:
     def _no_quorum(self, error: Exception) -> LaunchError:
         config = self._config
         return LaunchError(
-            f"Replica group {config.replica_id} found no quorum ({error}). The lighthouse at {config.lighthouse} does not "
-            f"answer, fewer than min_replicas={config.min_replicas} groups came within "
+            f"Replica group {config.replica_id} found no quorum ({error}). The lighthouse at {config.lighthouse} does "
+            f"not answer, fewer than min_replicas={config.min_replicas} groups came within "
             f"{config.quorum_timeout_seconds:g} s (`quorum_timeout_seconds`), or rank 0 of this group has ended. Start "
             "the lighthouse at the same address, and restart this group."
         )

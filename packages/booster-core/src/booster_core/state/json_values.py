@@ -11,6 +11,7 @@ import base64
 import itertools
 import json
 import math
+import sys
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,20 @@ def _encode_dict(value: Mapping[Any, Any], path: _Path, tensors: dict[str, torch
     return {tag: [[_encode(key, (path, key), None), item] for key, item in pairs]}
 
 
+def is_made_of_tensors(value: torch.Tensor) -> bool:
+    """Return whether a tensor stands for others, such as torchao's state in 8 bits: codes, scales and a table."""
+    return hasattr(value, "__tensor_flatten__") and type(value).__name__ != "DTensor"
+
+
 def _encode_tensor(value: torch.Tensor, path: _Path, tensors: dict[str, torch.Tensor] | None) -> Any:
+    if is_made_of_tensors(value):
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return {
+            "$made_of": {name: _encode(getattr(value, name), (path, name), tensors) for name in names},
+            "class": [type(value).__module__, type(value).__qualname__],
+            "context": _encode(context, (path, "context"), None),
+            "form": [list(value.shape), list(value.stride())],
+        }
     if tensors is not None:
         name = _name_of(path)
         if len(name) > _LONGEST_NAME:
@@ -172,6 +186,8 @@ def _decode_tagged(tag: str, value: dict[str, Any], tensors: Mapping[str, torch.
             return (tensors or {})[inner]
         if tag == "$values":
             return torch.tensor(_decode(inner), dtype=_dtype(value["$dtype"]))
+        if tag == "$made_of":
+            return _made_of(value, tensors)
         if tag in ("$dict", "$counter"):
             pairs = {_decode(key): _decode(item, tensors) for key, item in inner}
             return Counter(pairs) if tag == "$counter" else pairs
@@ -186,6 +202,32 @@ def _decode_tagged(tag: str, value: dict[str, Any], tensors: Mapping[str, torch.
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         msg = f"The value {str(value)[:200]} in a checkpoint cannot be read: {error}."
         raise CheckpointError(msg) from error
+
+
+def _made_of(value: dict[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Any:
+    """Return a tensor that stands for others, of a class that this process knows: none is imported."""
+    module, name = value["class"]
+    kind = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        msg = f"{module}.{name} is not known here; import its library, as the script that saved did"
+        raise TypeError(msg)
+    shape, stride = value["form"]
+    parts = {part: _decode(inner, tensors) for part, inner in value["$made_of"].items()}
+    return kind.__tensor_unflatten__(parts, _decode(value["context"]), torch.Size(shape), tuple(stride))
+
+
+def parts_of_tensors(value: Any) -> list[str]:
+    """Return the keys of the tensors of which others are made in an encoded value, as `tensor_references` does."""
+    if isinstance(value, list):
+        return [key for item in value for key in parts_of_tensors(item)]
+    if isinstance(value, dict):
+        inner = value.values()
+        return (
+            tensor_references(value["$made_of"])
+            if "$made_of" in value
+            else [key for item in inner for key in parts_of_tensors(item)]
+        )
+    return []
 
 
 def _dtype(name: str) -> torch.dtype:

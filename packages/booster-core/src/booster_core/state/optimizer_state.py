@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import CheckpointError
-from booster_core.state.json_values import decode_json, encode_json, tensor_references
+from booster_core.state.json_values import (
+    decode_json,
+    encode_json,
+    is_made_of_tensors,
+    parts_of_tensors,
+    tensor_references,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,12 +46,17 @@ def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor
         state: As in ``optimizer.state[parameter]``.
 
     Raises:
-        CheckpointError: If something in it is neither a tensor nor a JSON value.
+        CheckpointError: If something in it is neither a tensor nor a JSON value, or is a part of a tensor that is made
+            of others.
     """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, JSONValue] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if local is not value and is_made_of_tensors(local):
+            msg = _cut(f"'{name}' can't be saved: '{key}' is a part of a {type(local).__name__}")
+            raise CheckpointError(msg)
+        if isinstance(value, torch.Tensor) and not is_made_of_tensors(value):
             tensors[str(key)] = value
             continue
         try:
@@ -74,13 +85,32 @@ def restore_state(
         present: Its state now.
         stored: What the checkpoint holds.
         scalars: The state that is not a tensor, as `flatten_state` returned it.
+
+    Raises:
+        CheckpointError: If a tensor that is made of others, of the whole parameter, is to be the state of a part.
     """
-    room = {key: _room_for(parameter, group, present.get(key), meta, key) for key, meta in stored.items()}
+    exact = {key for value in scalars.values() for key in parts_of_tensors(value)}
+    if exact and hasattr(parameter, "to_local"):
+        msg = _cut(f"a parameter can't be loaded: '{min(exact)}' belongs to a whole tensor, and each rank has a part")
+        raise CheckpointError(msg)
+    room = {
+        key: torch.zeros(meta.shape, dtype=meta.dtype, device=parameter.device)
+        if key in exact
+        else _room_for(parameter, group, present.get(key), meta, key)
+        for key, meta in stored.items()
+    }
     others = {key: decode_json(value, room) for key, value in scalars.items()}
     inside = {key for value in scalars.values() for key in tensor_references(value)}
     restored = {**{key: tensor for key, tensor in room.items() if key not in inside}, **others}
     # The order of an existing state is kept: some optimizers unpack it.
     return {key: restored[key] for key in (*(key for key in present if key in restored), *restored)}
+
+
+def _cut(what: str) -> str:
+    return (
+        f"The optimizer's state of {what}. Train with this optimizer under 'ddp', 'zero' or 'gemini', which step on "
+        "whole parameters, or save and load the model alone."
+    )
 
 
 def _room_for(parameter: Tensor, group: Mapping[str, Any], present: Any, meta: TensorMeta, key: str) -> Tensor:
