@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.pieces import BucketPiece
-    from booster_zero.engine.shard import Format
+    from booster_zero.engine.shard import BucketPiece, Format
 
 
 _COPIED_BYTES = 25 * 2**20
