@@ -150,3 +150,22 @@ def test_each_rank_writes_a_part_of_large_experts(tmp_path):
     loaded = type(model).from_pretrained(tmp_path / "model")
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(key), parameter, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def steps_after_laying_out_again():
+    """Give ranks' experts other step counts, lay out in another order, and return counts of experts and of the rest."""
+    booster, model, optimizer, index = boosted("qwen3_moe", {"ep_size": 2, "zero_stage": 1})
+    train(booster, model, optimizer, index, range(2))
+    layout = optimizer.layout
+    for number, state in optimizer.hosted.states().items():
+        state["step"].fill_(3.0 if layout.ranks_of(number) == layout.ranks else 10.0 + dist.get_rank())
+    optimizer.rebuild(layout.order()[::-1])
+    found = {True: set(), False: set()}
+    for number, state in optimizer.hosted.states().items():
+        found[layout.ranks_of(number) == layout.ranks].add(state["step"].item())
+    return found
+
+
+def test_experts_of_other_ranks_keep_their_own_step_counts():
+    for rank, found in enumerate(run_on_ranks(steps_after_laying_out_again, 2)):
+        assert found == {True: {3.0}, False: {10.0 + rank}}

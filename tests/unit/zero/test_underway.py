@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from booster_zero.engine.underway import Underway
+from booster_zero.engine.rounds import Underway
 
 
 class FakeBucket:

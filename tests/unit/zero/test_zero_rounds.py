@@ -1,6 +1,6 @@
 """The order in which buckets of a round are reduced, and that a gradient looks at few of them."""
 
-from booster_zero.engine.filling import Filling, Round
+from booster_zero.engine.rounds import Filling, Round
 
 
 def started(round_):

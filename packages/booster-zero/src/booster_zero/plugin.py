@@ -30,15 +30,14 @@ from booster_runtime.sharding import (
 )
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
-from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.gathers import Gathers
+from booster_zero.engine.gradients import keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.home import Home
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ZeroStateAdapter
-from booster_zero.engine.written import set_gradient
 from booster_zero.lazy import fill_model
 from booster_zero.model import ZeroModel
 

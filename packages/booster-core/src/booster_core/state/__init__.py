@@ -30,7 +30,13 @@ from booster_core.state.names import (
     without_adapters,
 )
 from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole
-from booster_core.state.optimizer_state import flatten_state, restore_state, unsaved_state
+from booster_core.state.optimizer_state import (
+    flatten_state,
+    group_options,
+    restore_state,
+    set_group_options,
+    unsaved_state,
+)
 from booster_core.state.random_state import capture_random_state, restore_random_state
 from booster_core.state.regions import (
     Region,
@@ -84,6 +90,7 @@ __all__ = [
     "flatten_state",
     "frozen_base",
     "full_box",
+    "group_options",
     "has_adapters",
     "intersect",
     "is_adapted",
@@ -101,6 +108,7 @@ __all__ = [
     "scheduler_from_json",
     "scheduler_state",
     "scheduler_to_json",
+    "set_group_options",
     "slices_of",
     "span_of",
     "split_checksums",

@@ -67,6 +67,25 @@ def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor
     return tensors, scalars
 
 
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group; one that is a tensor, such as a capturable ``lr``, as a number."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def set_group_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options of a parameter group; one that is a tensor stays the same tensor."""
+    for key, value in options.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            present.fill_(value)
+        else:
+            group[key] = value
+
+
 def restore_state(
     parameter: Tensor,
     group: Mapping[str, Any],

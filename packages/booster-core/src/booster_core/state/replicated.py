@@ -11,12 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
 from booster_core.state.names import NamedTensors, extra_state_modules
-from booster_core.state.optimizer_state import flatten_state, restore_state, unsaved_state
+from booster_core.state.optimizer_state import (
+    flatten_state,
+    group_options,
+    restore_state,
+    set_group_options,
+    unsaved_state,
+)
 from booster_core.state.shard import TensorShard, full_box
 
 if TYPE_CHECKING:
@@ -120,11 +124,9 @@ class ReplicatedStateAdapter(StateAdapter):
         return [key for optimizer in self._required_optimizers() for key in unsaved_state(optimizer)]
 
     def param_groups(self) -> Sequence[ParamGroup]:
-        groups = []
-        for names, group, _ in self._named_groups():
-            options = {key: _as_number(value) for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append(ParamGroup(params=tuple(names), options=options))
-        return groups
+        return [
+            ParamGroup(params=tuple(names), options=group_options(group)) for names, group, _ in self._named_groups()
+        ]
 
     def prepare_optimizer_load(
         self,
@@ -134,8 +136,7 @@ class ReplicatedStateAdapter(StateAdapter):
     ) -> None:
         self._masters = set()
         for (names, group, optimizer), saved in zip(self._named_groups(), groups, strict=True):
-            for key, value in saved.options.items():
-                _set_option(group, key, value)
+            set_group_options(group, saved.options)
             for name, parameter in zip(names, group["params"], strict=True):
                 stored = dict(tensors.get(name, {}))
                 state = optimizer.state.get(parameter, {})
@@ -257,16 +258,3 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
             break
         optimizer = inner
     return optimizer  # type: ignore[no-any-return]
-
-
-def _as_number(value: Any) -> Any:
-    """Return a tensor option (a capturable ``lr``) as a number."""
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    present = group.get(key)
-    if isinstance(present, torch.Tensor):
-        present.fill_(value)
-    else:
-        group[key] = value

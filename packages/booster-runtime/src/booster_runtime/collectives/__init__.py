@@ -21,7 +21,7 @@ from booster_core.ranks import OBSERVERS
 from booster_runtime.collectives.groups import new_groups
 from booster_runtime.collectives.pending import WAITS, Pending
 from booster_runtime.collectives.sums import sum_into
-from booster_runtime.collectives.transport import transport_of
+from booster_runtime.collectives.transport import Transport, made_by, transport_of
 from booster_runtime.collectives.watched import WatchedTransport
 
 if TYPE_CHECKING:
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from booster_runtime.collectives.transport import Transport
-
 __all__ = [
     "WAITS",
     "MismatchError",
     "Pending",
+    "Transport",
     "all_gather",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "made_by",
     "new_groups",
     "reduce_scatter",
     "sum_into",

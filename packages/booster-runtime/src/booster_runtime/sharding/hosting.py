@@ -20,7 +20,9 @@ from booster_core.state import (
     TensorShard,
     flatten_state,
     full_box,
+    group_options,
     restore_state,
+    set_group_options,
 )
 
 if TYPE_CHECKING:
@@ -148,14 +150,7 @@ class HostedOptimizer:
     def param_groups(self) -> list[ParamGroup]:
         """Return each group's parameter names and options."""
         return [
-            ParamGroup(
-                params=tuple(self._names[index] for index in members),
-                options={
-                    key: value.item() if isinstance(value, torch.Tensor) else value
-                    for key, value in group.items()
-                    if key not in ("params", "param_names")
-                },
-            )
+            ParamGroup(params=tuple(self._names[index] for index in members), options=group_options(group))
             for members, group in zip(self.groups, self.optimizer.param_groups, strict=True)
         ]
 
@@ -185,8 +180,7 @@ class HostedOptimizer:
         states = self.states()
         group_of: dict[int, dict[str, Any]] = {}
         for members, group, saved in zip(self.groups, self.optimizer.param_groups, groups, strict=True):
-            for key, value in saved.options.items():
-                _set_option(group, key, value)
+            set_group_options(group, saved.options)
             group_of.update(dict.fromkeys(members, group))
         waiting = dict.fromkeys(group_of)
         for batch in (*batches, None):
@@ -311,12 +305,3 @@ def _cut_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
     """Return the shape and dtype of a piece's part of a tensor of the whole parameter."""
     is_elementwise = key != "step" and meta.shape == tuple(piece.parameter.shape)
     return TensorMeta(shape=tuple(piece.values.shape), dtype=meta.dtype) if is_elementwise else meta
-
-
-def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a group's option; one that is a tensor stays the same tensor."""
-    present = group.get(key)
-    if isinstance(present, torch.Tensor):
-        present.fill_(value)
-    else:
-        group[key] = value

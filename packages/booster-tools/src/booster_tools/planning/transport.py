@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from booster_runtime.collectives import Pending
-from booster_runtime.collectives.transport import Transport
+from booster_runtime.collectives import Pending, Transport
 from booster_tools.planning.answers import ANSWERED_NUMEL, repeat_into, times
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.ranks import Outcome, close_world, current_world, observed_by, open_world, set_world
-from booster_runtime.collectives.transport import Transport, made_by
+from booster_runtime.collectives import Transport, made_by
 from booster_runtime.memory import host_stands_for_device
 from booster_tools.planning.aside import groups_set_aside
 from booster_tools.planning.hollow import Watching

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from booster_zero.engine.accumulation import keeping_gradients, keeping_shards
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.gathers import Wholes
+from booster_zero.engine.gradients import keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.home import Home, Key, Role
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.optimizer import ZeroOptimizer
@@ -13,7 +13,6 @@ from booster_zero.engine.partition import default_bucket_bytes, lengths_of_flat,
 from booster_zero.engine.shard import Format
 from booster_zero.engine.state import ZeroStateAdapter
 from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
-from booster_zero.engine.written import set_gradient
 
 __all__ = [
     "Bucket",

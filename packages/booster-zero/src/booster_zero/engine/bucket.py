@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.home import Home
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.pieces import BucketPiece
-    from booster_zero.engine.shard import Format
+    from booster_zero.engine.shard import BucketPiece, Format
     from booster_zero.engine.whole import BufferPool
 
 

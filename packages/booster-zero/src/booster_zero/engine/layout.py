@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.pieces import BucketPiece
-    from booster_zero.engine.shard import Format
+    from booster_zero.engine.shard import BucketPiece, Format
 
 
 _COPIED_BYTES = 25 * 2**20
@@ -265,7 +264,7 @@ class Layout:
     def _described_states(
         self, old_pieces: Mapping[int, BucketPiece], new_pieces: Mapping[int, BucketPiece], states: Mapping[int, State]
     ) -> tuple[dict[int, dict[str, torch.dtype]], dict[int, State]]:
-        """Return, of every rank's states, what is cut and in which format, and the rest for this rank's new pieces."""
+        """Return, of the states of all ranks that share them, what is cut and how, and the rest for the new pieces."""
         # What is elementwise moves by slices; the rest is small, and equal on every rank that has a part.
         kinds: dict[int, dict[str, torch.dtype]] = {}
         others: dict[int, State] = {}
@@ -278,12 +277,17 @@ class Layout:
             }
             kinds[index] = cut
             others[index] = {key: value for key, value in state.items() if key not in cut}
-        gathered = collectives.all_gather_object((kinds, others), self.ranks.shard_group)
-        kinds = {index: found for of_rank, _ in gathered for index, found in of_rank.items()}
-        moved = {
-            index: dict(state) for _, of_rank in gathered for index, state in of_rank.items() if index in new_pieces
-        }
-        return kinds, moved
+        all_kinds: dict[int, dict[str, torch.dtype]] = {}
+        moved: dict[int, State] = {}
+        # Ranks that don't share a parameter may hold another one under its number, such as other experts.
+        for ranks in dict.fromkeys(map(self.ranks_of, self.parameters)):
+            own = {index: (kinds[index], others[index]) for index in kinds if self.ranks_of(index) == ranks}
+            for of_rank in collectives.all_gather_object(own, ranks.shard_group):
+                for index, (found, state) in of_rank.items():
+                    all_kinds[index] = found
+                    if index in new_pieces:
+                        moved[index] = dict(state)
+        return all_kinds, moved
 
     def _move_states(
         self,

@@ -30,7 +30,7 @@ from booster_runtime.sharding import (
 from booster_zero.engine.own_methods import call_own_method, is_own_method
 from booster_zero.engine.parts import only, steps_in_parts
 from booster_zero.engine.reducer import Reducer
-from booster_zero.engine.stepping import stepping_on
+from booster_zero.engine.shard import stepping_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence

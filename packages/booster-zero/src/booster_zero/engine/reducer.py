@@ -27,9 +27,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
-from booster_zero.engine.filling import Filling, Round
+from booster_zero.engine.rounds import Filling, Round, Underway
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
-from booster_zero.engine.underway import Underway
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -16,16 +16,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from booster_runtime.collectives import Pending
+from booster_runtime.sharding import ParameterPiece, is_cut
 from booster_zero.engine.descent import Descent, EarlyGradient, lift
 from booster_zero.engine.home import Role, zeros_in_memory
-from booster_zero.engine.pieces import BucketPiece, is_elementwise
-from booster_zero.engine.views import aligned, assign, placeholder, view_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from booster_zero.engine.home import Home
     from booster_zero.engine.partition import BucketPlan
 
+_ALIGNMENT_BYTES = 64
 _BLOCK_NUMEL = 1 << 20
 """Values are compared in blocks of this many elements, which need little memory."""
 _numbers = itertools.count()
@@ -72,6 +72,22 @@ class Format:
     def has_copy(self) -> bool:
         """Whether the optimizer updates a copy instead of the working values."""
         return self.working != self.master or self.device != self.home
+
+
+@dataclass(eq=False)
+class BucketPiece(ParameterPiece):
+    """The part of one parameter that this rank owns.
+
+    Attributes:
+        begin: Where the piece begins in this rank's slice of the bucket.
+    """
+
+    begin: int
+
+
+def is_elementwise(piece: BucketPiece, key: str, value: Any) -> bool:
+    """Return whether a part of an optimizer's state belongs to a piece element by element."""
+    return isinstance(value, torch.Tensor) and is_cut(key, value, piece.values.shape)
 
 
 class Shard:
@@ -181,7 +197,7 @@ class Shard:
         self.gradient = None
         self._rebind_own(None)
         if self.format.has_copy:
-            self._point(placeholder(self.values))
+            self._point(_placeholder(self.values))
 
     def _fetch(self, role: Role) -> Pending:
         if role not in self._uses:
@@ -232,7 +248,7 @@ class Shard:
             values.copy_(torch.where(is_stale, own.to(values.dtype), values))
 
     def _rebind_own(self, flat: Tensor | None) -> None:
-        self.own = placeholder(self.own) if flat is None else flat
+        self.own = _placeholder(self.own) if flat is None else flat
         if not self.format.has_copy:
             self._point(self.own)
 
@@ -240,7 +256,7 @@ class Shard:
         """Let the optimizer's pieces be views of values in other memory."""
         self.values = values
         for piece in self.pieces:
-            assign(piece.values, self.slice_of(values, piece))
+            _assign(piece.values, self.slice_of(values, piece))
 
     # ---- gradient
 
@@ -308,7 +324,7 @@ class Shard:
     def _rebind_gradient(self, flat: Tensor | None) -> None:
         assert self.gradient is not None, "a block that is kept has been made"
         self._gradients = {}
-        self.gradient = placeholder(self.gradient) if flat is None else flat
+        self.gradient = _placeholder(self.gradient) if flat is None else flat
 
     # ---- optimizer state
 
@@ -469,13 +485,13 @@ class Shard:
             return
         kept = [self.values] if self.format.has_copy else []
         tensors = [*kept, *(value for _, _, value in entries)]
-        starts = list(itertools.accumulate((aligned(tensor) for tensor in tensors), initial=0))
+        starts = list(itertools.accumulate((_aligned_bytes(tensor) for tensor in tensors), initial=0))
         if not starts[-1]:
             return
         device = tensors[0].device
         block = zeros_in_memory(starts[-1], torch.uint8, device, device)
         for tensor, start in zip(tensors, starts, strict=False):
-            view_in(block, tensor, start).copy_(tensor)
+            _view_in(block, tensor, start).copy_(tensor)
         uses = 0
         if Role.OPTIM in self._uses:
             for _ in range(self._uses[Role.OPTIM]):
@@ -493,6 +509,47 @@ class Shard:
         if flat is not None:
             self._steps_below = self.home.moves and flat.device.type != self.format.device.type
         if self.format.has_copy:
-            self._point(placeholder(self.values) if flat is None else view_in(flat, self.values, 0))
+            self._point(_placeholder(self.values) if flat is None else _view_in(flat, self.values, 0))
         for tensor, start in self._views:
-            assign(tensor, placeholder(tensor) if flat is None else view_in(flat, tensor, start))
+            _assign(tensor, _placeholder(tensor) if flat is None else _view_in(flat, tensor, start))
+
+
+@contextlib.contextmanager
+def stepping_on(shards: Sequence[Shard]) -> Iterator[None]:
+    """Have the pieces of many shards ready for one step; see `Shard.stepping`."""
+    with contextlib.ExitStack() as stack:
+        for shard in shards:
+            if shard.home.moves:
+                stack.enter_context(shard.stepping())
+        shown = [(shard, shard.show_gradients()) for shard in shards if not shard.home.moves]
+        try:
+            yield
+        finally:
+            for shard, before in shown:
+                shard.show_again(before)
+
+
+def _assign(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor object have other memory, also of another device, to which ``.data`` can't always go."""
+    if tensor.device.type == values.device.type:
+        tensor.data = values
+        return
+    other = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a block, in which the next one begins at a multiple of 64."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _view_in(block: Tensor, like: Tensor, start: int) -> Tensor:
+    """Return the part of a block of bytes that begins at ``start``, in the shape and format of another tensor."""
+    end = start + like.numel() * like.element_size()
+    return block[start:end].view(like.dtype).view(like.shape)
+
+
+def _placeholder(like: Tensor) -> Any:
+    """Return a tensor of the same shape, format and device that takes one element of memory."""
+    filler = float("nan") if like.is_floating_point() else 0
+    return torch.full((), filler, dtype=like.dtype, device=like.device).expand(like.shape)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.optimizer import ZeroOptimizer
-    from booster_zero.engine.pieces import BucketPiece
+    from booster_zero.engine.shard import BucketPiece
 
 
 class ZeroStateAdapter(StateAdapter):
