@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from matrix import matrix, named
+from matrix import matrix
 from torch import nn
 from torch.nn import functional
 
@@ -189,6 +189,31 @@ class Dropping(Layer):
         self.part = nn.Dropout(0.5)
 
 
+class Unsplit(nn.Module):
+    """A layer of which nothing is split, with a part that treats each position separately."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + functional.gelu(self.part(x))
+
+
+class UnsplitConvolution(Unsplit):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.part(x.transpose(1, 2)).transpose(1, 2)
+
+
+class UnsplitSum(Unsplit):
+    def forward(self, x):
+        return x + self.part(x).cumsum(1)
+
+
 class InDict(Layer):
     """Returns its hidden states in a dict."""
 
@@ -199,7 +224,7 @@ class InDict(Layer):
 class Model(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(2))
+        self.layers = nn.ModuleList((kind(), Layer()))
 
     def forward(self, x):
         for layer in self.layers:
@@ -220,7 +245,7 @@ def boosted(kind, *, is_known=False):
     whole.load_state_dict(model.state_dict())
     plugin = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather", custom_policy=POLICY)
     booster = Booster("cpu", plugin=plugin)
-    # What could not be checked at `boost`, and was allowed, is looked at in the first forward.
+    # What a layer returns is looked at in each forward, also where the layer could not be checked.
     checked = mock.patch("booster_hybrid.boosting.check_policy", return_value={}) if is_known else nullcontext()
     with checked:
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -233,21 +258,14 @@ def run(kind, length, is_known):
 
 
 @matrix(
-    ["OwnAttention", "OwnConvolution", "OwnSum", "OwnMean", "BlockAround", "BlockAfter"],
-    kind=[Convolution, LeafAttention, LeafCore, OwnAttention, OwnConvolution, OwnSum, OwnMean, BlockAround, BlockAfter],
+    ["OwnAttention", "OwnConvolution", "OwnSum", "OwnMean", "BlockAround", "BlockAfter", "UnsplitConvolution"],
+    kind=[
+        *(Convolution, LeafAttention, LeafCore, OwnAttention, OwnConvolution, OwnSum, OwnMean, BlockAround, BlockAfter),
+        *(UnsplitConvolution, UnsplitSum),
+    ],
 )
 def test_layers_that_mix_positions_are_refused_at_boost(kind):
     expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", boosted, 2, kind)
-
-
-@matrix(
-    ["LeafCore-Core-one-position-on-a-rank"],
-    **{"kind, name": [(Convolution, "Conv1d"), (LeafAttention, "Attention"), (LeafCore, "Core")]},
-    length=named([3, 6], ["one-position-on-a-rank", "even"]),
-)
-def test_leaf_modules_that_mix_positions_are_refused_at_the_first_forward(kind, name, length):
-    message = rf"'layers\.0\.part' of Model \({name}\) mixes positions"
-    expect_on_ranks(ConfigError, message, run, 2, kind, length, True)
 
 
 def test_layers_that_return_containers_are_refused():
@@ -266,7 +284,7 @@ def train(kind):
         torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize("kind", [Layer, OwnBlock, AttendingBlock])
+@pytest.mark.parametrize("kind", [Layer, OwnBlock, AttendingBlock, Unsplit])
 def test_layers_that_are_pointwise_outside_of_blocks_train_as_one_process(kind):
     run_on_ranks(train, 2, kind)
 

@@ -10,9 +10,9 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid import ExpertRule, ShardingPolicy
 from booster_hybrid.expert_parallel.apply import find_experts
-from booster_hybrid.expert_parallel.check import check_experts
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.probe.experts import check_experts
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -75,7 +75,12 @@ class Limited(nn.Module):
             if self.kind == "capacity":
                 row, choice = row[: self.limit], choice[: self.limit]
             rows = x[row] @ self.weight[number] * weights[row, choice, None]
-            out = out.index_add(0, row, rows - rows.mean() if self.kind == "mean" and len(row) else rows)
+            mean = rows.mean() if len(row) else 0.0
+            if self.kind == "mean":
+                rows = rows - mean
+            elif self.kind == "gradient" and len(row):
+                rows = rows - mean + mean.detach()
+            out = out.index_add(0, row, rows)
         return out / len(x) if self.kind == "share" else out
 
 
@@ -86,12 +91,22 @@ def spread(*experts):
 
 @pytest.mark.parametrize(
     "experts",
-    [Limited("capacity", 12), Limited("capacity", 1000), Limited("mean"), Limited("share")],
+    [Limited("capacity", 12), Limited("capacity", 1000), Limited("mean"), Limited("gradient"), Limited("share")],
     ids=lambda each: each.kind,
 )
 def test_experts_that_look_at_other_tokens_are_refused(experts):
     with pytest.raises(ConfigError, match=r"experts 'layers\.0\.experts' \(Limited\) can't be spread"):
         spread(experts)
+
+
+def test_a_forward_that_was_replaced_is_what_is_checked():
+    experts = Limited("none")
+    forward = experts.forward
+    experts.forward = lambda x, index, weights: forward(x - x.mean(0), index, weights)
+    replaced = experts.forward
+    with pytest.raises(ConfigError, match="can't be spread over ranks: on random inputs its outputs"):
+        spread(experts)
+    assert experts.forward is replaced
 
 
 def test_experts_that_differ_by_an_attribute_are_all_checked():

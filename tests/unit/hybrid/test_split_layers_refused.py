@@ -12,6 +12,7 @@ from torch.nn.utils import weight_norm as old_weight_norm
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
 from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.plan import parallelize
 
 NORMS = {
@@ -41,3 +42,35 @@ def test_an_embedding_that_looks_at_all_rows_is_refused(option):
     model = nn.ModuleDict({"tokens": nn.Embedding(8, 4, **option)})
     with pytest.raises(ConfigError, match=rf"embedding 'tokens'.*`{next(iter(option))}=.*leave the embedding whole"):
         split(model, ModuleRule("tokens", Style.VOCABULARY))
+
+
+class Own(nn.Linear):
+    """A linear map in code of its own, which does what its kind says."""
+
+    def __init__(self, kind, inputs=6, outputs=8):
+        super().__init__(inputs, outputs)
+        self.kind = kind
+        if kind == "transposed":
+            self.weight = nn.Parameter(self.weight.detach().t().contiguous())
+
+    def forward(self, x):
+        product = x @ (self.weight if self.kind == "transposed" else self.weight.t())
+        if self.kind == "doubled bias":
+            product = product + self.bias
+        return product * 0.5 if self.kind == "scaled" else product + self.bias
+
+
+@pytest.mark.parametrize(("kind", "order"), [("plain", False), ("transposed", True)])
+@pytest.mark.parametrize("inputs", [6, 8])
+def test_linear_layers_are_known_by_what_they_compute(kind, order, inputs):
+    layer = Own(kind, inputs)
+    before = dict(layer.named_parameters())
+    assert is_linear(layer)
+    assert is_transposed(layer) is order
+    assert all(parameter is before[name] for name, parameter in layer.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["scaled", "doubled bias"])
+def test_a_layer_that_computes_something_else_is_refused(kind):
+    with pytest.raises(ConfigError, match="as a linear layer, but it is a Own, whose forward computes something else"):
+        split(nn.ModuleDict({"layer": Own(kind)}), ModuleRule("layer", Style.COLUMN))

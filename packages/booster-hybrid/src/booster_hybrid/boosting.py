@@ -14,7 +14,6 @@ from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
-from booster_hybrid.expert_parallel.check import check_experts
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import OF_RINGS, with_experts
@@ -33,6 +32,7 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.experts import expert_rules
 from booster_hybrid.policy.from_transformers import layer_lists
 from booster_hybrid.policy.registry import given_policy, known_layers, policy_for
+from booster_hybrid.probe.experts import check_experts
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.expert_parallel.forward import EveryTokenForward, ExpertsForward
 from booster_hybrid.inner_model import inner_model
+from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import matches
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Split
@@ -122,12 +123,24 @@ def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: Ra
             parameter.data = split.take(parameter.data)
             result.held.add(id(parameter))
             result.splits.update(dict.fromkeys(names_of[id(parameter)], split))
-        for attribute in each.counts:
-            setattr(each.module, attribute, share)
-        module: Any = each.module
-        kind = EveryTokenForward if each.takes_every_token else ExpertsForward
-        module.forward = kind(module, each.name, each.num_experts, group)
+        install_experts(each, group, Changes(), each.num_experts)
     return result
+
+
+def install_experts(experts: ExpertsModule, group: RankGroup, changes: Changes, num_experts: int) -> None:
+    """Let a module of experts exchange tokens with the other ranks; its parameters keep their values.
+
+    Args:
+        experts: The module.
+        group: The ranks.
+        changes: Notes what is replaced.
+        num_experts: Number of experts on all ranks.
+    """
+    module = experts.module
+    for attribute in experts.counts:
+        changes.attribute(module, attribute, num_experts // group.size)
+    kind = EveryTokenForward if experts.takes_every_token else ExpertsForward
+    changes.forward(module, kind(module, experts.name, num_experts, group))
 
 
 def _refuse_adapters(names: ModuleNames, name: str, size: int) -> None:

@@ -125,7 +125,10 @@ class _Probe:
 
     def run(self) -> dict[str, str]:
         kinds: dict[Hashable, list[Unit]] = {}
-        for unit in units_of(self._plan):
+        units = units_of(self._plan)
+        if self._split_sequence is not None:
+            units += self._whole_layers(units)
+        for unit in units:
             inside = len(unit.name) + 1 if unit.name else 0
             rules = {name[inside:]: self._plan.targets[name] for name in unit.targets}
             kinds.setdefault(kind_of(unit.module, unit.place, rules), []).append(unit)
@@ -143,6 +146,17 @@ class _Probe:
                 for unit in alike[1:]:
                     called |= {each for each in unit.targets if alike[0].name + each[len(unit.name) :] in called}
         return unchecked | self._without_calls(called, unchecked)
+
+    def _whole_layers(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return the layers of which the plan splits nothing, but whose sequences would be split."""
+        known = {layer for unit in units for layers in unit.layers for layer in layers}
+        found = []
+        for path in self._plan.policy.layers:
+            layers = self._plan.names.modules.get(path)
+            for key, layer in layers.named_children() if isinstance(layers, nn.ModuleList) else ():
+                if layer not in known and not f"{path}.".startswith(self._whole_sequences):
+                    found.append(Unit(f"{path}.{key}", layer, (), int(key), ((layer,),)))
+        return found
 
     def _record(self, kinds: Sequence[Sequence[Unit]]) -> Recording:
         """Run the model once, where there is a batch."""

@@ -125,12 +125,20 @@ class Runner:
         Args:
             values: Those of its parameters, by ``id``.
         """
-        result = self.run(values)
-        with torch.no_grad():
-            again = self._output(values, self._inputs()[0])
+        result, again = self.run(values), self.output(values)
         bound = self._setting.tolerance * _largest(result.output)
         is_same = again.shape == result.output.shape and _difference(again, result.output) <= bound
         return result if is_same and bool(torch.isfinite(result.output).all()) else None
+
+    def output(self, values: Mapping[int, Tensor]) -> Tensor:
+        """Return what the module gives, without gradients.
+
+        Args:
+            values: Those of its parameters, by ``id``.
+        """
+        with torch.no_grad():
+            output: Tensor = self._output(values, self._inputs()[0])
+        return output
 
     def run(self, values: Mapping[int, Tensor]) -> Result:
         """Return what the module gives.

@@ -174,7 +174,7 @@ def calls_of(plan: TensorPlan, unit: Unit, recorded: Call | None, device: torch.
 def _width(plan: TensorPlan, unit: Unit) -> int | None:
     """Return the size of the hidden states: the number of inputs of the first linear layer that takes them whole."""
     whole = (Style.COLUMN, Style.COLUMN_GATHER, Style.HEAD, Style.ROW_SPLIT)
-    for name in unit.targets:
+    for name in unit.targets or plan.targets:
         module = plan.names.modules.get(name)
         if module is not None and plan.targets[name].style in whole:
             weight: torch.Tensor = module.weight  # type: ignore[assignment]

@@ -39,6 +39,7 @@ def random_values(
     dtype: torch.dtype,
     light: Collection[int],
     left_out: Collection[int] = (),
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
 ) -> dict[int, Tensor]:
     """Return values for the parameters of a module, by their ``id``, alike on ranks with the same kind of device.
 
@@ -48,6 +49,7 @@ def random_values(
         dtype: Of the values.
         light: Parameters, by ``id``, that may share memory, and then get no gradient, if they are large matrices.
         left_out: Parameters, by ``id``, that get no values.
+        shapes: Shapes of values, by ``id``, where they are not the parameters' own.
 
     Raises:
         NoValuesError: If a parameter holds no floating numbers.
@@ -55,27 +57,29 @@ def random_values(
     generator = torch.Generator(device).manual_seed(_SEED)
     named = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in left_out]
     parameters = {id(parameter): (name, parameter) for name, parameter in named}
-    large = [key for key, (_, each) in parameters.items() if key in light and each.dim() > 1 and each.numel() > _LARGE]
-    longest = max((parameters[key][1].numel() for key in large), default=0)
+    shape_of = {key: torch.Size((shapes or {}).get(key, each.shape)) for key, (_, each) in parameters.items()}
+    large = [key for key, shape in shape_of.items() if key in light and len(shape) > 1 and shape.numel() > _LARGE]
+    longest = max((shape_of[key].numel() for key in large), default=0)
     buffer = _drawn((longest + _SHIFT * len(large),), device, dtype, generator)
     found = {}
     for key, (name, parameter) in parameters.items():
         if not parameter.is_floating_point():
             msg = f"its parameter '{name}' is of {parameter.dtype}"
             raise NoValuesError(msg)
+        shape = shape_of[key]
         if key in large:
             start = _SHIFT * large.index(key)
             # A window is scaled with the widest matrix, so that one buffer serves all.
-            found[key] = buffer[start : start + parameter.numel()].view(parameter.shape)
+            found[key] = buffer[start : start + shape.numel()].view(shape)
             continue
-        values = _drawn(parameter.shape, device, dtype, generator)
-        if parameter.dim() < 2:
+        values = _drawn(shape, device, dtype, generator)
+        if len(shape) < 2:
             values = 1 + 0.2 * values  # norms keep their scale
         else:
-            values *= parameter.shape[-1] ** -0.5
+            values *= shape[-1] ** -0.5
         found[key] = values.requires_grad_()
     if large:
-        buffer *= max(parameters[key][1].shape[-1] for key in large) ** -0.5
+        buffer *= max(shape_of[key][-1] for key in large) ** -0.5
     return found
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from booster_core.errors import ConfigError
+from booster_hybrid.probe.running import WithoutDropout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection
 
     from torch import Tensor
 
@@ -30,7 +30,6 @@ _POSITIONS = 4
 _TOLERANCE = 1e-5
 """Largest difference relative to the largest value: fp64, with parts that a layer computes in fp32."""
 _SEED = 20231
-_DROPOUTS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 class SdpaProbe:
@@ -126,7 +125,7 @@ class SdpaProbe:
             args, kwargs = stack.cut((args, kwargs), split)
         states = states.clone().requires_grad_()
         wide = {f"layer.{name}": each.detach().double() for name, each in _floating(self._layer)}
-        with _WithoutDropout(), torch.autocast(states.device.type, enabled=False):
+        with WithoutDropout(), torch.autocast(states.device.type, enabled=False):
             stack.is_alone = split is None
             try:
                 found: list[Tensor] = torch.func.functional_call(
@@ -188,30 +187,3 @@ def _short(value: Tensor, length: int, short: int, widths: Collection[tuple[int,
     for dim in position_dims(value, length, widths):
         value = value.narrow(dim, 0, short)
     return value.double() if value.dtype.is_floating_point else value
-
-
-class _WithoutDropout(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function, and keep what a dropout would drop."""
-        del types
-        named = kwargs or {}
-        if getattr(func, "__name__", "") in _DROPOUTS:
-            return args[0] if args else named["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            return _attend_alone(*args, **named)
-        return func(*args, **named)
-
-
-def _attend_alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's
-    **more: Any,
-) -> Tensor:
-    del dropout_p
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **more)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import NamedTensors, compiled_module, named_modules
+from booster_core.state import NamedTensors, compiled_module
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.random_streams import Stream
 from booster_hybrid.rank_group import AloneRank, RankGroup
@@ -27,7 +27,6 @@ from booster_hybrid.sequence_parallel.layers import (
     refuse_outputs_of_layers,
 )
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
-from booster_hybrid.sequence_parallel.pointwise import PointwiseProbe
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
@@ -55,10 +54,6 @@ class SequenceLengths:
         layout = SequenceLayout(length, self._size)
         self._length_of[layout.lengths[self._rank]] = self._length = length
         return layout
-
-    def here(self) -> int:
-        """Return the number of positions that layers have on this rank now."""
-        return SequenceLayout(self._length, self._size).lengths[self._rank]
 
     def in_backward_of(self, output: Any) -> None:
         """See to it that what is computed again of a layer knows how long its sequences are."""
@@ -120,11 +115,7 @@ def split_between_blocks(
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    names = {module: name for name, _, module in named_modules(model)}
-    for layers, lengths in split_layers(model, stacks, group, split, Changes()):
-        for leaf in (block for layer in layers for block in _blocks(layer) if _is_leaf(block)):
-            what = f"'{names[leaf]}' of {type(model).__name__} ({type(leaf).__name__})"
-            PointwiseProbe(leaf, what, lengths.here, group)
+    split_layers(model, stacks, group, split, Changes())
 
 
 def split_layers(
@@ -133,7 +124,7 @@ def split_layers(
     group: RankGroup,
     split: TensorParallelModel,
     changes: Changes,
-) -> list[tuple[Sequence[nn.Module], SequenceLengths]]:
+) -> None:
     """Split the sequences of some layers, in place.
 
     Args:
@@ -142,16 +133,11 @@ def split_layers(
         group: As for `split_between_blocks`.
         split: As for `split_between_blocks`.
         changes: Notes what is replaced.
-
-    Returns:
-        The stacks, each with how long its sequences are.
     """
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed
-    found = []
     for layers in stacks:
         lengths, stream = SequenceLengths(group.size, group.rank), Stream(group.rank)
-        found.append((layers, lengths))
         borders = _Borders(lengths, stream, group, split, changes)
         for layer in layers:
             for block in _blocks(layer):
@@ -168,7 +154,6 @@ def split_layers(
             hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
             changes.hook(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
             changes.hook(layer.register_forward_hook(hooks.after, always_call=True))
-    return found
 
 
 def _is_leaf(block: nn.Module) -> bool:
@@ -215,7 +200,7 @@ class _Borders:
     def split(self, layer: nn.Module, block: nn.Module) -> None:
         """Put a block's communication at its borders."""
         if _is_leaf(block):
-            return  # a norm, a dropout: each position by itself, which is checked in the first forward
+            return  # a norm, a dropout: each position by itself, as the probe has shown
         patched = _patched(block)
         if not patched or not all(map(_is_plain, patched.values())):
             self._leave_as_it_is(block)

@@ -414,6 +414,7 @@ class RowForward:
 
     def __init__(self, module: nn.Module, group: RankGroup, splits: Sequence[int] | None = None) -> None:
         self._module, self._group, self.splits = module, group, splits
+        self._is_transposed = is_transposed(module)
 
     def __call__(self, source: Tensor) -> Tensor:
         if self.splits is not None:
@@ -421,7 +422,7 @@ class RowForward:
         if not torch.compiler.is_compiling() or self.weight_gradients is not None:
             return self._eager(source)
         weight, bias = _parameters(self._module)
-        partial = nn.functional.linear(source, weight.t() if is_transposed(self._module) else weight)
+        partial = nn.functional.linear(source, weight.t() if self._is_transposed else weight)
         if isinstance(self._group, AloneRank):
             return partial if bias is None or self._group.rank else partial + bias.to(partial.dtype)
         outputs = leave(partial, self._group)
@@ -435,6 +436,6 @@ class RowForward:
         if waiting is not None:
             given = waiting.hidden()
         outputs: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
-            source, *given, self._group, is_transposed(self._module), waiting
+            source, *given, self._group, self._is_transposed, waiting
         )
         return outputs

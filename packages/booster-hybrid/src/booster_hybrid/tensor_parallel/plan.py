@@ -198,8 +198,8 @@ class TensorPlan:
         if module is None or not is_linear(module):
             msg = (
                 f"The policy of {type(self.model).__name__} splits '{name}' as a linear layer, but it is a "
-                f"{type(module).__name__}, whose forward may do something else. Only nn.Linear and transformers' "
-                "Conv1D can be split; leave it whole, or give its parameters rules of their own."
+                f"{type(module).__name__}, whose forward computes something else of its weight and bias. Leave it "
+                "whole, or give its parameters rules of their own."
             )
             raise ConfigError(msg)
         self._check_parameters(name, module)
