@@ -56,7 +56,7 @@ class _FlattensPresent(ReferenceOptimizer):
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self.reduce(flat)
-        for gradient, averaged in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        for gradient, averaged in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
             gradient.copy_(averaged.view_as(gradient))
 
 
