@@ -6,6 +6,7 @@ step, sends state to those that come back, and lets the ranks of a group commit 
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
@@ -35,11 +36,12 @@ _present: list[ReplicaGroups] = []
 
 
 def require_torchft() -> None:
-    """Import torchft.
+    """Import torchft, which tells of warnings unless ``RUST_LOG`` says otherwise: it has nine lines for each step.
 
     Raises:
         ConfigError: If that is not possible.
     """
+    os.environ.setdefault("RUST_LOG", "warn")
     try:
         import torchft  # noqa: F401 - whether it can be imported is the question
     except ImportError as error:
