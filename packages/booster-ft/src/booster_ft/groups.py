@@ -36,12 +36,13 @@ _present: list[ReplicaGroups] = []
 
 
 def require_torchft() -> None:
-    """Import torchft, which tells of warnings unless ``RUST_LOG`` says otherwise: it has nine lines for each step.
+    """Import torchft, whose log begins at warnings unless ``RUST_LOG`` says otherwise: it has nine lines for each step.
 
     Raises:
         ConfigError: If that is not possible.
     """
-    os.environ.setdefault("RUST_LOG", "warn")
+    is_set = "RUST_LOG" in os.environ
+    os.environ.setdefault("RUST_LOG", "warn")  # which torchft reads when it is imported
     try:
         import torchft  # noqa: F401 - whether it can be imported is the question
     except ImportError as error:
@@ -51,6 +52,9 @@ def require_torchft() -> None:
             "checkpoints by `booster.load_checkpoint(folder, ..., resume=True)`."
         )
         raise ConfigError(msg) from error
+    finally:
+        if not is_set:
+            del os.environ["RUST_LOG"]
 
 
 class ReplicaGroups:
