@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from model_zoo.transformers_build import from_config
 
-from booster_hybrid.policy.experts import expert_rules
+from booster_hybrid.policy.find import expert_rules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -95,7 +95,7 @@ def _options(name: str, plugin: str) -> dict[str, Any]:
 
 
 def _has_policy(name: str) -> bool:
-    from booster_hybrid.policy.registry import policy_for
+    from booster_hybrid.policy.find import policy_for
 
     with quiet():
         model = get_model(name).seeded()

@@ -20,7 +20,7 @@ from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import policy_for
 from booster_hybrid.tensor_parallel import linear
 from booster_runtime import full_gradient
 from booster_runtime.activations import enable_activation_checkpointing

@@ -156,5 +156,17 @@ def test_dropout_by_a_function_keeps_ranks_alike(options, begins_at, is_seeded):
         assert torch.equal(value, second[name]), name
 
 
+def outputs_without_graph():
+    _, boosted, _, tokens = boost(TENSOR, probability=0.3)
+    torch.manual_seed(7 + dist.get_rank())
+    with torch.no_grad():
+        return boosted.model(tokens)
+
+
+def test_dropout_keeps_ranks_alike_without_gradients():
+    first, second = run_on_ranks(outputs_without_graph, 2)
+    assert torch.equal(first, second)
+
+
 def test_dropout_that_begins_later_raises_where_ranks_draw_apart():
     expect_on_ranks(ConfigError, "has begun to draw random numbers", drop, 2, TENSOR, 1, False)

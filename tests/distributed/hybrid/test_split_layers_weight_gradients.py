@@ -10,7 +10,7 @@ from matrix import matrix
 from model_zoo import get_model
 
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward

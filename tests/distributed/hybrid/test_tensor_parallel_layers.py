@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import GradientError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel import linear
 from booster_hybrid.tensor_parallel.plan import parallelize

@@ -10,7 +10,7 @@ import torch
 from matrix import matrix
 from torch import nn
 
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.loss import vocabulary_cross_entropy
 from booster_hybrid.tensor_parallel.plan import parallelize

@@ -12,7 +12,7 @@ from model_zoo import get_model
 
 from booster_core.errors import ConfigError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import policy_for
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import expect_on_ranks, run_on_ranks

@@ -10,8 +10,7 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid import ExpertRule, ShardingPolicy
 from booster_hybrid.expert_parallel.apply import find_experts
-from booster_hybrid.policy.experts import expert_rules
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import expert_rules, policy_for
 from booster_hybrid.probe.experts import check_experts
 
 

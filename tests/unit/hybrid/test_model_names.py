@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from booster_hybrid.policy.base import Style
-from booster_hybrid.policy.registry import policy_for
+from booster_hybrid.policy.find import policy_for
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_testing.models import tiny_llama
 

@@ -29,9 +29,8 @@ from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, ke
 from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
-from booster_hybrid.policy.experts import expert_rules
+from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.policy.registry import given_policy, known_layers, policy_for
 from booster_hybrid.probe.experts import check_experts
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup

@@ -90,24 +90,24 @@ class HybridModel(ZeroModel):
             if self.replica.size > 1 and not self._has_compared:
                 check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
                 self._has_compared = True
-            if not (self.module.training and torch.is_grad_enabled()):
-                return self._forward(*args, **kwargs)
-            return self._train(*args, **kwargs)
+            return self._train(*args, **kwargs) if self.module.training else self._forward(*args, **kwargs)
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model in a step of training.
+        """Run the model in training mode.
 
         Collective: the ranks that work on the same batches.
         """
-        if self.trained_alike is not None:
+        has_graph = torch.is_grad_enabled()
+        reads = self.outside_reads if has_graph else None
+        if has_graph and self.trained_alike is not None:
             self.trained_alike.begin()
         if self.streams is not None:
             self.streams.begin()
-        if self.outside_reads is not None:
-            self.outside_reads.begin()
+        if reads is not None:
+            reads.begin()
         outputs = self._forward(*args, **kwargs)
-        if self.outside_reads is not None:
-            self.outside_reads.end()
+        if reads is not None:
+            reads.end()
         if self.streams is not None:
             self.streams.end()
         return outputs

@@ -114,7 +114,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
         unchecked: What `boost` does about layers of which it can't find out whether they compute the same when
-            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy.
+            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy. The first backward likewise does
+            about a loss that reads a part of a parameter, such as a penalty on split weights.
         max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
         cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 to 3.
         custom_policy: A `ShardingPolicy` for a model that is not known.

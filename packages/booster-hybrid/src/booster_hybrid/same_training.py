@@ -123,7 +123,7 @@ class OutsideReads:
             return
         for node, name in self._readers(loss.grad_fn):
             number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
-            if not any(start < number < stop for start, stop in self._spans):
+            if not (_is_ours(node) or any(start < number < stop for start, stop in self._spans)):
                 msg = (
                     f"The loss reads parameter '{name}' outside of the model's forward ({node.name()}), and each rank "
                     "has a part of it: a penalty on it would be that of a part. Use the optimizer's `weight_decay`, or "
@@ -144,6 +144,12 @@ class OutsideReads:
                 elif following is not None and following not in seen:
                     seen.add(following)
                     waiting.append(following)
+
+
+def _is_ours(node: Any) -> bool:
+    """Return whether a node is of a function of Booster's, which takes a part for a part, as a loss by chunks does."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.startswith("booster_")
 
 
 def _next_number() -> int:

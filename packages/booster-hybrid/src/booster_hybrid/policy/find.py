@@ -1,11 +1,10 @@
-"""Which policy a model has: the user's own, a third party's, transformers' plan, or one of ours, in this order.
+"""Which policy a model has, for layers and for experts.
 
-Families without a plan have a small module here, named after transformers' ``model_type`` and imported when asked for.
+It is the user's own, a third party's, one of ours for its family, or transformers' plan, in this order.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,11 +13,15 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.inner_model import inner_model
-from booster_hybrid.policy.base import WHOLE_SEQUENCES, ModuleRule, ShardingPolicy
+from booster_hybrid.policy.base import WHOLE_SEQUENCES, ExpertRule, ModuleRule, ShardingPolicy
+from booster_hybrid.policy.families import FAMILIES
 from booster_hybrid.policy.from_transformers import read_plan, vocabulary_rules
 
 _SHOWN = 12
-FAMILIES = ("bert", "blip_2", "bloom", "falcon", "gpt2", "gptj", "opt", "sam", "t5", "vit", "whisper")
+_OF_EXPERTS = "grouped_gemm"
+"""What plans say of a parameter with a part for each expert."""
+_LLAMA_4 = ("llama4", "llama4_text")
+"""Families without a plan, whose experts are called with every token."""
 
 
 def policy_for(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> ShardingPolicy:
@@ -82,6 +85,30 @@ def known_layers(
     return _own(inner_model(model))
 
 
+def expert_rules(model: nn.Module, custom_policy: ShardingPolicy | None = None, hooks: Any = None) -> list[ExpertRule]:
+    """Return the rules for a model's experts; none where no module is known.
+
+    Args:
+        model: The user's model.
+        custom_policy: The user's own policy, whose rules win.
+        hooks: The hook relay, asked for a third party's policy.
+    """
+    given = given_policy(model, custom_policy, hooks)
+    if given is not None and given.experts:
+        return list(given.experts)
+    model = inner_model(model)
+    config: Any = getattr(model, "config", None)
+    plan = getattr(model, "_ep_plan", None) or getattr(config, "base_model_ep_plan", None) or {}
+    parameters: dict[str, list[str]] = {}
+    for pattern, text in plan.items():
+        if text == _OF_EXPERTS:
+            module, _, parameter = pattern.rpartition(".")
+            parameters.setdefault(module, []).append(parameter)
+    if getattr(config, "model_type", None) in _LLAMA_4:
+        return [ExpertRule("**.feed_forward.experts", ("gate_up_proj", "down_proj"), takes_every_token=True)]
+    return [ExpertRule(pattern, parameters=tuple(names)) for pattern, names in parameters.items()]
+
+
 def _layer_names(model: nn.Module) -> str:
     """Return what the linear layers of a model are called, one for each name but for numbers."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -92,16 +119,13 @@ def _layer_names(model: nn.Module) -> str:
 
 
 def _own(model: nn.Module) -> ShardingPolicy | None:
-    """Return the policy of a family that has a module here; ``None`` for others."""
-    config: Any = getattr(model, "config", None)
-    family = _family(model)
-    if family not in FAMILIES:
+    """Return our policy of a model's family; ``None`` for others."""
+    family = FAMILIES.get(str(getattr(getattr(model, "config", None), "model_type", None)).replace("-", "_"))
+    if family is None:
         return None
-    module: Any = importlib.import_module(f"booster_hybrid.policy.{family}")
-    rules: tuple[ModuleRule, ...] = module.make_rules(config) if hasattr(module, "make_rules") else module.RULES
-    layers: tuple[str, ...] = module.LAYERS
-    whole: tuple[str, ...] = getattr(module, "WHOLE", ())
-    parts = [(name, model.get_submodule(name)) for name in getattr(module, "PARTS", ()) if hasattr(model, name)]
+    rules = family.rules(model.config) if callable(family.rules) else family.rules
+    layers, whole = family.layers, family.whole
+    parts = [(name, model.get_submodule(name)) for name in family.parts if hasattr(model, name)]
     if not parts:
         return ShardingPolicy((*vocabulary_rules(model), *rules), layers, {WHOLE_SEQUENCES: whole})
     for name, part in parts:
@@ -110,10 +134,6 @@ def _own(model: nn.Module) -> ShardingPolicy | None:
         layers += tuple(f"{name}.{each}" for each in inner.layers)
         whole += tuple(f"{name}.{each}" for each in inner.whole_sequences)
     return ShardingPolicy(rules, layers, {WHOLE_SEQUENCES: whole})
-
-
-def _family(model: nn.Module) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", None)).replace("-", "_")
 
 
 def _inside(name: str, part: nn.Module, rule: ModuleRule) -> list[ModuleRule]:
