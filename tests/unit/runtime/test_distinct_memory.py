@@ -8,7 +8,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_runtime.lazy import LazyInitContext
-from booster_runtime.sharding.distinct import check_distinct_memory
+from booster_runtime.sharding.checks import check_distinct_memory
 
 WAYS = {"real": contextlib.nullcontext, "lazy": LazyInitContext, "meta": lambda: torch.device("meta")}
 

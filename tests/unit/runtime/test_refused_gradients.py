@@ -9,7 +9,7 @@ from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import write_gradient
 from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import refuse_all_gradients, refuse_gradient, refuse_renormalized, working_dtypes
-from booster_runtime.sharding.written import not_optimized
+from booster_runtime.sharding.checks import not_optimized
 
 
 def test_a_model_without_an_optimizer_gets_no_gradients():

@@ -11,7 +11,7 @@ from booster_core.plugin import as_tuple, place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
 from booster_runtime.lazy.host_values import HostValues, StateOnHost, shards_from_host
 from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
-from booster_runtime.sharding.agreement import agree_on_values, send_first
+from booster_runtime.sharding.broadcast import agree_on_values, send_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

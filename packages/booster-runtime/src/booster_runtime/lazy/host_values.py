@@ -13,7 +13,7 @@ from torch import nn
 
 from booster_core.state import box_numel, box_shape, full_box, intersect, regions_of, slices_of
 from booster_runtime.lazy.holders import Holder, loosened
-from booster_runtime.sharding.agreement import send_first
+from booster_runtime.sharding.broadcast import send_first
 from booster_runtime.sharding.hosting import is_cut
 
 if TYPE_CHECKING:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from booster_core.plugin import normalisation_parameters
 from booster_core.state import frozen_base
-from booster_runtime.sharding.agreement import agree_on_values, send_first
-from booster_runtime.sharding.buffers import BufferWatch
-from booster_runtime.sharding.distinct import check_distinct_memory
+from booster_runtime.sharding.broadcast import BufferWatch, agree_on_values, send_first
+from booster_runtime.sharding.checks import (
+    check_distinct_memory,
+    not_optimized,
+    raise_for_unused,
+    refuse_all_gradients,
+    refuse_gradient,
+    refuse_renormalized,
+    without_optimizer,
+)
 from booster_runtime.sharding.dtensor import (
     DTensorStateAdapter,
     dtensor_of,
@@ -22,7 +29,6 @@ from booster_runtime.sharding.elementwise import (
     partition_for,
     probed_steps,
 )
-from booster_runtime.sharding.flags import RaisedAnywhere, between_hosts
 from booster_runtime.sharding.generating import generate_together, generating_model
 from booster_runtime.sharding.hosting import (
     HostedOptimizer,
@@ -42,16 +48,15 @@ from booster_runtime.sharding.layers import (
     without_split_ties,
 )
 from booster_runtime.sharding.narrow import working_dtypes
-from booster_runtime.sharding.ranks import RanksOfWorld, ShardingRanks, make_ranks, sharding_groups
-from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
-from booster_runtime.sharding.renormalized import refuse_renormalized
-from booster_runtime.sharding.unreduced import (
-    raise_for_unused,
-    refuse_all_gradients,
-    refuse_gradient,
-    without_optimizer,
+from booster_runtime.sharding.ranks import (
+    RaisedAnywhere,
+    RanksOfWorld,
+    ShardingRanks,
+    between_hosts,
+    make_ranks,
+    sharding_groups,
 )
-from booster_runtime.sharding.written import not_optimized
+from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
 
 __all__ = [
     "CONTAINERS",

@@ -1,6 +1,4 @@
-"""Errors for gradients that nobody would reduce, and for parameters that have none.
-
-Without the first, each rank would train a model of its own.
+"""What is refused: models that ranks would train apart, and gradients that nobody would reduce or step with.
 
 Frozen parameters are watched too: a hook costs nothing until its parameter has been unfrozen and gets a gradient.
 """
@@ -9,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from booster_core.errors import GradientError
+from torch import nn
+
+from booster_core.errors import ConfigError, GradientError
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
 _NO_OPTIMIZER = (
     "but the model was boosted without an optimizer, so that nothing averages gradients over the ranks and each would "
@@ -28,6 +26,60 @@ _FROZEN = (
     "ranks. Unfreeze it before `boost` and make the optimizer with it, add it to the optimizer that `boost` returned "
     "with `optimizer.add_param_group`, or keep it frozen."
 )
+
+
+def check_distinct_memory(model: nn.Module) -> None:
+    """Check that no trained parameter begins at the same place in memory as another one, lazy ones included.
+
+    Sharding would untie them without a word.
+
+    Frozen ones that share theirs are equal forever, tied or not.
+
+    Args:
+        model: The user's model, before anything of it is moved.
+
+    Raises:
+        ConfigError: Naming two that do.
+    """
+    found: dict[object, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
+        other_name, other = found.setdefault(_place_of(parameter), (name, parameter))
+        if other is not parameter and (other.requires_grad or parameter.requires_grad):
+            msg = (
+                f"Parameters '{other_name}' and '{name}' are two objects over the same memory. Tie them by assigning "
+                "one Parameter to both modules."
+            )
+            raise ConfigError(msg)
+
+
+def _place_of(parameter: nn.Parameter) -> object:
+    # Of a lazy tensor, the meta tensor of its geometry. Not by its class: `booster_runtime.lazy` uses this package.
+    tensor = getattr(parameter, "lazy_inner", parameter)
+    storage = tensor.untyped_storage()
+    # A tensor of meta has no address, but its storage is an object of its own.
+    begin = storage._cdata if tensor.device.type == "meta" else storage.data_ptr()  # noqa: SLF001 - what identifies it
+    return tensor.device, begin + tensor.storage_offset() * tensor.element_size()
+
+
+def refuse_renormalized(model: nn.Module) -> None:
+    """Check that no embedding renormalizes the rows that it looks up.
+
+    ``max_norm`` writes to these rows in each forward. Ranks look up rows of their own samples, so replicas would
+    differ, and a gathered table would lose the change.
+
+    Raises:
+        ConfigError: Naming an embedding with ``max_norm``.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            msg = (
+                f"Embedding '{name}' has `max_norm={module.max_norm:g}`: each forward changes the rows that this rank "
+                "looks up, so that ranks would train different models. Leave `max_norm` out, and normalize the rows "
+                "that were looked up, or the whole table after `optimizer.step()`."
+            )
+            raise ConfigError(msg)
 
 
 def refuse_all_gradients(model: nn.Module) -> None:
@@ -99,3 +151,11 @@ def raise_for_unused(unused: Sequence[str]) -> None:
             "them out of the optimizer, or pass `unused='zero'`."
         )
         raise GradientError(msg)
+
+
+def not_optimized(name: str) -> ConfigError:
+    """Return the error for a gradient that the boosted optimizer does not step with."""
+    return ConfigError(
+        f"The gradient of '{name}' can't be set: the boosted optimizer does not hold the parameter. Pass the optimizer "
+        "with the model to `boost`, and list the parameter in it."
+    )
