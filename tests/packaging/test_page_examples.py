@@ -54,6 +54,7 @@ EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.ma
         "docs/training-loops.md-python-12",
         "docs/training-loops.md-python-13",
         "docs/training-loops.md-python-14",
+        "docs/training-loops.md-python-15",
         "docs/writing-a-plugin.md-python-0",
         "docs/writing-a-plugin.md-python-5",
         "packages/booster-core/README.md-python-0",

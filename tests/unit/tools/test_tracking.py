@@ -10,7 +10,17 @@ from click.testing import CliRunner
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_tools.cli.plot import command
-from booster_tools.tracking import JsonLines, TensorBoard, Tracker, WeightsAndBiases, read_json_lines, track
+from booster_tools.tracking import (
+    JsonLines,
+    MLflow,
+    ProgressBar,
+    TensorBoard,
+    Tracker,
+    Trackio,
+    WeightsAndBiases,
+    read_json_lines,
+    track,
+)
 
 
 def boosted(**settings):
@@ -137,8 +147,14 @@ def test_trackers_are_closed_where_one_does_not_start(tmp_path):
 
 @pytest.mark.parametrize(
     ("tracker", "package"),
-    [(TensorBoard("runs"), "torch.utils.tensorboard"), (WeightsAndBiases(), "wandb")],
-    ids=["TensorBoard", "WeightsAndBiases"],
+    [
+        (TensorBoard("runs"), "torch.utils.tensorboard"),
+        (WeightsAndBiases(), "wandb"),
+        (MLflow(), "mlflow"),
+        (Trackio(), "trackio"),
+        (ProgressBar(), "tqdm.auto"),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_missing_package_is_named(tracker, package, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, package, None)

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
+    from booster_tools.guarding import guard
     from booster_tools.notebooks import notebook_launch
     from booster_tools.planning import choose_plugin, plan
     from booster_tools.profiling import profile
     from booster_tools.tracking import track
     from booster_tools.verification import verify, verify_objects
 
-__all__ = ["choose_plugin", "notebook_launch", "plan", "profile", "track", "verify", "verify_objects"]
+__all__ = ["choose_plugin", "guard", "notebook_launch", "plan", "profile", "track", "verify", "verify_objects"]
 
 __getattr__, __dir__ = public_names(
     __name__,
     {
+        ".guarding": ["guard"],
         ".notebooks": ["notebook_launch"],
         ".planning": ["choose_plugin", "plan"],
         ".profiling": ["profile"],

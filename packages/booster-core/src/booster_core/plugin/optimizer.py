@@ -144,6 +144,9 @@ class OptimizerWrapper(Optimizer):
         # Whether the gradients that are there have been divided by the loss scale.
         self.is_unscaled = False
         self.norm_dtype: torch.dtype | None = None
+        self.before_step: list[Callable[[OptimizerWrapper], bool]] = []
+        """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
+        which it must on every rank or on none."""
         self.unlisted: list[nn.Parameter] = []
 
     def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
@@ -186,7 +189,7 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_step": []}
+        return {**self.__dict__, "on_step": [], "before_step": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -396,21 +399,14 @@ class OptimizerWrapper(Optimizer):
 
         Collective: every rank of the strategy's mesh, in step.
         """
-        if self.refuses_step is not None:
-            raise GradientError(self.refuses_step)
-        if self.frozen is not None:
-            self.frozen.check(self)
-        if closure is not None and self.loss_scaler is not None:
-            msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
-            raise GradientError(msg)
+        self._check_step(closure)
         replicas = self.scaling.replicas
-        if closure is not None and replicas is not None:
-            msg = "An optimizer that needs a closure can't run in several replica groups. Use one that needs none."
-            raise GradientError(msg)
         with NamedCall("step"):
             self.unscale_gradients()
             is_lost = replicas is not None and not replicas.commits()
-            result = None if is_lost or self.found_overflow else self._update(closure)
+            refusals = [] if is_lost else [refuses(self) for refuses in tuple(self.before_step)]
+            is_left_out = is_lost or any(refusals)
+            result = None if is_left_out or self.found_overflow else self._update(closure)
         self.num_steps += 1
         norm = self.scaling.norm
         if is_lost:
@@ -418,7 +414,7 @@ class OptimizerWrapper(Optimizer):
             self.zero_grad()
         else:
             self.scaling.note_step(self)
-        metrics = self._metrics(norm, is_lost=is_lost)
+        metrics = self._metrics(norm, is_left_out=is_left_out)
         for observe in tuple(self.on_step):
             observe(self, metrics)
         if self._context is not None and self._context.hooks.after_step.get_hookimpls():  # may be registered late
@@ -438,8 +434,26 @@ class OptimizerWrapper(Optimizer):
         """Step the optimizer inside; sharded strategies make gradients ready before and share parameters after."""
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
-    def _metrics(self, norm: Tensor | None, *, is_lost: bool) -> dict[str, Any]:
-        metrics: dict[str, Any] = {"skipped": is_lost or self.found_overflow}
+    def _check_step(self, closure: Callable[[], float] | None) -> None:
+        """Raise where a step now would be wrong, or a closure can't be followed."""
+        if self.refuses_step is not None:
+            raise GradientError(self.refuses_step)
+        if self.frozen is not None:
+            self.frozen.check(self)
+        if closure is None:
+            return
+        if self.loss_scaler is not None:
+            msg = "An optimizer that needs a closure can't run under fp16's dynamic loss scale. Use 'bf16' or 'fp32'."
+            raise GradientError(msg)
+        if self.scaling.replicas is not None:
+            msg = "An optimizer that needs a closure can't run in several replica groups. Use one that needs none."
+            raise GradientError(msg)
+        if self.before_step:
+            msg = "An optimizer that needs a closure makes its gradients in the step, which nothing can look at before."
+            raise GradientError(msg)
+
+    def _metrics(self, norm: Tensor | None, *, is_left_out: bool) -> dict[str, Any]:
+        metrics: dict[str, Any] = {"skipped": is_left_out or self.found_overflow}
         if norm is not None:
             metrics["grad_norm"] = norm
         if self.loss_scaler is not None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from booster_tools.tracking.interface import Tracker
+from booster_tools.tracking.gradient_norm import GradientNorm
+from booster_tools.tracking.interface import Meter, Tracker
 from booster_tools.tracking.json_lines import JsonLines, read_json_lines
 from booster_tools.tracking.memory import MemoryTimeline, watch_memory
+from booster_tools.tracking.mlflow import MLflow
+from booster_tools.tracking.progress import ProgressBar
 from booster_tools.tracking.run import TrackedRun, track
 from booster_tools.tracking.tensorboard import TensorBoard
+from booster_tools.tracking.throughput import Throughput
+from booster_tools.tracking.trackio import Trackio
 from booster_tools.tracking.weights_and_biases import WeightsAndBiases
 
 __all__ = [
+    "GradientNorm",
     "JsonLines",
+    "MLflow",
     "MemoryTimeline",
+    "Meter",
+    "ProgressBar",
     "TensorBoard",
+    "Throughput",
     "TrackedRun",
     "Tracker",
+    "Trackio",
     "WeightsAndBiases",
     "read_json_lines",
     "track",

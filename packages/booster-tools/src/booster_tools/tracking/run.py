@@ -11,10 +11,10 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, hookimpl, register_hooks, unregister_hooks
 from booster_core.ranks import DistCoordinator
-from booster_tools.tracking.interface import Tracker
+from booster_tools.tracking.interface import Meter, Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 _OURS = frozenset({"step", "seconds"})
 
 
-def track(optimizer: Optimizer, *trackers: Tracker, step: int = 0) -> TrackedRun:
+def track(
+    optimizer: Optimizer,
+    *trackers: Tracker,
+    meters: Sequence[Meter] = (),
+    config: Mapping[str, Any] | None = None,
+    step: int = 0,
+) -> TrackedRun:
     """Track the steps of an optimizer from now on, until the end of a ``with``.
 
     Of each step trackers receive ``grad_norm`` where gradients were clipped, ``skipped`` and ``loss_scale`` where there
@@ -41,10 +47,12 @@ def track(optimizer: Optimizer, *trackers: Tracker, step: int = 0) -> TrackedRun
     Args:
         optimizer: The boosted optimizer whose steps count.
         trackers: Where values go. They are used on the master rank only, so a loop needs no ``if``.
+        meters: Add values to each step, such as `Throughput` and `GradientNorm`.
+        config: Settings of the run, by name, for trackers that show them.
         step: Number of steps taken before, such as the step of the checkpoint that was loaded.
 
     Raises:
-        TypeError: If the optimizer is not a boosted one, or a tracker no `Tracker`.
+        TypeError: If the optimizer is not a boosted one, a tracker no `Tracker`, or a meter no `Meter`.
         ConfigError: If ``step`` is negative, or a tracker's package is not installed.
 
     Collective: none; called on every rank.
@@ -56,10 +64,14 @@ def track(optimizer: Optimizer, *trackers: Tracker, step: int = 0) -> TrackedRun
         if not isinstance(tracker, Tracker):
             msg = f"A tracker is an object such as `JsonLines(path)`; got `{type(tracker).__name__}`."
             raise TypeError(msg)
+    for meter in meters:
+        if not isinstance(meter, Meter):
+            msg = f"A meter is an object such as `Throughput(booster, model)`; got `{type(meter).__name__}`."
+            raise TypeError(msg)
     if step < 0:
         msg = f"`step={step}` is not a number of steps taken; use 0 or more."
         raise ConfigError(msg)
-    return TrackedRun(optimizer, trackers if DistCoordinator().is_master() else (), step)
+    return TrackedRun(optimizer, trackers if DistCoordinator().is_master() else (), meters, config or {}, step)
 
 
 class TrackedRun:
@@ -69,10 +81,19 @@ class TrackedRun:
         step: Number of steps taken, with those before the run.
     """
 
-    def __init__(self, optimizer: OptimizerWrapper, trackers: tuple[Tracker, ...], step: int) -> None:
+    def __init__(
+        self,
+        optimizer: OptimizerWrapper,
+        trackers: tuple[Tracker, ...],
+        meters: Sequence[Meter],
+        config: Mapping[str, Any],
+        step: int,
+    ) -> None:
         self.step = step
         self._optimizer = optimizer
         self._trackers = trackers
+        self._meters = meters
+        self._config = config
         self._is_open = False
         self._values: dict[str, float | Tensor] = {}
         self._time = time.perf_counter()
@@ -83,6 +104,11 @@ class TrackedRun:
             for tracker in self._trackers:
                 started.callback(tracker.close)
                 tracker.start(self.step)
+                if self._config:
+                    tracker.configure(self._config)
+            for meter in self._meters:
+                meter.start()
+                started.callback(meter.stop)
             register_hooks(self)
             started.pop_all()
         self._time = time.perf_counter()
@@ -96,6 +122,8 @@ class TrackedRun:
         with contextlib.ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close)
+            for meter in self._meters:
+                closing.callback(meter.stop)
             self._write()
 
     def log(self, **values: float | Tensor) -> None:
@@ -132,11 +160,14 @@ class TrackedRun:
         self._write()
         self.step += 1
         now = time.perf_counter()
-        self._values = {"seconds": now - self._time, **_learning_rates(optimizer)}
+        seconds = now - self._time
+        self._values = {"seconds": seconds, **_learning_rates(optimizer)}
         self._time = now
         if "loss_scale" not in metrics:
             metrics = {name: value for name, value in metrics.items() if name != "skipped"}
         self.log(**metrics)
+        for meter in self._meters:
+            self.log(**meter.measure(seconds, metrics))
 
     def _write(self) -> None:
         values, self._values = self._values, {}

@@ -35,6 +35,10 @@ class TensorBoard(Tracker):
             raise ConfigError(msg) from cause
         self._writer = SummaryWriter(self._folder, purge_step=step + 1)
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Write the settings as a text."""
+        self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a scalar for each value."""
         for name, value in values.items():

@@ -36,6 +36,10 @@ class WeightsAndBiases(Tracker):
             raise ConfigError(msg) from cause
         self._run = wandb.init(**self._settings)
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Write the run's config."""
+        self._run.config.update(dict(config), allow_val_change=True)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step."""
         self._run.log(dict(values), step=step)

@@ -1,0 +1,160 @@
+"""Meters tell what a step got out of the hardware, and change nothing of it."""
+
+import time
+
+import pytest
+import torch
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_tools.tracking import (
+    GradientNorm,
+    JsonLines,
+    ProgressBar,
+    Throughput,
+    Tracker,
+    read_json_lines,
+    throughput,
+    track,
+)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.first, self.second = torch.nn.Linear(8, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, tokens):
+        return self.second(torch.relu(self.first(self.embedding(tokens))))
+
+
+def boosted(model):
+    booster = Booster("cpu")
+    model, optimizer, *_ = booster.boost(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    )
+    return booster, model, optimizer
+
+
+def train(booster, model, optimizer, batches):
+    for tokens in batches:
+        booster.backward(model(tokens).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def slow_loader():
+    for samples in (2, 2, 4):
+        time.sleep(0.02)
+        yield torch.zeros(samples, 6, dtype=torch.long)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rates_are_those_of_arithmetic(frozen, tmp_path):
+    net = Net()
+    net.embedding.requires_grad_(requires_grad=False)
+    net.first.requires_grad_(requires_grad=not frozen)
+    booster, model, optimizer = boosted(net)
+    meter = Throughput(booster, model, peak_flops=1e12)
+    with track(optimizer, JsonLines(tmp_path / "a.jsonl"), meters=[meter]):
+        train(booster, model, optimizer, meter.batches(slow_loader()))
+    trained = sum(each.numel() for each in net.parameters() if each.requires_grad)
+    passes = 2 + trained / sum(each.numel() for each in net.parameters())
+    rows = read_json_lines(tmp_path / "a.jsonl")
+    assert len(rows) == 3
+    for row, samples in zip(rows, (2, 2, 4), strict=True):
+        tokens = 6 * samples
+        flops = passes * 2 * tokens * (8 * 32 + 32 * 4)
+        assert row["samples_per_second"] * row["seconds"] == pytest.approx(samples)
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(tokens)
+        assert row["tflops_per_device"] * row["seconds"] * 1e12 == pytest.approx(flops)
+        assert row["mfu"] == pytest.approx(row["tflops_per_device"])
+        assert 0.02 <= row["data_seconds"] <= row["seconds"]
+        assert row["peak_memory_bytes"] > 1 << 20
+    assert not model._forward_pre_hooks
+
+
+def test_evaluation_and_unknown_devices_have_no_rates(tmp_path):
+    booster, model, optimizer = boosted(Net())
+    with track(optimizer, JsonLines(tmp_path / "a.jsonl"), meters=[Throughput(booster, model)]):
+        model.eval()
+        model(torch.zeros(2, 6, dtype=torch.long))
+        optimizer.step()
+    (row,) = read_json_lines(tmp_path / "a.jsonl")
+    assert row.keys() == {"step", "seconds", "lr", "peak_memory_bytes", "data_seconds"}
+
+
+def test_a_known_device_has_the_peak_of_its_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    device = torch.device("cuda", 0)
+    assert throughput.known_peak_flops(device, is_narrow=True) == 989e12
+    assert throughput.known_peak_flops(device, is_narrow=False) == 67e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Unknown")
+    assert throughput.known_peak_flops(device, is_narrow=True) is None
+
+
+def test_a_loop_that_does_not_clip_has_a_norm_and_trains_as_before(tmp_path):
+    states = []
+    for has_meter in (False, True):
+        torch.manual_seed(0)
+        booster, model, optimizer = boosted(Net())
+        meters = [GradientNorm(optimizer)] if has_meter else []
+        with track(optimizer, JsonLines(tmp_path / f"{has_meter}.jsonl"), meters=meters):
+            train(booster, model, optimizer, [torch.arange(12).view(2, 6)] * 2)
+        states.append(model.state_dict())
+        assert not optimizer.before_step
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    torch.manual_seed(0)
+    plain = Net()
+    plain(torch.arange(12).view(2, 6)).square().mean().backward()
+    expected = torch.nn.utils.get_total_norm([each.grad for each in plain.parameters()])
+    assert read_json_lines(tmp_path / "True.jsonl")[0]["grad_norm"] == pytest.approx(float(expected))
+    assert "grad_norm" not in read_json_lines(tmp_path / "False.jsonl")[0]
+
+
+class Configured(Tracker):
+    def __init__(self):
+        self.heard = []
+
+    def start(self, step):
+        self.heard.append(step)
+
+    def configure(self, config):
+        self.heard.append(config)
+
+    def log(self, step, values):
+        self.heard.append(sorted(values))
+
+    def close(self):
+        self.heard.append("closed")
+
+
+def test_settings_go_to_trackers_that_show_them(tmp_path):
+    booster, model, optimizer = boosted(Net())
+    tracker = Configured()
+    with track(optimizer, tracker, JsonLines(tmp_path / "a.jsonl"), config={"lr": 0.1}, step=3):
+        train(booster, model, optimizer, [torch.zeros(2, 6, dtype=torch.long)])
+    assert tracker.heard == [3, {"lr": 0.1}, ["lr", "seconds"], "closed"]
+
+
+def test_a_bar_shows_steps_and_values(capsys):
+    pytest.importorskip("tqdm", reason="the bar needs tqdm: pip install tqdm")
+    booster, model, optimizer = boosted(Net())
+    with track(optimizer, ProgressBar(4, names=["lr"]), step=2):
+        train(booster, model, optimizer, [torch.zeros(2, 6, dtype=torch.long)] * 2)
+    text = capsys.readouterr().err
+    assert "4/4" in text
+    assert "lr=0.1" in text
+
+
+def test_what_can_not_be_measured_is_refused():
+    booster, model, optimizer = boosted(Net())
+    with pytest.raises(TypeError, match=r"needs the model returned by `Booster.boost`; got `Net`"):
+        Throughput(booster, Net())
+    with pytest.raises(ConfigError, match=r"`peak_flops=0` is no number"):
+        Throughput(booster, model, peak_flops=0)
+    with pytest.raises(TypeError, match="needs the optimizer returned"):
+        GradientNorm(torch.optim.SGD(Net().parameters()))
+    with pytest.raises(TypeError, match="A meter is an object such as"):
+        track(optimizer, meters=[JsonLines("a.jsonl")])
