@@ -7,7 +7,6 @@ from pathlib import Path
 
 import griffe
 import pytest
-from matrix import matrix
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.parent.name.replace("-", "_"): path.parent / "src" for path in ROOT.glob("packages/*/pyproject.toml")}
@@ -48,7 +47,7 @@ def _is_public(module, name):
     return name in (exported or ()) or (_exports(inner) is not None)
 
 
-@matrix(["booster_ddp", "booster_zero"], package=sorted(PACKAGES))
+@pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_other_distributions_are_imported_by_their_public_packages(package):
     private = [
         f"{place}: {module} {name}" for place, module, name in _foreign_imports(package) if not _is_public(module, name)

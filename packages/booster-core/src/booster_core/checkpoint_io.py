@@ -51,6 +51,7 @@ __all__ = [
     "StepOptions",
     "TrainingObjects",
     "TrainingState",
+    "checkpoint_io_class",
     "local_path",
     "new_step_name",
     "parse_step_name",
@@ -628,6 +629,9 @@ def _version(package: str) -> str | None:
 
 def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
     """Import the checkpoint engine of a name; where none has the default one, that of core for one process.
+
+    Args:
+        name: As the engine's distribution registers it.
 
     Raises:
         ConfigError: If none has this name, or several have.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.ranks.digests import digest
+from booster_core.ranks import digest
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_runtime import collectives
 

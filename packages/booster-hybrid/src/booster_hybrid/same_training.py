@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.ranks.digests import digest
+from booster_core.ranks import digest
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.memory import is_absent

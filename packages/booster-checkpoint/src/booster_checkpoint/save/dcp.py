@@ -43,7 +43,8 @@ from booster_checkpoint.save.tables import OwnedTensors, SpecTables
 from booster_checkpoint.storage import LocalLocation, locate
 from booster_checkpoint.storage.location import sync_folder
 from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
-from booster_core.errors import CheckpointError, ConfigError, name_ranks
+from booster_core.errors import CheckpointError, ConfigError
+from booster_core.ranks import name_ranks
 from booster_core.state import OptimizerInfo, box_shape, distinct, pack, regions_of
 
 if TYPE_CHECKING:
