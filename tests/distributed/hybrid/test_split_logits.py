@@ -355,7 +355,9 @@ def compare_models(names):
         batch = zoo.whole(0, 1, 4)
         expected = zoo.loss_of(whole, batch)
         expected.backward()
-        booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, parallel_output=True))
+        # Whisper and BLIP-2 have layers that take more than hidden states: the example shows how they are called.
+        plugin = HybridParallelPlugin(tp_size=2, parallel_output=True, example_batch=batch)
+        booster = Booster("cpu", plugin=plugin)
         model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
         found = zoo.loss_of(model, batch)
         torch.testing.assert_close(found, expected, msg=name)
