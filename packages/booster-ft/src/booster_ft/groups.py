@@ -150,7 +150,8 @@ class ReplicaGroups:
             with suppress(RuntimeError):
                 callback()
         self._closing.clear()
-        self._has_left, self._joined = self._joined is not None, None
+        self._has_left = self._has_left or self._joined is not None
+        self._joined = None
         if self in _present:
             _present.remove(self)
 
