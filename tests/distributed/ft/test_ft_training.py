@@ -208,7 +208,7 @@ def _spare(group, folder):
         booster.backward(loss_of(model, batch_of(_number(group.index, step, 0))), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return state_of(booster, model), booster.plugin.groups.is_first()
+    return state_of(booster, model), booster.plugin.groups.manager.participating_rank() == 0
 
 
 def test_spares_keep_the_global_batch(tmp_path):
@@ -326,7 +326,7 @@ def _refused(group, what):
     [
         ("sparse", "gradients of '' are sparse.*`sparse=False`"),
         ("complex", "'weight' is complex"),
-        ("sampler", "`num_replicas=1`, but over all replica groups this is rank"),
+        ("sampler", "`num_replicas=1`, but of the ranks that see different samples this is rank"),
         ("several", "by one optimizer"),
         ("second", "one model in a run"),
     ],

@@ -64,16 +64,15 @@ def test_a_loader_made_before_boost_knows_which_ranks_share_batches(make, option
     assert sorted(distinct) == list(range(16))
 
 
-def train_on_a_loader_of_ones_own(options):
+def train_on_a_loader_of_ones_own(options, *, is_boosted):
     plugin = plugin_of(options)
     tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     booster = Booster(plugin=plugin)
     model = llama()
-    model, optimizer, _, loader, _ = booster.boost(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(model, optimizer, dataloader=loader if is_boosted else None)
     if plugin.config.pipeline.size > 1:
         booster.execute_pipeline(iter(loader), model, lambda outputs, _: outputs.loss, optimizer)
     else:
@@ -86,9 +85,11 @@ def train_on_a_loader_of_ones_own(options):
     ids=["tp", "pp", "sp"],
 )
 def test_replicas_given_different_batches_raise(options):
-    expect_on_ranks(
-        ConfigError, "Ranks 0, 1 work on one batch together, but were given", train_on_a_loader_of_ones_own, 2, options
-    )
+    for is_boosted, message in (
+        (False, "Ranks 0, 1 work on one batch together, but were given"),
+        (True, r"`num_replicas=2`, but of the ranks that see different samples this is rank 0 of 1\."),
+    ):
+        expect_on_ranks(ConfigError, message, train_on_a_loader_of_ones_own, 2, options, is_boosted=is_boosted)
 
 
 def draw_apart_in_the_second_step():

@@ -164,8 +164,17 @@ def test_one_rank_keeps_a_loader_that_can_not_be_split(kind):
 
 @pytest.mark.parametrize("kind", OWN)
 def test_a_loader_that_splits_samples_itself_is_kept(kind):
-    loader = kind(range(8), sampler=DistributedSampler(range(8), 2, 0))
-    assert split(loader)[0] is loader
+    for rank in range(2):
+        loader = kind(range(8), sampler=DistributedSampler(range(8), 2, rank))
+        assert split_dataloader(loader, rank=rank, world_size=2, seed=3) is loader
+
+
+@pytest.mark.parametrize(("num_replicas", "rank"), [(2, 0), (4, 1), (1, 0)])
+def test_samples_split_for_other_ranks_are_refused(num_replicas, rank):
+    loader = DataLoader(range(8), sampler=DistributedSampler(range(8), num_replicas, rank))
+    match = rf"`rank={rank}` of `num_replicas={num_replicas}`, but .* this is rank 1 of 2.*without the sampler"
+    with pytest.raises(ConfigError, match=match):
+        split_dataloader(loader, rank=1, world_size=2, seed=3)
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from booster_ft.config import FaultToleranceConfig
-from booster_ft.groups import ReplicaGroups
 from booster_ft.plugin import FaultTolerantPlugin
 
-__all__ = ["FaultToleranceConfig", "FaultTolerantPlugin", "ReplicaGroups"]
+__all__ = ["FaultToleranceConfig", "FaultTolerantPlugin"]

@@ -5,22 +5,23 @@ Both go through torchft's `Manager`, which notes an error in place of raising it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
     from torchft import Manager
 
 _BUCKET_BYTES = 1 << 20
 """Smaller tensors are sent together, as a copy; a larger one is sent as it is."""
 _BITS = 24
-"""Of each number that groups compare: the sum of their squares over thousands of groups stays exact."""
+"""Of each number that groups compare: sums of squares over thousands of groups stay exact."""
 
 
 def average(manager: Manager, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -46,19 +47,23 @@ def average(manager: Manager, tensors: Sequence[Tensor], device: torch.device) -
             tensor.zero_()
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield large tensors one by one, and small ones of one dtype until they fill a bucket."""
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.nbytes >= _BUCKET_BYTES:
-            yield [tensor]
-            continue
-        bucket = small.setdefault(tensor.dtype, [])
-        if sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
-            yield small.pop(tensor.dtype)
-            bucket = small.setdefault(tensor.dtype, [])
-        bucket.append(tensor)
-    yield from small.values()
+def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return large tensors one by one, and small ones of one dtype together."""
+    buckets, small_bytes = defaultdict[Any, list[Tensor]](list), Counter[torch.dtype]()
+    for index, tensor in enumerate(tensors):
+        key: Any = index
+        if tensor.nbytes < _BUCKET_BYTES:
+            key = tensor.dtype, small_bytes[tensor.dtype] // _BUCKET_BYTES
+            small_bytes[tensor.dtype] += tensor.nbytes
+        buckets[key].append(tensor)
+    return buckets.values()
+
+
+def total(manager: Manager, numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Return sums of numbers over the groups that take part."""
+    sums = torch.tensor(numbers, device=device)
+    manager.allreduce(sums, reduce_op=ReduceOp.SUM).wait()
+    return [int(each) for each in sums.tolist()]
 
 
 def agree(manager: Manager, text: str, device: torch.device) -> bool:
@@ -69,13 +74,6 @@ def agree(manager: Manager, text: str, device: torch.device) -> bool:
     """
     digest = xxhash.xxh3_64_intdigest(text.encode())
     numbers = [digest >> shift & (1 << _BITS) - 1 for shift in (0, _BITS)]
-    sums = torch.tensor([*numbers, *(number**2 for number in numbers)], device=device)
-    manager.allreduce(sums, reduce_op=ReduceOp.SUM).wait()
-    if manager.errored() is not None:
-        return True
-    count = manager.num_participants()
-    totals = sums.tolist()
-    return all(
-        (total, squares) == (count * number, count * number**2)
-        for number, total, squares in zip(numbers, totals[:2], totals[2:], strict=True)
-    )
+    numbers += [number**2 for number in numbers]
+    sums, count = total(manager, numbers, device), manager.num_participants()
+    return manager.errored() is not None or sums == [count * number for number in numbers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from booster_core.errors import ConfigError
 
@@ -25,9 +25,10 @@ class FaultToleranceConfig:
             ``TORCHFT_LIGHTHOUSE``. A single group needs none.
         timeout_seconds: How long a group waits in a step for another one, or for a rank of its own.
         quorum_timeout_seconds: How long a group waits between steps for the lighthouse and ``min_replicas`` groups.
+        sync_every: Average parameters after this many steps (LocalSGD) in place of gradients in each, for slow links.
 
     Raises:
-        ConfigError: If a value is out of range.
+        ConfigError: If a value is out of range, numbers don't fit each other, or several groups have no lighthouse.
     """
 
     min_replicas: int = 1
@@ -37,52 +38,51 @@ class FaultToleranceConfig:
     lighthouse: str | None = None
     timeout_seconds: float = 60.0
     quorum_timeout_seconds: float = 600.0
+    sync_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("min_replicas", 1), ("num_replicas", 1), ("replica_id", 0)):
+        found = {"replica_id": _number(_REPLICA, 0), "num_replicas": _number(_REPLICAS, 1)}
+        for name, value in {**found, "lighthouse": os.environ.get(_LIGHTHOUSE) or None}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)  # which is frozen
+        for name, least in (("min_replicas", 1), ("num_replicas", 1), ("replica_id", 0), ("sync_every", 1)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
+            if (value is not None or name != "sync_every") and (type(value) is not int or value < least):
                 msg = f"`{name}={value!r}` is not an integer of at least {least}."
                 raise ConfigError(msg)
         for name in ("timeout_seconds", "quorum_timeout_seconds"):
             if not 1 <= getattr(self, name) < float("inf"):
                 msg = f"`{name}={getattr(self, name)!r}` is not a number of seconds of at least 1."
                 raise ConfigError(msg)
+        if problem := self._contradiction():
+            raise ConfigError(problem)
 
-    def from_environment(self) -> FaultToleranceConfig:
-        """Return these options, those left out filled in from the environment.
-
-        Raises:
-            ConfigError: If numbers don't fit each other, or several groups have no lighthouse.
-        """
-        found = replace(
-            self,
-            replica_id=_number(_REPLICA, 0) if self.replica_id is None else self.replica_id,
-            num_replicas=_number(_REPLICAS, 1) if self.num_replicas is None else self.num_replicas,
-            lighthouse=self.lighthouse or os.environ.get(_LIGHTHOUSE) or None,
-        )
-        replica_id, num_replicas = found.place
+    def _contradiction(self) -> str | None:
+        replica_id, num_replicas = self.place
+        if self.sync_every is not None and self.spares:
+            return "`spares` keeps the global batch of each step; with `sync_every` groups step apart. Leave one out."
         if replica_id >= num_replicas:
-            msg = (
+            return (
                 f"This is replica group {replica_id} of {num_replicas}: groups are numbered from 0. Start them by "
                 f"`booster run --groups N`, or set `{_REPLICA}` and `{_REPLICAS}`."
             )
-            raise ConfigError(msg)
         if self.min_replicas > num_replicas:
-            msg = f"`min_replicas={self.min_replicas}` is more than the {num_replicas} replica group(s) that there are."
-            raise ConfigError(msg)
-        if found.lighthouse is None and num_replicas > 1:
-            msg = (
+            return (
+                f"`min_replicas={self.min_replicas}` is more than the {num_replicas} replica group(s) that there are."
+            )
+        if self.lighthouse is None and num_replicas > 1:
+            return (
                 f"{num_replicas} replica groups meet at a lighthouse, and none is named. Start one by `booster "
                 f"lighthouse`, and set `{_LIGHTHOUSE}` to the address that it prints, or pass `lighthouse=`."
             )
-            raise ConfigError(msg)
-        return found
+        return None
 
     @property
     def place(self) -> tuple[int, int]:
-        """This group's number and that of all, where they are known."""
-        return self.replica_id or 0, self.num_replicas or 1
+        """This group's number and that of all."""
+        assert self.replica_id is not None
+        assert self.num_replicas is not None
+        return self.replica_id, self.num_replicas
 
 
 def _number(name: str, default: int) -> int:
@@ -91,3 +91,25 @@ def _number(name: str, default: int) -> int:
         msg = f"The environment variable `{name}` is '{text}', which is not a number."
         raise ConfigError(msg)
     return int(text) if text else default
+
+
+def require_torchft() -> None:
+    """Import torchft, whose log begins at warnings unless ``RUST_LOG`` says otherwise: it has nine lines for each step.
+
+    Raises:
+        ConfigError: If that is not possible.
+    """
+    is_set = "RUST_LOG" in os.environ
+    os.environ.setdefault("RUST_LOG", "warn")  # which torchft reads when it is imported
+    try:
+        import torchft  # noqa: F401 - whether it can be imported is the question
+    except ImportError as error:
+        msg = (
+            f"Plugin 'ft' needs torchft, which can't be imported: {error}. Run `pip install 'torchft>=0.2'`; there are "
+            "wheels for Linux on x86_64 and Python 3.9 to 3.13. Elsewhere, use the inner plugin itself and resume from "
+            "checkpoints by `booster.load_checkpoint(folder, ..., resume=True)`."
+        )
+        raise ConfigError(msg) from error
+    finally:
+        if not is_set:
+            del os.environ["RUST_LOG"]

@@ -6,20 +6,27 @@ step, sends state to those that come back, and lets the ranks of a group commit 
 
 from __future__ import annotations
 
-import os
 import socket
-from contextlib import suppress
+import time
+import warnings
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch does not list it as public
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.coordination import LighthouseServer
+from torchft.manager import WorldSizeMode
 
 from booster_core.errors import ConfigError, GradientError, LaunchError
+from booster_core.log import log
+from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
 from booster_core.ranks import current_world
-from booster_ft.averaging import agree, average
-from booster_ft.lighthouse import MissingGroups
+from booster_ft.averaging import agree, average, total
+from booster_ft.lighthouse import groups_outside
 from booster_ft.liveness import RankWatch
 
 if TYPE_CHECKING:
@@ -27,34 +34,11 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, OptimizerWrapper
     from booster_ft.config import FaultToleranceConfig
-    from booster_ft.manager import GroupManager
     from booster_ft.state import GroupState
 
-
+_PAUSE_SECONDS = 0.5
 _present: list[ReplicaGroups] = []
 """The training of this process that takes part; at most one."""
-
-
-def require_torchft() -> None:
-    """Import torchft, whose log begins at warnings unless ``RUST_LOG`` says otherwise: it has nine lines for each step.
-
-    Raises:
-        ConfigError: If that is not possible.
-    """
-    is_set = "RUST_LOG" in os.environ
-    os.environ.setdefault("RUST_LOG", "warn")  # which torchft reads when it is imported
-    try:
-        import torchft  # noqa: F401 - whether it can be imported is the question
-    except ImportError as error:
-        msg = (
-            f"Plugin 'ft' needs torchft, which can't be imported: {error}. Run `pip install 'torchft>=0.2'`; there are "
-            "wheels for Linux on x86_64 and Python 3.9 to 3.13. Elsewhere, use the inner plugin itself and resume from "
-            "checkpoints by `booster.load_checkpoint(folder, ..., resume=True)`."
-        )
-        raise ConfigError(msg) from error
-    finally:
-        if not is_set:
-            del os.environ["RUST_LOG"]
 
 
 class ReplicaGroups:
@@ -81,21 +65,22 @@ class ReplicaGroups:
     ) -> None:
         self._optimizer, self._config, self._state, self._facts = optimizer, config, state, facts
         self._device, self._coordinator = context.device, context.coordinator
-        self._joined: GroupManager | None = None
-        self._closing: list[Callable[[], object]] = []
-        self._is_begun = self._is_averaged = False
+        self._joined: _GroupManager | None = None
+        self._closing = ExitStack()
+        self._is_begun = self._is_averaged = self._has_left = False
         self._problem: Exception | None = None
         self.num_commits = 0
         """Steps that this process has taken since it began, or has loaded values."""
         self._first_values = ""
-        self._missing = MissingGroups(config, context.device)
-        self._has_left = False
-        current_world().at_close.append(self.close)
+        self._waits_since: float | None = None
+        loads = _Loads(self._restart)
+        register_hooks(loads)
+        current_world().at_close += [partial(unregister_hooks, loads), self.close]
 
     # ---- what others ask
 
     @property
-    def manager(self) -> GroupManager:
+    def manager(self) -> Manager:
         """The manager of torchft, made when it is first needed; from then on other groups wait for this one.
 
         Another training of this process, such as one before in a notebook, no longer takes part.
@@ -106,17 +91,14 @@ class ReplicaGroups:
         Collective: every rank of the group, at the first time.
         """
         if self._joined is None:
-            self._check_place()
+            if self._has_left and _present:
+                msg = "Another model was trained in this process since, and takes part instead. Boost this one again."
+                raise ConfigError(msg)
             if _present:
                 _present.pop().close()
             self._joined = self._join()
             _present.append(self)
         return self._joined
-
-    def _check_place(self) -> None:
-        if self._has_left and _present:
-            msg = "Another model was trained in this process since, and takes part in its place. Boost this one again."
-            raise ConfigError(msg)
 
     @property
     def step(self) -> int:
@@ -128,28 +110,15 @@ class ReplicaGroups:
         """Number of groups whose gradients count in the present step; 0 before the first."""
         return 0 if self._joined is None else self._joined.num_participants()
 
-    def is_first(self) -> bool:
-        """Return whether this is the first of the groups that take part in the present step."""
-        return self._joined is not None and self._joined.participating_rank() == 0
-
     def first_values(self) -> str:
         """Return a digest of the values that were there when it was asked for first."""
         self._first_values = self._first_values or self._state.digest()
         return self._first_values
 
-    def restart(self) -> None:
-        """Forget the step, since values were loaded: groups that are ahead send theirs at the next step."""
-        self._is_begun = self._is_averaged = False
-        self.num_commits, self._first_values = 0, ""
-        if self._joined is not None:
-            self._joined.load_state_dict({"step": 0, "batches_committed": 0})
-
     def close(self) -> None:
         """Leave the other groups, which no longer wait for this one."""
-        for callback in reversed(self._closing):
-            with suppress(RuntimeError):
-                callback()
-        self._closing.clear()
+        with suppress(RuntimeError):
+            self._closing.close()
         self._has_left = self._has_left or self._joined is not None
         self._joined = None
         if self in _present:
@@ -166,10 +135,9 @@ class ReplicaGroups:
 
         Collective: every rank of the group.
         """
-        if self._is_begun:
-            return
-        self._is_begun, self._is_averaged = True, False
-        self.manager.start_quorum()  # which calls `_meet`
+        if not self._is_begun:
+            self._is_begun, self._is_averaged = True, False
+            self.manager.start_quorum()  # which calls `_meet`
 
     def average(self) -> None:
         """Average the gradients over the groups that take part, unless that is done.
@@ -185,12 +153,12 @@ class ReplicaGroups:
             return
         self.begin()
         self._is_averaged = True
-        layout = self._optimizer.gradient_layout()
-        is_same: bool | None = None
+        layout: Any = self._optimizer.gradient_layout()
         for gradients in self._optimizer.gradients_in_parts():
-            if is_same is None:
+            if layout is not None:
                 sizes = [(str(each.dtype), each.numel()) for each in gradients]
-                is_same = self._compare(f"{self._settings()} {layout} {sizes}", _different_gradients())
+                self._compare(f"{self._settings()} {layout} {sizes}", _different_gradients())
+                layout = None
             average(self.manager, gradients, self._device)
         self._compare("end", _different_gradients())
 
@@ -203,29 +171,34 @@ class ReplicaGroups:
         Collective: every rank of the group.
         """
         self.average()
-        manager = self.manager
         self._is_begun = self._is_averaged = False
         try:
-            is_committed = manager.should_commit()
+            is_committed: bool = self.manager.should_commit()
         except RuntimeError as error:
             msg = (
                 f"A rank of replica group {self._config.replica_id} did not come to the end of a step within "
                 f"{self._config.timeout_seconds:g} s ({error}). Restart the group: it catches up with the others."
             )
             raise LaunchError(msg) from error
-        if is_committed:
-            self.num_commits += 1
-            return True
-        with self._coordinator.together("step"):
-            if self._problem is not None:
-                raise self._problem
-        return False
+        self.num_commits += is_committed
+        if not is_committed:
+            with self._coordinator.together("step"):
+                if self._problem is not None:
+                    raise self._problem
+        return is_committed
 
     def forget(self) -> None:
         """Learn that the gradients were dropped, or are about to be added to."""
         self._is_averaged = False
 
     # ---- parts
+
+    def _restart(self) -> None:
+        """Forget the step, since values were loaded: groups that are ahead send theirs at the next step."""
+        self._is_begun = self._is_averaged = False
+        self.num_commits, self._first_values = 0, ""
+        if self._joined is not None:
+            self._joined.load_state_dict({"step": 0, "batches_committed": 0})
 
     def _no_quorum(self, error: Exception) -> LaunchError:
         config = self._config
@@ -236,30 +209,36 @@ class ReplicaGroups:
             "the lighthouse at the same address, and restart this group."
         )
 
-    def _meet(self, manager: GroupManager, before: dict[str, int]) -> bool:
+    def _meet(self, before: dict[str, int], received: Any) -> bool:
         """Do what follows a quorum: catch up with groups that are ahead, and compare the values of the first step.
+
+        Args:
+            before: The manager's state before the quorum.
+            received: The state of another group, if this one is behind.
 
         Returns:
             Whether the step can be taken: a run does not begin while a group that lives is missing.
 
         Collective: every rank of the group.
         """
-        self._catch_up(manager, before)
-        if manager.current_step() > 0:
+        self._catch_up(before, received)
+        if self.step > 0:
             return True
         with self._coordinator.together("step"):
-            is_awaited = self._coordinator.rank == 0 and self._missing.are_awaited(manager)
-        if self._coordinator.broadcast_object(is_awaited, name="step"):
+            is_one_awaited = self._coordinator.rank == 0 and self._awaits_others()
+        if self._coordinator.broadcast_object(is_one_awaited, name="step"):
+            time.sleep(_PAUSE_SECONDS)
             return False
         self._compare(f"start {self._facts} {self.first_values()}", _different_values())
         return True
 
-    def _catch_up(self, manager: GroupManager, before: dict[str, int]) -> None:
+    def _catch_up(self, before: dict[str, int], received: Any) -> None:
         """Take over what another group has sent, if every rank of this one has received its part.
 
         Collective: every rank of the group.
         """
-        failed, received = manager.errored() is not None, manager.take_received()
+        manager = self.manager
+        failed = manager.errored() is not None
         counts = torch.tensor([failed, received is not None], dtype=torch.int32, device=self._device)
         if self._coordinator.world_size > 1:
             dist.all_reduce(counts)
@@ -269,9 +248,44 @@ class ReplicaGroups:
                 manager.load_state_dict(before)
             if not failed:
                 manager.report_error(RuntimeError("another rank of the group could not connect to its peers"))
-            return
-        if num_received:
-            self._state.restore(received, manager.current_step(), is_new=self.num_commits == 0)
+        elif num_received:
+            self._state.restore(received, self.step, is_new=self.num_commits == 0)
+
+    def _awaits_others(self) -> bool:
+        """Return whether any group of the quorum sees one that lives and is not in it. Called by the first rank.
+
+        Such as the only survivor of a failure, while it is in the step that failed and the others are back already: a
+        quorum without it would begin the run a second time, at step 0.
+
+        Raises:
+            LaunchError: If it has not come within the time limit of a quorum.
+        """
+        config, manager = self._config, self.manager
+        if config.lighthouse is None or manager.errored() is not None:
+            return False
+        try:
+            missing = groups_outside(config.lighthouse, f"group_{config.replica_id}", config.timeout_seconds)
+        except OSError as error:
+            manager.report_error(error)  # this step is not taken
+            return False
+        (num_missing,) = total(manager, [len(missing)], self._device)
+        if not num_missing:
+            self._waits_since = None
+            return False
+        names = ", ".join(missing) or "a group that others see"
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
+            log.warning(
+                "Replica group %d waits for %s: it lives, and may have the steps of this run.", config.replica_id, names
+            )
+        if time.monotonic() - self._waits_since > config.quorum_timeout_seconds:
+            msg = (
+                f"Replica group {config.replica_id} would begin at step 0 without {names}, which lives, may have the "
+                f"steps of this run, and did not come within {config.quorum_timeout_seconds:g} s. If it hangs, end it. "
+                "`quorum_timeout_seconds` says how long to wait."
+            )
+            raise LaunchError(msg)
+        return True
 
     def _settings(self) -> str:
         """Return what the step does with the average."""
@@ -281,66 +295,105 @@ class ReplicaGroups:
         scaler = self._optimizer.loss_scaler
         return repr((self._facts, options, None if scaler is None else scaler.state_dict()))
 
-    def _compare(self, text: str, problem: Exception) -> bool:
-        """Return whether all groups say the same; where not, note the problem, which the step's end raises."""
-        is_same = agree(self.manager, text, self._device)
-        if not is_same:
+    def _compare(self, text: str, problem: Exception) -> None:
+        """Note a problem, which the step's end raises, unless all groups say the same."""
+        if not agree(self.manager, text, self._device):
             self._problem = problem
             self.manager.report_error(problem)
-        return is_same
 
-    def _join(self) -> GroupManager:
+    def _join(self) -> _GroupManager:
         """Connect this rank to the lighthouse and to its peers of other groups.
 
         Collective: every rank of the group.
         """
-        from torchft import ProcessGroupGloo, ProcessGroupNCCL
-        from torchft.manager import WorldSizeMode
-
-        from booster_ft.manager import GroupManager
-
-        config, rank = self._config, self._coordinator.rank
-        limit = timedelta(seconds=config.timeout_seconds)
-        host = socket.gethostname()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
-        lighthouse = config.lighthouse or (self._own_lighthouse() if rank == 0 else None)
-        address = (host, None if store is None else store.port)
-        host, port = self._coordinator.broadcast_object(address, name="step")
-        watch = RankWatch(host, port, rank, self._coordinator.world_size, config.timeout_seconds)
+        config, coordinator, lighthouse = self._config, self._coordinator, self._config.lighthouse
+        limit, quorum_limit = (timedelta(seconds=s) for s in (config.timeout_seconds, config.quorum_timeout_seconds))
+        own_host = socket.gethostname()
+        address = (own_host, 0)
+        if coordinator.rank == 0:
+            store = TCPStore(own_host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            self._closing.callback(lambda: store)  # which keeps it
+            address = (own_host, store.port)
+            if lighthouse is None:  # for a group that is alone
+                server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
+                self._closing.callback(server.shutdown)
+                lighthouse = server.address()
+        host, port = coordinator.broadcast_object(address, name="step")
         pg = ProcessGroupNCCL(limit) if self._device.type == "cuda" else ProcessGroupGloo(limit)
-        manager = GroupManager(
+        self._closing.callback(pg.shutdown)
+        manager = _GroupManager(
+            self._meet,
+            self._no_quorum,
             pg=pg,
-            on_quorum=self._meet,
-            no_quorum=self._no_quorum,
             state_dict=self._state.capture,
             min_replica_size=config.min_replicas,
             use_async_quorum=False,
             timeout=limit,
-            quorum_timeout=timedelta(seconds=config.quorum_timeout_seconds),
+            quorum_timeout=quorum_limit,
             connect_timeout=limit,
-            rank=rank,
-            world_size=self._coordinator.world_size,
+            rank=coordinator.rank,
+            world_size=coordinator.world_size,
             world_size_mode=WorldSizeMode.FIXED_WITH_SPARES if config.spares else WorldSizeMode.DYNAMIC,
             store_addr=host,
             store_port=port,
             lighthouse_addr=lighthouse,
             replica_id=f"group_{config.replica_id}",
-            hostname=host,
+            hostname=own_host,
             # Values at the first step are compared, since at most one rank would get another group's.
             init_sync=False,
             quorum_retries=int(config.quorum_timeout_seconds),  # one each second, while no lighthouse answers
         )
-        self._closing += [lambda: store, pg.shutdown, manager.shutdown, watch.close]
+        self._closing.callback(manager.shutdown)
+        self._closing.callback(RankWatch(coordinator, config.timeout_seconds).close)
         return manager
 
-    def _own_lighthouse(self) -> str:
-        """Start a lighthouse for a group that is alone, and return its address."""
-        from torchft.coordination import LighthouseServer
 
-        server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
-        self._closing.append(server.shutdown)
-        address: str = server.address()
-        return address
+class _GroupManager(Manager):  # type: ignore[misc] # torchft has no types
+    """A manager whose received state is taken by all ranks of the group together, after the quorum.
+
+    torchft hands each rank what it has received, also where another rank of the group has received nothing.
+
+    Args:
+        on_quorum: Called with the manager's own state before the quorum, and what it has received; returns whether the
+            quorum counts, or another one is asked for.
+        no_quorum: Returns what to raise in place of an error of the quorum.
+        **options: As for torchft's manager.
+    """
+
+    def __init__(
+        self,
+        on_quorum: Callable[[dict[str, int], Any], bool],
+        no_quorum: Callable[[Exception], Exception],
+        **options: Any,
+    ) -> None:
+        self._on_quorum, self._no_quorum, self._received = on_quorum, no_quorum, None
+        super().__init__(load_state_dict=partial(setattr, self, "_received"), **options)
+
+    def start_quorum(self, *arguments: Any, **options: Any) -> None:
+        """Wait for the quorum of the next step, and for what follows it."""
+        counts = False
+        while not counts:
+            before, self._received = self.state_dict(), None
+            try:
+                with warnings.catch_warnings():
+                    # Of torchft itself, which takes a warning that raises for an error of the connection.
+                    warnings.simplefilter("ignore")
+                    super().start_quorum(*arguments, **options)
+            except Exception as error:
+                raise self._no_quorum(error) from error
+            counts = self._on_quorum(before, self._received)
+
+
+class _Loads:
+    """Hears of loads: what was loaded is as old as the file, whatever step this group was at."""
+
+    def __init__(self, restart: Callable[[], None]) -> None:
+        self._restart = restart
+
+    @hookimpl
+    def after_load(self, kind: str) -> None:
+        if kind in ("checkpoint", "model", "lora", "optimizer"):
+            self._restart()
 
 
 def _different_values() -> ConfigError:

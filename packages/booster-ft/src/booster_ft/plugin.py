@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.data import DistributedSampler
 
-from booster_core.checkpoint_io import TrainingObjects
 from booster_core.errors import ConfigError
 from booster_core.plugin import (
     Boosted,
@@ -18,17 +17,12 @@ from booster_core.plugin import (
     PipelinePlugin,
     Plugin,
     as_tuple,
-    hookimpl,
     load,
-    register_hooks,
-    unregister_hooks,
 )
-from booster_core.ranks import DistCoordinator, current_world
-from booster_ft.config import FaultToleranceConfig
-from booster_ft.groups import ReplicaGroups, require_torchft
-from booster_ft.semi_synchronous import SemiSynchronous
+from booster_ft.config import FaultToleranceConfig, require_torchft
+from booster_ft.semi_synchronous import semi_synchronous
 from booster_ft.state import GroupState
-from booster_runtime.data import prepare_dataloader, shard_dataloader
+from booster_runtime.data import shard_dataloader
 from booster_runtime.strategy import STRATEGY_TRAINING
 
 if TYPE_CHECKING:
@@ -36,24 +30,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader, Dataset
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import PrecisionPolicy
+    from booster_core.ranks import DistCoordinator
+    from booster_ft.groups import ReplicaGroups
 
 
-_OF_INNER = (
-    "data_parallel_coordinates",
-    "describe_model",
-    "enable_lora",
-    "no_sync",
-    "parameter_paths",
-    "resolve_precision",
-    "set_full_gradient",
-    "state_adapter",
-    "supports_device",
-)
-"""The methods of a plugin that the inner one answers."""
+_OF_ONE_GROUP = ("replica_id", "lighthouse", "timeout_seconds", "quorum_timeout_seconds")
+"""The options that may be others in each group."""
 
 
 class FaultTolerantPlugin(PipelinePlugin):
@@ -113,14 +98,22 @@ class FaultTolerantPlugin(PipelinePlugin):
             lighthouse=lighthouse,
             timeout_seconds=timeout_seconds,
             quorum_timeout_seconds=quorum_timeout_seconds,
-        ).from_environment()
-        self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
-        _check_synchronization(sync_every, outer_optimizer, spares=spares)
+            sync_every=sync_every,
+        )
+        if outer_optimizer is not None and sync_every is None:
+            msg = "`outer_optimizer` steps when groups synchronize parameters. Say how often, by `sync_every=100`."
+            raise ConfigError(msg)
+        self.outer_optimizer = outer_optimizer
         self.inner = _inner_plugin(inner, inner_options, precision)
         self.precision = self.inner.precision
         # What one object can do is what its inner plugin can do, and does.
         vars(self)["capabilities"] = self.inner.capabilities - {Capability.SEVERAL_OPTIMIZERS}
-        vars(self).update({name: getattr(self.inner, name) for name in _OF_INNER})
+        others = vars(Plugin).keys() - vars(FaultTolerantPlugin).keys()
+        vars(self).update({name: getattr(self.inner, name) for name in others if not name.startswith("_")})
+        # To those who split samples, ranks are counted over all groups, present or not.
+        self._everyone = copy.copy(self.inner)
+        vars(self._everyone)["data_parallel_coordinates"] = self._place_among_all
+        vars(self)["prepare_dataloader"] = self._everyone.prepare_dataloader
         self._groups: ReplicaGroups | None = None
 
     # ---- the run
@@ -154,93 +147,62 @@ class FaultTolerantPlugin(PipelinePlugin):
             raise ConfigError(msg)
         for name, module in objects.model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                msg = (
-                    f"The gradients of '{name}' are sparse, and are not averaged between replica groups. Make it with "
-                )
-                msg += "`sparse=False`."
+                remedy = "are not averaged between replica groups. Make it with `sparse=False`."
+                msg = f"The gradients of '{name}' are sparse, and {remedy}"
                 raise ConfigError(msg)
         for name, parameter in objects.model.named_parameters():
             if parameter.requires_grad and parameter.is_complex():
                 msg = f"'{name}' is complex, and is not averaged between replica groups. Store its real view."
                 raise ConfigError(msg)
-        for loader in as_tuple(objects.dataloader):
-            self._check_loader(loader, context.coordinator)
 
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
         """Split loaders between all ranks of all groups, let the inner plugin configure, and join its optimizer.
 
         Collective: every rank of the group.
         """
-        everyone: Any = _AllGroups(self)
-        loaders = shard_dataloader(objects.dataloader, everyone, context)
+        from booster_ft.groups import ReplicaGroups  # which needs torchft
+
+        loaders = shard_dataloader(objects.dataloader, self._everyone, context)
         boosted = self.inner.configure(objects._replace(dataloader=loaders), context)
         if objects.optimizer is None:
             return boosted
         model: Any = boosted.model
         (optimizer,) = boosted.optimizers
-        training = TrainingObjects(
-            device=context.device,
-            schedulers=as_tuple(objects.lr_scheduler),
-            loss_scaler=optimizer.loss_scaler,
-            dataloader=as_tuple(loaders),
+        state = GroupState(
+            partial(self.inner.state_adapter, model, context),
+            optimizer,
+            as_tuple(objects.lr_scheduler),
+            as_tuple(loaders),
+            context.coordinator,
+            self.config.place[0],
         )
-        adapter = partial(self.inner.state_adapter, model, context)
-        replica_id, num_replicas = self.config.place
-        state = GroupState(adapter, training, context.coordinator, replica_id)
-        facts = {
-            "plugin": self.inner.name,
-            "options": {name: repr(value) for name, value in self.inner.agreed_options().items()},
-            "ranks": context.coordinator.world_size,
-            "groups": num_replicas,
-            "precision": context.precision.describe(),
-            "synchronization": (self.config.min_replicas, self.config.spares, self.sync_every),
-        }
-        self._groups = groups = ReplicaGroups(optimizer, self.config, state, context, repr(facts))
+        options = [(name, repr(value)) for name, value in self.agreed_options().items() if name not in _OF_ONE_GROUP]
+        facts = repr((options, context.coordinator.world_size, context.precision.describe()))
+        self._groups = groups = ReplicaGroups(optimizer, self.config, state, context, facts)
         begin = groups.begin
-        if self.sync_every is None:
+        if self.config.sync_every is None:
             optimizer.scaling.replicas = groups
         else:
-            begin = SemiSynchronous(groups, model, optimizer, self.sync_every, self.outer_optimizer, adapter()).begin
+            begin = semi_synchronous(
+                groups, model, optimizer, self.config.sync_every, self.outer_optimizer, state.adapter()
+            )
         model.register_forward_pre_hook(lambda *_: begin() if torch.is_grad_enabled() else None)
         for loader in as_tuple(loaders):
             if hasattr(loader, "before_pass"):
                 loader.before_pass = begin
-        hooks = _AfterLoad(groups)
-        register_hooks(hooks)
-        current_world().at_close.append(partial(unregister_hooks, hooks))
         return boosted
 
-    def _check_loader(self, loader: Any, coordinator: DistCoordinator) -> None:
-        """Refuse a loader that its owner has split between the ranks of one group only."""
-        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-            if isinstance(sampler, DistributedSampler):
-                rank, size = _AllGroups(self).data_parallel_coordinates(coordinator)
-                if (sampler.rank, sampler.num_replicas) != (rank, size):
-                    msg = (
-                        f"The data loader's `DistributedSampler` has `rank={sampler.rank}` of "
-                        f"`num_replicas={sampler.num_replicas}`, but over all replica groups this is rank {rank} of "
-                        f"{size}: groups would train on the same samples. Pass a loader without it, which `boost` "
-                        "splits, or these numbers."
-                    )
-                    raise ConfigError(msg)
-
-    def prepare_dataloader(
-        self, dataset: Dataset[Any], batch_size: int = 1, *args: Any, **kwargs: Any
-    ) -> DataLoader[Any]:
-        """Return a loader over this rank's share of all groups' samples; see `Plugin.prepare_dataloader`."""
-        names = ("shuffle", "seed", "drop_last", "pin_memory", "num_workers", "distributed_sampler_cls")
-        settings: dict[str, Any] = {"seed": 1024, **dict(zip(names, args, strict=False)), **kwargs}
-        rank, world_size = _AllGroups(self).data_parallel_coordinates(DistCoordinator())
-        return prepare_dataloader(dataset, batch_size, **settings, rank=rank, world_size=world_size)
+    def _place_among_all(self, coordinator: DistCoordinator) -> tuple[int, int]:
+        """Return the index of this rank among all that see different samples, in any group, and their number."""
+        index, size = self.inner.data_parallel_coordinates(coordinator)
+        replica_id, num_replicas = self.config.place
+        return replica_id * size + index, num_replicas * size
 
     # ---- the inner plugin's own
 
-    def prepare_save(self, model: ModelWrapper, context: BoostContext) -> None:
-        self.inner.prepare_save(model, context)
-
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return a parameter's gradient, averaged over ranks and groups."""
-        if self._groups is not None and self.sync_every is None and model.boosted_optimizers:
+        if self._groups is not None and self.config.sync_every is None and model.boosted_optimizers:
             self._groups.average()
         return self.inner.full_gradient(model, name)
 
@@ -252,8 +214,11 @@ class FaultTolerantPlugin(PipelinePlugin):
         return self._options(self.inner.agreed_options())
 
     def _options(self, inner: Mapping[str, object]) -> dict[str, object]:
-        own = {**asdict(self.config), "inner": self.inner.name, "sync_every": self.sync_every}
-        return {**own, **{f"inner.{name}": value for name, value in inner.items()}}
+        return {
+            "inner": self.inner.name,
+            **asdict(self.config),
+            **{f"inner.{name}": value for name, value in inner.items()},
+        }
 
     def has_pipeline(self, model: nn.Module) -> bool:
         return isinstance(self.inner, PipelinePlugin) and self.inner.has_pipeline(model)
@@ -264,9 +229,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         model: nn.Module,
         criterion: Callable[[Any, Any], Tensor],
         optimizer: Optimizer | None = None,
-        *,
-        return_loss: bool = True,
-        return_outputs: bool = False,
+        **options: bool,
     ) -> Mapping[str, Any]:
         """Run a batch through the inner plugin's pipeline; see `PipelinePlugin.execute_pipeline`.
 
@@ -284,33 +247,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         if optimizer is not None and self._groups is not None:
             self._groups.begin()
             self._groups.forget()
-        return self.inner.execute_pipeline(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
-        )
-
-
-class _AllGroups:
-    """A plugin to those who split data: ranks are counted over all groups, present or not."""
-
-    def __init__(self, plugin: FaultTolerantPlugin) -> None:
-        self._plugin = plugin
-
-    def data_parallel_coordinates(self, coordinator: DistCoordinator) -> tuple[int, int]:
-        index, size = self._plugin.inner.data_parallel_coordinates(coordinator)
-        replica_id, num_replicas = self._plugin.config.place
-        return replica_id * size + index, num_replicas * size
-
-
-class _AfterLoad:
-    """Hears of loads: what was loaded is as old as the file, whatever step this group was at."""
-
-    def __init__(self, groups: ReplicaGroups) -> None:
-        self._groups = groups
-
-    @hookimpl
-    def after_load(self, kind: str) -> None:
-        if kind in ("checkpoint", "model", "lora", "optimizer"):
-            self._groups.restart()
+        return self.inner.execute_pipeline(data_iter, model, criterion, optimizer, **options)
 
 
 def _inner_plugin(inner: object, options: Mapping[str, Any] | None, precision: Any) -> Plugin:
@@ -340,17 +277,3 @@ def _inner_plugin(inner: object, options: Mapping[str, Any] | None, precision: A
         )
         raise ConfigError(msg)
     return inner
-
-
-def _check_synchronization(sync_every: object, outer_optimizer: object, *, spares: bool) -> None:
-    if sync_every is None:
-        if outer_optimizer is not None:
-            msg = "`outer_optimizer` steps when groups synchronize parameters. Say how often, by `sync_every=100`."
-            raise ConfigError(msg)
-        return
-    if type(sync_every) is not int or sync_every < 1:
-        msg = f"`sync_every={sync_every!r}` is not a number of steps of at least 1."
-        raise ConfigError(msg)
-    if spares:
-        msg = "`spares` keeps the global batch of each step, and with `sync_every` groups step apart. Leave one out."
-        raise ConfigError(msg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,58 +21,46 @@ if TYPE_CHECKING:
     from booster_ft.groups import ReplicaGroups
 
 
-class SemiSynchronous:
-    """Synchronizes the parameters of replica groups each time that the optimizer has taken some steps.
+def semi_synchronous(
+    groups: ReplicaGroups,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    sync_every: int,
+    outer_optimizer: Callable[[Any], Optimizer] | None,
+    adapter: StateAdapter,
+) -> Callable[[], None]:
+    """Return what joins the other groups, to be called before the first step, on every rank of the group.
 
     Args:
         groups: This group among the others.
         model: The boosted model.
         optimizer: Its optimizer.
-        sync_every: Number of steps.
+        sync_every: Number of its steps after which parameters are synchronized.
         outer_optimizer: Makes the optimizer that steps at a synchronization (DiLoCo); ``None`` averages (LocalSGD).
         adapter: The view of the model's state.
 
     Raises:
         ConfigError: If ranks don't hold the whole model, or the optimizer steps on copies of its parameters.
     """
+    module = unwrap_model(model)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not isinstance(adapter, ReplicatedStateAdapter) or not {*map(id, trained)} <= optimizer.listed_parameters():
+        msg = (
+            "`sync_every` needs an inner plugin that keeps the whole model on each rank and steps on its own "
+            "parameters, such as inner='ddp'. Leave `sync_every` out, and gradients are averaged in each step."
+        )
+        raise ConfigError(msg)
 
-    def __init__(
-        self,
-        groups: ReplicaGroups,
-        model: ModelWrapper,
-        optimizer: OptimizerWrapper,
-        sync_every: int,
-        outer_optimizer: Callable[[Any], Optimizer] | None,
-        adapter: StateAdapter,
-    ) -> None:
-        module = unwrap_model(model)
-        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        if not isinstance(adapter, ReplicatedStateAdapter) or not trained <= optimizer.listed_parameters():
-            msg = (
-                "`sync_every` needs an inner plugin that keeps the whole model on each rank and steps on its own "
-                "parameters, such as inner='ddp'. Leave `sync_every` out, and gradients are averaged in each step."
-            )
-            raise ConfigError(msg)
-        self._groups, self._module, self._optimizer = groups, module, optimizer.unwrap()
-        self._sync_every, self._outer_optimizer = sync_every, outer_optimizer
-        self._synchronizer: Any = None
-
-    def begin(self) -> None:
-        """Join the other groups before the first step.
-
-        Collective: every rank of the group, at the first time.
-        """
-        if self._synchronizer is not None:
-            return
+    @functools.cache
+    def begin() -> None:
         from torchft.local_sgd import DiLoCo, LocalSGD
 
-        self._groups.first_values()
-        manager = self._groups.manager
-        if self._outer_optimizer is None:
-            self._synchronizer = LocalSGD(manager, self._module, self._optimizer, self._sync_every)
+        groups.first_values()
+        inner = optimizer.unwrap()
+        if outer_optimizer is None:
+            LocalSGD(groups.manager, module, inner, sync_every).__enter__()
         else:
-            outer = self._outer_optimizer([each for each in self._module.parameters() if each.requires_grad])
-            self._synchronizer = DiLoCo(
-                manager, [self._module], self._optimizer, outer, self._sync_every, pin_memory=torch.cuda.is_available()
-            )
-        self._synchronizer.__enter__()
+            outer, pin = outer_optimizer(trained), torch.cuda.is_available()
+            DiLoCo(groups.manager, [module], inner, outer, sync_every, pin_memory=pin).__enter__()
+
+    return begin

@@ -6,40 +6,36 @@ the parts: its layout may differ, such as before the first backward of ZeRO. Not
 
 from __future__ import annotations
 
-import math
-import random
+from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 
 from booster_core.checkpoint_io import GlobalPosition
-from booster_core.errors import CheckpointError, ConfigError
+from booster_core.errors import CheckpointError, ConfigError, shorten
+from booster_core.ranks import seed_everything
 from booster_core.state import (
     OptimizerInfo,
     TensorMeta,
     TensorShard,
-    box_shape,
     copy_part,
-    regions_of,
     scheduler_from_json,
     scheduler_to_json,
-    slices_of,
 )
+from booster_runtime.whole_tensors import assembled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
 
-    from booster_core.checkpoint_io import TrainingObjects
+    from booster_core.plugin import OptimizerWrapper
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
-
-_WHERE = "the state of another replica group"
 
 
 class GroupState:
@@ -47,7 +43,9 @@ class GroupState:
 
     Args:
         adapter: Returns the view of the model and its optimizer.
-        objects: Schedulers, loss scale and data loader.
+        optimizer: The boosted optimizer, for its loss scale.
+        schedulers: Learning rate schedulers.
+        loaders: Data loaders.
         coordinator: Of the group's ranks.
         replica_id: The group's number, so that groups draw other random numbers.
     """
@@ -55,35 +53,38 @@ class GroupState:
     def __init__(
         self,
         adapter: Callable[[], StateAdapter],
-        objects: TrainingObjects,
+        optimizer: OptimizerWrapper,
+        schedulers: Sequence[LRScheduler],
+        loaders: Sequence[DataLoader[Any]],
         coordinator: DistCoordinator,
         replica_id: int,
     ) -> None:
-        self._adapter, self._objects = adapter, objects
+        self.adapter, self._loss_scaler = adapter, optimizer.loss_scaler
+        self._schedulers, self._loaders = schedulers, loaders
         self._coordinator, self._replica_id = coordinator, replica_id
 
     def capture(self) -> dict[str, Any]:
         """Return copies of what this rank owns. Not collective: ranks of one group may send to different ones."""
-        adapter = self._adapter()
-        scaler = self._objects.loss_scaler
+        adapter, scaler = self.adapter(), self._loss_scaler
         return {
             "model": list(_owned(adapter.model_shards())),
             "extra": dict(adapter.extra_state()),
             "optimizer": list(_owned(adapter.optimizer_shards())),
             "info": OptimizerInfo.of(adapter).entries(),
-            "schedulers": [scheduler_to_json(each) for each in self._objects.schedulers],
+            "kinds": self._kinds(adapter),
+            "schedulers": [scheduler_to_json(each) for each in self._schedulers],
             "loss_scaler": None if scaler is None else scaler.state_dict(),
-            "dataloaders": [each.state_dict() for each in self._loaders()],
+            "dataloaders": [each.state_dict() for each in self._positions()],
         }
 
     def digest(self) -> str:
         """Return a digest of what this rank owns of model and optimizer, and of the order of samples."""
-        adapter, found = self._adapter(), xxhash.xxh3_64()
-        for shards in (adapter.model_shards(), adapter.optimizer_shards()):
-            for shard in _owned(shards):
-                found.update(repr((shard.key, shard.global_shape, shard.box, shard.flat)).encode())
-                found.update(shard.data.reshape(-1).view(torch.uint8).numpy().data)
-        orders = [(each.state_dict().get("num_samples"), each.state_dict().get("seed")) for each in self._loaders()]
+        adapter, found = self.adapter(), xxhash.xxh3_64()
+        for shard in chain(_owned(adapter.model_shards()), _owned(adapter.optimizer_shards())):
+            found.update(repr((shard.key, shard.global_shape, shard.box, shard.flat)).encode())
+            found.update(shard.data.reshape(-1).view(torch.uint8).numpy().data)
+        positions = [each.state_dict() for each in self._positions()]
+        orders = [(each.get("num_samples"), each.get("seed")) for each in positions]
         found.update(repr((adapter.param_groups(), orders)).encode())
         return found.hexdigest()
 
@@ -101,92 +102,79 @@ class GroupState:
 
         Collective: every rank of the group.
         """
-        adapter = self._adapter()
+        adapter = self.adapter()
+        with self._coordinator.together("step"):
+            if received["kinds"] != self._kinds(adapter):
+                msg = (
+                    "Another replica group has other parameter groups, schedulers or precision than this one. Start "
+                    "all groups by the same script with the same options."
+                )
+                raise ConfigError(msg)
         self._fill(received["model"], adapter.model_shards)
         adapter.load_extra_state(received["extra"])
         adapter.finish_load(model=True, optimizer=False)
-        with self._coordinator.together("step"):
-            self._check_optimizer(adapter, received)
+        own = [(each.name, each.state, each.global_shape, each.dtype) for each in received["optimizer"]]
+        metas = defaultdict[str, dict[str, TensorMeta]](dict)
+        for name, state, shape, dtype in chain.from_iterable(self._coordinator.all_gather_object(own)):
+            metas[name][state] = TensorMeta(shape=shape, dtype=dtype)
         info = OptimizerInfo.merge(self._coordinator.all_gather_object(received["info"]))
-        tables = self._coordinator.all_gather_object([_without_values(shard) for shard in received["optimizer"]])
-        metas: dict[str, dict[str, TensorMeta]] = {}
-        for shard in (shard for table in tables for shard in table):
-            metas.setdefault(shard.name, {})[shard.state] = TensorMeta(shape=shard.global_shape, dtype=shard.dtype)
         adapter.prepare_optimizer_load(metas, info.scalars, info.groups)
         self._fill(received["optimizer"], adapter.optimizer_shards)
         adapter.finish_load(model=False, optimizer=True)
-        for scheduler, content in zip(self._objects.schedulers, received["schedulers"], strict=True):
-            scheduler_from_json(scheduler, content, _WHERE)
-        if self._objects.loss_scaler is not None:
-            self._objects.loss_scaler.load_state_dict(received["loss_scaler"])
+        for scheduler, content in zip(self._schedulers, received["schedulers"], strict=True):
+            scheduler_from_json(scheduler, content, "the state of another replica group")
+        if self._loss_scaler is not None:
+            self._loss_scaler.load_state_dict(received["loss_scaler"])
         if is_new:
-            for loader, position in zip(self._loaders(), received["dataloaders"], strict=True):
+            for loader, position in zip(self._positions(), received["dataloaders"], strict=True):
                 loader.load_state_dict(position)
-            _reseed(f"{torch.initial_seed()}/{self._replica_id}/{self._coordinator.rank}/{step}")
+            place = f"{torch.initial_seed()}/{self._replica_id}/{self._coordinator.rank}/{step}"
+            seed_everything(xxhash.xxh32_intdigest(place.encode()))
 
-    def _check_optimizer(self, adapter: StateAdapter, received: Mapping[str, Any]) -> None:
-        theirs = [set(group.params) for group in received["info"][0]]
-        ours = [set(group.params) for group in adapter.param_groups()]
-        kinds = [each["scheduler"] for each in received["schedulers"]]
-        own_kinds = [type(each).__name__ for each in self._objects.schedulers]
-        has_scale = self._objects.loss_scaler is not None
-        if theirs != ours or kinds != own_kinds or has_scale != (received["loss_scaler"] is not None):
-            msg = (
-                "Another replica group has other parameter groups, schedulers or precision than this one. Start all "
-                "groups by the same script with the same options."
-            )
-            raise ConfigError(msg)
+    def _kinds(self, adapter: StateAdapter) -> list[object]:
+        """Return what is the same in all groups that train alike."""
+        schedulers = [type(each).__name__ for each in self._schedulers]
+        groups = [sorted(group.params) for group in adapter.param_groups()]
+        return [groups, schedulers, self._loss_scaler is not None]
 
-    def _loaders(self) -> list[GlobalPosition]:
-        """Return the loaders whose position can be told."""
-        given = self._objects.dataloader
-        found = []
-        for loader in given if isinstance(given, (list, tuple)) else [given]:
+    def _positions(self) -> Iterator[GlobalPosition]:
+        """Yield the loaders whose position can be told."""
+        for loader in self._loaders:
             if isinstance(loader, GlobalPosition):
                 try:
                     loader.state_dict()
                 except CheckpointError:  # a sampler of the user's
                     continue
-                found.append(loader)
-        return found
+                yield loader
 
     def _fill(self, received: Sequence[TensorShard], shards: Callable[[], Iterable[TensorShard]]) -> None:
         """Write what the group's ranks have received into this rank's shards.
 
         Each tensor is put together from its parts on the host and cut as this rank holds it, one after the other.
 
+        Raises:
+            ConfigError: On every rank, before anything is written, if that is not all of the same tensors.
+
         Collective: every rank of the group.
         """
-        staged: dict[str, list[TensorShard]] = {}
+        staged = defaultdict[str, list[TensorShard]](list)
         for shard in shards():
-            staged.setdefault(shard.key, []).append(_empty(shard))
-        tables = self._coordinator.all_gather_object([_without_values(shard) for shard in received])
-        sources: dict[str, list[tuple[int, int, TensorShard]]] = {}
-        for rank, table in enumerate(tables):
-            for index, shard in enumerate(table):
-                sources.setdefault(shard.key, []).append((rank, index, shard))
+            staged[shard.key].append(replace(shard, data=torch.empty(shard.data.shape, dtype=shard.dtype)))
+        different = set(staged)
+        for key, whole in assembled(received, torch.device("cpu"), self._coordinator):
+            for shard in staged[key]:
+                if (shard.global_shape, shard.dtype) == (tuple(whole.shape), whole.dtype):
+                    copy_part(whole, shard)
+                    different.discard(key)
         with self._coordinator.together("step"):
-            for key, held in staged.items():
-                _check_covered(held[0], [shard for _, _, shard in sources.get(key, ())])
-        for key, parts in sources.items():
-            whole = torch.empty(parts[0][2].global_shape, dtype=parts[0][2].dtype)
-            for rank, index, shard in parts:
-                self._insert(received[index] if rank == self._coordinator.rank else _empty(shard), rank, whole)
-            for shard in staged.get(key, ()):
-                copy_part(whole, shard)
-        places = {key: iter(held) for key, held in staged.items()}
-        with torch.no_grad():
-            for shard in shards():
-                shard.data.copy_(next(places[shard.key]).data)
-
-    def _insert(self, part: TensorShard, rank: int, whole: Tensor) -> None:
-        """Write a part that a rank of the group has received into the whole tensor, on every rank."""
-        values = part.data.reshape(-1)
-        if self._coordinator.world_size > 1 and part.numel:
-            dist.broadcast(values.view(torch.uint8), src=rank)
-        for region in regions_of(part.box, part.flat_range):
-            inside = values[region.start : region.start + region.numel]
-            whole[slices_of(region.box)] = inside.view(box_shape(region.box))
+            if different:
+                msg = (
+                    f"Another replica group has no {shorten(sorted(different))} of the shape and dtype that this one "
+                    "has. Start all groups by the same script, with the same options and number of ranks."
+                )
+                raise ConfigError(msg)
+        for shard in shards():
+            shard.data.detach().copy_(staged[shard.key].pop(0).data)
 
 
 def _owned(shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
@@ -194,32 +182,3 @@ def _owned(shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
     for shard in shards:
         if shard.is_owner:
             yield replace(shard, data=shard.data.detach().to("cpu", copy=True).contiguous())
-
-
-def _without_values(shard: TensorShard) -> TensorShard:
-    return replace(shard, data=shard.data.to("meta"))
-
-
-def _empty(shard: TensorShard) -> TensorShard:
-    return replace(shard, data=torch.empty(shard.data.shape, dtype=shard.dtype))
-
-
-def _check_covered(shard: TensorShard, parts: Sequence[TensorShard]) -> None:
-    """Raise `ConfigError` unless what was sent is the tensor that is here, and all of it."""
-    there = {(part.global_shape, part.dtype) for part in parts}
-    numel = sum(part.numel for part in parts)
-    if there != {(shard.global_shape, shard.dtype)} or numel != math.prod(shard.global_shape):
-        theirs = " and ".join(f"shape {shape} and {dtype}" for shape, dtype in there) or "none of this name"
-        msg = (
-            f"'{shard.key}' is of shape {shard.global_shape} and {shard.dtype} here; from another replica group came "
-            f"{numel} elements of {theirs}. Start all groups by the same script, with the same options and number of "
-            "ranks."
-        )
-        raise ConfigError(msg)
-
-
-def _reseed(text: str) -> None:
-    seed = xxhash.xxh3_64_intdigest(text.encode()) >> 1
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global state is what a user's script draws from
-    torch.manual_seed(seed)

@@ -18,11 +18,10 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import (
     TensorShard,
-    box_shape,
+    copy_to_whole,
     full_box,
     named_modules,
     natural_order,
-    regions_of,
     slices_of,
     without_adapters,
 )
@@ -257,10 +256,7 @@ def _gather(
         for name, (shape, dtype) in forms.items()
     }
     for shard in shards.of(forms):
-        values = shard.data.detach().reshape(-1)
-        for region in regions_of(shard.box, shard.flat_range):
-            part = values[region.start : region.start + region.numel]
-            tensors[shard.name][slices_of(region.box)] = part.view(box_shape(region.box)).to(device)
+        copy_to_whole(shard, tensors[shard.name])
     if dist.is_initialized() and dist.get_world_size() > 1 and size:
         if rank is None:
             dist.all_reduce(buffer)

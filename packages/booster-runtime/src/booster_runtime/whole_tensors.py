@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.state import TensorMeta, box_shape, regions_of, slices_of, unpack
+from booster_core.state import TensorMeta, TensorShard, copy_part, copy_to_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from booster_core import Booster
     from booster_core.plugin import ModelWrapper
     from booster_core.ranks import DistCoordinator
-    from booster_core.state import StateAdapter, TensorShard
+    from booster_core.state import StateAdapter
 
 __all__ = ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
 
@@ -70,7 +74,7 @@ def gathered(
         _send_values_of_first_rank(tensors.values(), coordinator)
         for shard in adapter.model_targets(metas):
             if shard.name in tensors:
-                _write(shard, tensors[shard.name])
+                copy_part(tensors[shard.name], shard)
         adapter.finish_load(model=True, optimizer=False)
 
 
@@ -118,7 +122,7 @@ def set_full_state(booster: Booster, model: nn.Module, name: str, state: str, va
     _send_values_of_first_rank([whole], coordinator)
     for shard in adapter.optimizer_shards():
         if (shard.name, shard.state) == (adapter.tied_names().get(name, name), state):
-            _write(shard, whole)
+            copy_part(whole, shard)
     adapter.finish_load(model=False, optimizer=True)
 
 
@@ -230,30 +234,46 @@ def _gather(
     """Return whole tensors by key, from the shards that ranks own; those that no rank has are left out."""
     wanted = frozenset(keys)
     # An adapter may move a shard elsewhere when it is asked for the next, so values are copied at once.
-    own: dict[str, list[tuple[TensorShard, Tensor]]] = {}
+    own = [
+        replace(shard, data=shard.data.detach().to(device, copy=True))
+        for shard in shards
+        if shard.key in wanted and shard.is_owner
+    ]
+    return dict(assembled(own, device, coordinator))
+
+
+def assembled(
+    shards: Iterable[TensorShard], device: torch.device, coordinator: DistCoordinator
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of which ranks have parts with its key, whole, one after the other and alike on every rank.
+
+    Args:
+        shards: The parts that this rank has; no two ranks have the same.
+        device: Of the whole tensors.
+        coordinator: Of the ranks.
+
+    Raises:
+        ConfigError: If the parts are not the tensor.
+
+    Collective: every rank, for each tensor.
+    """
+    own, sizes = defaultdict[str, list[TensorShard]](list), Counter[tuple[str, tuple[int, ...], torch.dtype]]()
     for shard in shards:
-        if shard.key in wanted and shard.is_owner:
-            own.setdefault(shard.key, []).append((shard, shard.data.detach().to(device, copy=True).reshape(-1)))
-    forms: dict[str, Any] = {}
-    for of_rank in coordinator.all_gather_object({key: _form(held[0][0]) for key, held in own.items()}):
-        forms.update(of_rank)
-    whole = {}
-    for key in (key for key in keys if key in forms):
-        shape, dtype = forms[key]
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
-        for shard, values in own.get(key, ()):
-            for region in regions_of(shard.box, shard.flat_range):
-                part = values[region.start : region.start + region.numel]
-                tensor[slices_of(region.box)] = part.view(box_shape(region.box))
-        if coordinator.world_size > 1 and tensor.numel():
+        own[shard.key].append(shard)
+    told = [(shard.key, shard.global_shape, shard.dtype, shard.numel) for held in own.values() for shard in held]
+    for key, shape, dtype, numel in itertools.chain.from_iterable(coordinator.all_gather_object(told)):
+        sizes[key, shape, dtype] += numel
+    for (key, shape, dtype), numel in sizes.items():
+        if numel != math.prod(shape):
+            msg = f"Of '{key}', of shape {shape} and {dtype}, there are {numel} elements on all ranks together."
+            raise ConfigError(msg)
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+        for shard in own[key]:
+            copy_to_whole(shard, whole)
+        if coordinator.world_size > 1 and numel:
             # Each byte is set on one rank and zero on the others, so that a sum of bytes changes no value.
-            dist.all_reduce(_bytes_of(tensor))
-        whole[key] = tensor
-    return whole
-
-
-def _form(shard: TensorShard) -> tuple[tuple[int, ...], torch.dtype]:
-    return shard.global_shape, shard.dtype
+            dist.all_reduce(_bytes_of(whole))
+        yield key, whole
 
 
 def _check_found(
@@ -282,11 +302,3 @@ def _send_values_of_first_rank(tensors: Iterable[Tensor], coordinator: DistCoord
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _write(shard: TensorShard, whole: Tensor) -> None:
-    """Copy a shard's part of a whole tensor into the shard."""
-    with torch.no_grad():
-        for region in regions_of(shard.box, shard.flat_range):
-            values = whole[slices_of(region.box)].reshape(-1).to(shard.data.device, shard.data.dtype)
-            unpack(values, shard.data, region.start, region.start + region.numel)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from booster_core.ranks.coordinator import DistCoordinator
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
-    from booster_core.ranks.launch import ensure_process_group
+    from booster_core.ranks.launch import ensure_process_group, seed_everything
     from booster_core.ranks.meeting import Meetings, Outcome
     from booster_core.ranks.store import Host, this_host
     from booster_core.ranks.world import (
@@ -59,6 +59,7 @@ __all__ = [
     "open_world",
     "opened_world",
     "refuse_capture",
+    "seed_everything",
     "set_world",
     "this_host",
 ]
@@ -71,7 +72,7 @@ __getattr__, __dir__ = public_names(
         ".coordinator": ["DistCoordinator"],
         ".digests": ["digest"],
         ".environments": ["Environment"],
-        ".launch": ["ensure_process_group"],
+        ".launch": ["ensure_process_group", "seed_everything"],
         ".meeting": ["Meetings", "Outcome"],
         ".store": ["Host", "this_host"],
         ".world": [

@@ -177,3 +177,11 @@ def copy_part(values: torch.Tensor, shard: TensorShard) -> None:
         data.copy_(part)
     else:
         pack(part, *shard.flat, data)
+
+
+def copy_to_whole(shard: TensorShard, whole: torch.Tensor) -> None:
+    """Copy a shard into its part of a whole tensor, of any strides, dtype and device: the inverse of `copy_part`."""
+    values = shard.data.detach().reshape(-1)
+    for region in regions_of(shard.box, shard.flat_range):
+        part = values[region.start : region.start + region.numel]
+        whole[slices_of(region.box)].copy_(part.view(box_shape(region.box)))

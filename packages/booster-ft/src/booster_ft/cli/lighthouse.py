@@ -19,7 +19,7 @@ def start_lighthouse(bind: str, min_replicas: int, *, join_timeout: float, heart
     Raises:
         click.ClickException: If torchft can't be imported.
     """
-    from booster_ft.groups import require_torchft
+    from booster_ft.config import require_torchft
 
     try:
         require_torchft()

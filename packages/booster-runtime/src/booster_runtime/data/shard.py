@@ -48,11 +48,15 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
 
     Raises:
         ConfigError: If the loader can't be split: its class has its own ``__iter__``, or something else that a split
-            loader needs, or batches may come in another order than they were asked for.
+            loader needs, or batches may come in another order than they were asked for. If it is split otherwise, by a
+            ``DistributedSampler`` of other numbers.
     """
     batch_sampler = loader.batch_sampler
     samplers = (loader.sampler, getattr(batch_sampler, "sampler", None))
-    if isinstance(loader, DistributedDataLoader) or any(isinstance(each, DistributedSampler) for each in samplers):
+    split_by_owner = [each for each in samplers if isinstance(each, DistributedSampler)]
+    for each in split_by_owner:
+        _check_place(each, rank, world_size)
+    if isinstance(loader, DistributedDataLoader) or split_by_owner:
         return loader
     if own := _own_methods(type(loader)):
         if world_size == 1:
@@ -85,6 +89,18 @@ def split_dataloader(loader: DataLoader[Any], *, rank: int, world_size: int, see
         return _like(loader, shard_dataset(loader.dataset, shuffle=shuffles, **settings))
     order = UserOrder(loader.sampler, drop_last=loader.drop_last, **place)
     return _like(loader, DistributedDataLoader(loader.dataset, sampler=order, **settings))
+
+
+def _check_place(sampler: DistributedSampler[Any], rank: int, world_size: int) -> None:
+    """Refuse a sampler that its owner has made for other ranks, such as for all those that share a batch."""
+    if (sampler.rank, sampler.num_replicas) != (rank, world_size):
+        msg = (
+            f"The data loader's `DistributedSampler` has `rank={sampler.rank}` of "
+            f"`num_replicas={sampler.num_replicas}`, but of the ranks that see different samples this is rank {rank} "
+            f"of {world_size}. Samples would be seen twice, or never. Pass a loader without the sampler, which `boost` "
+            "splits, or make it with these numbers."
+        )
+        raise ConfigError(msg)
 
 
 def _own_methods(kind: type[DataLoader[Any]]) -> list[str]:
