@@ -1,8 +1,4 @@
-"""Accelerate and FSDP2: its two folders load here, for the one above there is a remedy, and ours load there.
-
-`load_state` of the sharded kind is not among what loads ours: it asks a folder for names below ``model.``, which state
-dicts of torch, and so our folders, do not have. torch reads these into the same sharded model.
-"""
+"""Accelerate and FSDP2: its two folders load here, for the one above there is a remedy, and ours load there."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -124,6 +120,9 @@ def save_ours(folder):
     booster.save_model(model, f"{folder}/pytorch_model_fsdp.bin", use_safetensors=False)
     booster.save_model(model, f"{folder}/model", gather_dtensor=False)
     booster.save_optimizer(optimizer, f"{folder}/optimizer", gather_dtensor=False)
+    for _ in range(2):  # also over its own
+        booster.save_model(model, f"{folder}/state/pytorch_model_fsdp_0", gather_dtensor=False, prefix="model")
+        booster.save_optimizer(optimizer, f"{folder}/state/optimizer_0", gather_dtensor=False, prefix="optimizer")
     adapter = booster.state_adapter(model, optimizer)
     moments = [
         (shard.name, shard.flat_range, shard.data.clone())
@@ -140,6 +139,20 @@ def load_whole_by_accelerate(folder):
     return whole_values(model)
 
 
+def load_state_by_accelerate(folder):
+    model = sharded(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    with accelerator_of(model, "SHARDED_STATE_DICT") as accelerator:
+        accelerator._optimizers.append(optimizer)
+        accelerator.load_state(f"{folder}/state")
+    return what_was_loaded(model, optimizer)
+
+
+def what_was_loaded(model, optimizer):
+    steps = {float(optimizer.state[tensor]["step"]) for tensor in model.parameters()}
+    return whole_values(model), whole_moments(model, optimizer), optimizer.param_groups[0]["lr"], steps
+
+
 def load_by_torch(folder):
     """Load our folders of torch.distributed.checkpoint into what Accelerate prepares."""
     model = sharded(1)
@@ -150,17 +163,17 @@ def load_by_torch(folder):
     state = get_optimizer_state_dict(model, optimizer)
     dcp.load(state, checkpoint_id=f"{folder}/optimizer")
     set_optimizer_state_dict(model, optimizer, state)
-    steps = {float(optimizer.state[tensor]["step"]) for tensor in model.parameters()}
-    return whole_values(model), whole_moments(model, optimizer), optimizer.param_groups[0]["lr"], steps
+    return what_was_loaded(model, optimizer)
 
 
-def test_our_files_load_in_accelerate_and_our_folders_in_the_model_that_it_shards(tmp_path):
+def test_our_files_and_folders_load_in_accelerate_and_in_the_model_that_it_shards(tmp_path):
     saved = run_on_ranks(save_ours, 2, str(tmp_path))
     values = saved[0][0]
     for loaded in run_on_ranks(load_whole_by_accelerate, 2, str(tmp_path)):
         assert loaded.keys() == values.keys()
         assert all(torch.equal(loaded[name], values[name]) for name in values)
-    for loaded, moments, rate, steps in run_on_ranks(load_by_torch, 2, str(tmp_path)):
+    by_torch = run_on_ranks(load_by_torch, 2, str(tmp_path))
+    for loaded, moments, rate, steps in by_torch + run_on_ranks(load_state_by_accelerate, 2, str(tmp_path)):
         assert all(torch.equal(loaded[name], values[name]) for name in values)
         assert (rate, steps) == (0.1, {1.0})
         count = 0

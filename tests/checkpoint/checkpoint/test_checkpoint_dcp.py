@@ -161,6 +161,32 @@ def test_options_without_meaning_are_refused(option, tmp_path):
         io.save_model(adapter, tmp_path / "m", gather_dtensor=False, **option)
 
 
+def test_a_nested_state_loads_here_too_with_its_tied_names(tmp_path):
+    def made():
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        model["b"].weight = model["a"].weight
+        return model
+
+    saved, loaded, coordinator = made(), made(), DistCoordinator()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.3) for model in (saved, loaded)]
+    sum(layer(torch.ones(2)).sum() for layer in saved.values()).backward()
+    optimizers[0].step()
+    io = EngineCalls()
+    ours, theirs = (
+        ReplicatedStateAdapter(model, optimizer, coordinator)
+        for model, optimizer in zip((saved, loaded), optimizers, strict=True)
+    )
+    io.save_model(ours, tmp_path / "m", gather_dtensor=False, prefix="model")
+    io.save_optimizer(ours, tmp_path / "o", gather_dtensor=False, prefix="optimizer")
+    names = dcp.FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata
+    assert {"model.a.weight", "model.b.weight", "model.a.bias", "model.b.bias"} == set(names)
+    io.load_model(theirs, tmp_path / "m")
+    io.load_optimizer(theirs, tmp_path / "o")
+    for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizers[0].state[one]["exp_avg"], optimizers[1].state[other]["exp_avg"])
+
+
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     from torch.multiprocessing.reductions import StorageWeakRef
 

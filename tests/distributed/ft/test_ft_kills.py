@@ -184,7 +184,7 @@ def test_a_lighthouse_that_stays_away_is_named(tmp_path):
         groups.lighthouse.kill()
         for group in range(2):
             assert groups.wait_group(group, 60) == [1]
-            assert f"the lighthouse at {groups.lighthouse.address} does not answer" in groups.output(group)
+            assert f"The lighthouse at {groups.lighthouse.address} does not answer" in groups.output(group)
         groups.lighthouse.start()
 
 

@@ -13,7 +13,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_ft import FaultTolerantPlugin
-from booster_testing.ranks import RankError, run_on_ranks
+from booster_testing.ranks import RankError, expect_on_ranks, run_on_ranks
 
 GROUPS = 2
 FP16 = replace(PrecisionPolicy.parse("fp16"), loss_scale=LossScaleConfig(initial_scale=64.0))
@@ -346,6 +346,22 @@ def _train_alone():
         optimizer.step()
         optimizer.zero_grad()
     return booster.plugin.step, state_of(booster, model)
+
+
+def _boost_another():
+    trained = []
+    for _ in range(2):
+        booster = Booster(plugin=FaultTolerantPlugin(inner="single"))
+        model = Net()
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        trained.append((booster, model, optimizer))
+        booster.backward(loss_of(model, batch_of(0)), optimizer)
+        optimizer.step()
+    loss_of(trained[0][1], batch_of(0))
+
+
+def test_a_training_that_another_has_replaced_says_so():
+    expect_on_ranks(ConfigError, "Another model was boosted in this process since", _boost_another, 1)
 
 
 def test_a_single_group_needs_no_lighthouse():

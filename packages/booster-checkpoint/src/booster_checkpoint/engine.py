@@ -195,17 +195,23 @@ class CheckpointEngine(CheckpointIO):
             folder, check = _place(part, path, request)
             self._saver.save([part], target_at(folder, check=check), request.call, use_async=request.use_async)
             return
-        for option, is_used in ((f"prefix={request.prefix!r}", request.prefix), ("use_async=True", request.use_async)):
-            if is_used:
-                msg = (
-                    f"`{option}` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop "
-                    "one of them."
-                )
-                raise ConfigError(msg)
+        if request.use_async:
+            msg = (
+                "`use_async=True` has no meaning with `gather_dtensor=False`, which leaves writing to torch. Drop one "
+                "of them."
+            )
+            raise ConfigError(msg)
+        kind = OPTIMIZER if isinstance(part, OptimizerPart) else MODEL
+        if request.prefix not in (None, kind):
+            msg = (
+                f"`prefix={request.prefix!r}` has no meaning with `gather_dtensor=False`, unless it is '{kind}', below "
+                "which Accelerate looks for values. Leave it out, or write files by `shard=True`."
+            )
+            raise ConfigError(msg)
         from booster_checkpoint.save.dcp import save_dcp
 
         self._saver.begin(request.call)
-        save_dcp(request.call, self._session, part, path)
+        save_dcp(request.call, self._session, part, path, request.prefix)
 
 
 def _place(part: Part, path: Location, request: SaveRequest) -> tuple[Location, Callable[[], None]]:

@@ -500,7 +500,9 @@ class Booster:
                 as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
-            prefix: Put into the file names of a folder, as Hugging Face's ``variant``.
+            prefix: Put into the file names of a folder, as Hugging Face's ``variant``. With ``gather_dtensor=False``,
+                ``"model"`` nests the values below this key, where Accelerate looks for them; of an optimizer,
+                ``"optimizer"`` does.
             size_per_shard: Largest size of a numbered file in MiB.
             use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
             use_async: Copy the values, return, and write in the background; an error surfaces at the next save, load,

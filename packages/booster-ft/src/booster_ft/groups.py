@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch does not list it as public
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import WorldSizeMode
 
 from booster_core.errors import ConfigError, GradientError, LaunchError
 from booster_core.log import log
-from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
+from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
 from booster_core.ranks import current_world
 from booster_ft.averaging import agree, average, total
 from booster_ft.lighthouse import groups_outside
@@ -32,7 +33,9 @@ from booster_ft.liveness import RankWatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from booster_core.plugin import BoostContext, OptimizerWrapper
+    from torch.optim import Optimizer
+
+    from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
     from booster_ft.config import FaultToleranceConfig
     from booster_ft.state import GroupState
 
@@ -67,12 +70,15 @@ class ReplicaGroups:
         self._device, self._coordinator = context.device, context.coordinator
         self._joined: _GroupManager | None = None
         self._closing = ExitStack()
-        self._is_begun = self._is_averaged = self._has_left = False
+        self._is_begun = self._is_averaged = False
         self._problem: Exception | None = None
         self.num_commits = 0
         """Steps that this process has taken since it began, or has loaded values."""
-        self._first_values = ""
+        self._first_values = ""  # their digest
         self._waits_since: float | None = None
+        for before in _present:
+            before.close()
+        _present[:] = [self]
         loads = _Loads(self._restart)
         register_hooks(loads)
         current_world().at_close += [partial(unregister_hooks, loads), self.close]
@@ -83,21 +89,16 @@ class ReplicaGroups:
     def manager(self) -> Manager:
         """The manager of torchft, made when it is first needed; from then on other groups wait for this one.
 
-        Another training of this process, such as one before in a notebook, no longer takes part.
-
         Raises:
-            ConfigError: If another one takes part since.
+            ConfigError: If another model was boosted since, such as in a notebook.
 
         Collective: every rank of the group, at the first time.
         """
         if self._joined is None:
-            if self._has_left and _present:
-                msg = "Another model was trained in this process since, and takes part instead. Boost this one again."
+            if self not in _present:
+                msg = "Another model was boosted in this process since, and takes part instead. Boost this one again."
                 raise ConfigError(msg)
-            if _present:
-                _present.pop().close()
             self._joined = self._join()
-            _present.append(self)
         return self._joined
 
     @property
@@ -110,19 +111,12 @@ class ReplicaGroups:
         """Number of groups whose gradients count in the present step; 0 before the first."""
         return 0 if self._joined is None else self._joined.num_participants()
 
-    def first_values(self) -> str:
-        """Return a digest of the values that were there when it was asked for first."""
-        self._first_values = self._first_values or self._state.digest()
-        return self._first_values
-
     def close(self) -> None:
         """Leave the other groups, which no longer wait for this one."""
         with suppress(RuntimeError):
             self._closing.close()
-        self._has_left = self._has_left or self._joined is not None
         self._joined = None
-        if self in _present:
-            _present.remove(self)
+        _present[:] = [each for each in _present if each is not self]
 
     # ---- a step
 
@@ -187,6 +181,24 @@ class ReplicaGroups:
                     raise self._problem
         return is_committed
 
+    def step_apart(self, model: ModelWrapper, outer_optimizer: Callable[[Any], Optimizer] | None) -> None:
+        """Let groups synchronize parameters after some steps, in place of gradients in each: LocalSGD and DiLoCo.
+
+        Args:
+            model: The boosted model.
+            outer_optimizer: Makes the optimizer that steps at a synchronization (DiLoCo); ``None`` averages (LocalSGD).
+
+        Collective: every rank of the group, which joins the others.
+        """
+        self._first_values = self._state.digest()
+        module, optimizer, sync_every = unwrap_model(model), self._optimizer.unwrap(), self._config.sync_every
+        if outer_optimizer is None:
+            LocalSGD(self.manager, module, optimizer, sync_every).__enter__()
+        else:
+            outer = outer_optimizer([each for each in module.parameters() if each.requires_grad])
+            pin = torch.cuda.is_available()
+            DiLoCo(self.manager, [module], optimizer, outer, sync_every, pin_memory=pin).__enter__()
+
     def forget(self) -> None:
         """Learn that the gradients were dropped, or are about to be added to."""
         self._is_averaged = False
@@ -229,7 +241,8 @@ class ReplicaGroups:
         if self._coordinator.broadcast_object(is_one_awaited, name="step"):
             time.sleep(_PAUSE_SECONDS)
             return False
-        self._compare(f"start {self._facts} {self.first_values()}", _different_values())
+        self._first_values = self._first_values or self._state.digest()
+        self._compare(f"start {self._facts} {self._first_values}", _different_values())
         return True
 
     def _catch_up(self, before: dict[str, int], received: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,9 +18,10 @@ from booster_core.plugin import (
     Plugin,
     as_tuple,
     load,
+    unwrap_model,
 )
+from booster_core.state import ReplicatedStateAdapter
 from booster_ft.config import FaultToleranceConfig, require_torchft
-from booster_ft.semi_synchronous import semi_synchronous
 from booster_ft.state import GroupState
 from booster_runtime.data import shard_dataloader
 from booster_runtime.strategy import STRATEGY_TRAINING
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext, ModelWrapper
+    from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
+    from booster_core.state import StateAdapter
     from booster_ft.groups import ReplicaGroups
 
 
@@ -120,11 +122,7 @@ class FaultTolerantPlugin(PipelinePlugin):
 
     @property
     def groups(self) -> ReplicaGroups:
-        """This group among the others: steps, participants.
-
-        Raises:
-            ConfigError: If no model is boosted with an optimizer yet.
-        """
+        """This group among the others, once a model is boosted with its optimizer."""
         if self._groups is None:
             msg = "The replica groups are known once a model is boosted with its optimizer."
             raise ConfigError(msg)
@@ -183,9 +181,8 @@ class FaultTolerantPlugin(PipelinePlugin):
         if self.config.sync_every is None:
             optimizer.scaling.replicas = groups
         else:
-            begin = semi_synchronous(
-                groups, model, optimizer, self.config.sync_every, self.outer_optimizer, state.adapter()
-            )
+            _check_steps_on_parameters(model, optimizer, state.adapter())
+            begin = cache(partial(groups.step_apart, model, self.outer_optimizer))
         model.register_forward_pre_hook(lambda *_: begin() if torch.is_grad_enabled() else None)
         for loader in as_tuple(loaders):
             if hasattr(loader, "before_pass"):
@@ -277,3 +274,13 @@ def _inner_plugin(inner: object, options: Mapping[str, Any] | None, precision: A
         )
         raise ConfigError(msg)
     return inner
+
+
+def _check_steps_on_parameters(model: ModelWrapper, optimizer: OptimizerWrapper, adapter: StateAdapter) -> None:
+    trained = {id(each) for each in unwrap_model(model).parameters() if each.requires_grad}
+    if not isinstance(adapter, ReplicatedStateAdapter) or not trained <= optimizer.listed_parameters():
+        msg = (
+            "`sync_every` needs an inner plugin that keeps the whole model on each rank and steps on its own "
+            "parameters, such as inner='ddp'. Leave `sync_every` out, and gradients are averaged in each step."
+        )
+        raise ConfigError(msg)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
 
-__all__ = ["full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
+__all__ = ["assembled", "full_gradient", "full_state", "gathered", "set_full_gradient", "set_full_state"]
 
 
 @contextlib.contextmanager

@@ -148,12 +148,13 @@ class _StreamWriter(FileSystemWriter):
         path: The folder.
         name: The name of this rank's file.
         aliases: For each further name of a tied tensor, its first name.
+        below: The key of the state that is written, in the nested one.
     """
 
-    def __init__(self, path: Path, name: str, aliases: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, name: str, aliases: Mapping[str, str], below: _PathInState) -> None:
         super().__init__(path)
         self._file = path / name
-        self._aliases = aliases
+        self._aliases, self._below = aliases, below
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -180,7 +181,8 @@ class _StreamWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         table: dict[str, Any] = metadata.state_dict_metadata
         further: list[WriteResult] = []
-        for alias, name in self._aliases.items():
+        for further_name, first_name in self._aliases.items():
+            alias, name = (".".join((*self._below, each)) for each in (further_name, first_name))
             if name in table and alias not in table:
                 table[alias] = table[name]
                 further += [
@@ -190,7 +192,7 @@ class _StreamWriter(FileSystemWriter):
                     if result.index.fqn == name
                 ]
                 if isinstance(metadata.planner_data, dict):
-                    metadata.planner_data[alias] = (alias,)
+                    metadata.planner_data[alias] = (*self._below, further_name)
         super().finish(metadata, [*results, further])
 
 
@@ -204,7 +206,7 @@ def _save(tensor: torch.Tensor, stream: IO[bytes]) -> None:
         raise
 
 
-def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
+def save_dcp(name: str, session: Session, part: Part, folder: Location, prefix: str | None = None) -> None:
     """Write a model or an optimizer as a DCP folder.
 
     Args:
@@ -212,6 +214,7 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
         session: The ranks.
         part: The model or optimizer.
         folder: The folder; one that holds another kind of files is refused.
+        prefix: The key below which the state is nested; ``None`` writes it as it is.
 
     Raises:
         ConfigError: If the folder is at a URL.
@@ -225,7 +228,7 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
             "to a local folder and upload it, its '.metadata' last; or save in another form, which goes there directly."
         )
         raise ConfigError(msg)
-    path = folder.path
+    path, below = folder.path, () if prefix is None else (prefix,)
     made: list[Path] = []
     temporary: Path | None = None
 
@@ -256,7 +259,7 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
         tables.merge(part, owned, [entries[-3] for entries in gathered], merged.specs, None)
         aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
         with session.together(name, path):
-            planner = _make_planner(part, merged, session.rank)
+            planner = _make_planner(part, merged, session.rank, below)
             file_name = f"__{session.rank}_{f'{token}_' if is_replaced else ''}0.distcp"  # not those of the old one
         group = session.cpu_group() if session.world_size > 1 else None
         # Inside of `together` although it communicates: torch carries a failure on one rank to all of them.
@@ -264,7 +267,7 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is meant
             save(
                 {},
-                storage_writer=_StreamWriter(temporary, file_name, aliases),
+                storage_writer=_StreamWriter(temporary, file_name, aliases, below),
                 planner=planner,
                 process_group=group,
                 no_dist=group is None,
@@ -311,7 +314,7 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
         msg = f"'{path}' holds other files; `gather_dtensor=False` replaces the whole folder. Pass another path."
         raise CheckpointError(msg)
     table = read_table(locate(path))
-    kinds = {key.split(".")[0] for key in (*table.tensors, *table.values)}
+    kinds = {step for key in (*table.tensors, *table.values) for step in key.split(".")[:2]}
     if (GROUPS in kinds) != is_optimizer:
         held = "an optimizer" if GROUPS in kinds else "a model"
         msg = f"'{path}' holds {held}; with `gather_dtensor=False`, model and optimizer need a folder each."
@@ -345,14 +348,14 @@ def _put_in_place(temporary: Path, path: Path) -> None:
                 entry.unlink(missing_ok=True)
 
 
-def _make_planner(part: Part, merged: MergedPart, rank: int) -> _ShardPlanner:
-    """Return what this rank writes of a part."""
+def _make_planner(part: Part, merged: MergedPart, rank: int, below: _PathInState) -> _ShardPlanner:
+    """Return what this rank writes of a part, below a key of the nested state."""
     chunks: dict[MetadataIndex, _Chunk] = {}
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     paths: dict[str, _PathInState] = {}
     # Not the tensors inside of extra state: torch pickles a module's extra state as one object.
     for shard in part.owned_shards():
-        path = (shard.name,) if shard.state is None else (STATE, shard.name, shard.state)
+        path = (*below, shard.name) if shard.state is None else (*below, STATE, shard.name, shard.state)
         fqn = ".".join(path)
         dtype = part.file_dtype(shard)
         sizes[fqn] = shard.global_shape, dtype
@@ -365,9 +368,9 @@ def _make_planner(part: Part, merged: MergedPart, rank: int) -> _ShardPlanner:
             chunks[index] = _Chunk(shard, dtype, 0, shard.global_shape)
     values: dict[str, Any] = {}
     for path, value in _values_of(part, merged, rank).items():
-        fqn = ".".join(str(step) for step in path)
+        fqn = ".".join(str(step) for step in (*below, *path))
         values[fqn] = value
-        paths[fqn] = path
+        paths[fqn] = (*below, *path)
     return _ShardPlanner(chunks, sizes, values, paths)
 
 
