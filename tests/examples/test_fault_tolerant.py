@@ -14,16 +14,17 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fault_tolerant.py"
 
 @pytest.mark.slow
 def test_a_group_dies_and_comes_back(tmp_path):
+    out = tmp_path / "out"
     main = [sys.executable, "-c", "from booster_core.cli import main; main()"]
     done = subprocess.run(
-        [*main, "run", "--groups", "2", str(EXAMPLE), "--kill", "1", "--steps", "150", "--out", str(tmp_path / "out")],
+        [*main, "run-groups", "--groups", "2", str(EXAMPLE), "--kill", "1", "--steps", "150", "--out", out],
         check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "killed").exists()
+    assert (out / "killed").exists()
     counts = [int(found) for found in re.findall(r"group 0: step \d+, (\d) group", done.stdout)]
     died = counts.index(1, counts.index(2))
     assert 2 in counts[died:], "it came back"
-    ours, theirs = (load_file(next((tmp_path / "out" / f"group{each}").glob("*.safetensors"))) for each in range(2))
+    ours, theirs = (load_file(next((out / f"group{each}").glob("*.safetensors"))) for each in range(2))
     assert all(values.equal(theirs[name]) for name, values in ours.items())

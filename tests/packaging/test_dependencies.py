@@ -13,7 +13,7 @@ from matrix import matrix, named
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-OPTIONAL = {"bitsandbytes", "peft", "torchao", "transformers", "wandb"}
+OPTIONAL = {"bitsandbytes", "mlflow", "peft", "torchao", "transformers", "wandb"}
 """Imported where a user's own model or call needs them; the error names what to install."""
 BY_ENTRY_POINT = {"booster-runtime": {"booster_checkpoint"}, "booster-ft": {"booster_ddp"}}
 """What a distribution brings along for its users and finds by an entry point, without importing it."""

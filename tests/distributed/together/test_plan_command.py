@@ -1,5 +1,6 @@
 """``booster plan``: what it prints, and its exit status."""
 
+import json
 import os
 import signal
 
@@ -44,6 +45,13 @@ def test_the_setting_that_fits_is_printed_as_code(run):
     told = [line.split(maxsplit=1) for line in done.stderr.splitlines() if line[:1].isdigit()]
     assert [count for count, _ in told] == ["1/4", "2/4", "3/4", "4/4"]
     assert "ddp()" in [setting for _, setting in told]
+
+
+def test_the_best_setting_is_printed_for_booster_run(run):
+    done = run(*SIZES, "1GiB", "--plugin", "zero", "--option", "stage=2", "--precision", "bf16", "--json")
+    assert json.loads(done.stdout) == {"plugin": "zero", "options": {"stage": 2}, "precision": "bf16"}
+    assert "zero(stage=2)" in done.stderr, "the table"
+    assert "is an argument of one plugin" in run(*SIZES, "1GiB", "--option", "stage=2").stderr
 
 
 def test_nothing_that_fits_is_an_exit_status(run):

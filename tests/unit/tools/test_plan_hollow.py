@@ -12,7 +12,7 @@ from booster_tools.planning.mail import Mail, Mailbox
 @pytest.fixture
 def planned():
     ledger = Ledger()
-    return Watching(ledger, Mailbox(Mail(), 0, lambda *_: pytest.fail("nothing is sent")))
+    return Watching(ledger, Mailbox(Mail(), 0, lambda *_: pytest.fail("nothing is sent")), computes=False)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import ensure_process_group
+from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors
 
 if TYPE_CHECKING:
@@ -97,8 +98,10 @@ class Booster:
             and the plugin supports it, else the CPU. It is looked up at the first use.
         mixed_precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"pure-bf16"``, or a `PrecisionPolicy`. Where nothing is
             asked, here or through the plugin, each `boost` follows its model: one whose trained parameters are in bf16
-            or fp16 is trained as under that name, with updates in fp32; any other runs as it is.
-        plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for one device in one process.
+            or fp16 is trained as under that name, with updates in fp32; any other runs as it is. What is asked here
+            wins over `booster run`'s ``--precision``, and the plugin over its ``--plugin``, with a warning.
+        plugin: A plugin, the name of an installed one (``"ddp"``), or ``None`` for that of `booster run`, if any, else
+            one device in one process.
         device_placement: Let the data loaders that `boost` and `prepare_dataloader` return hand out batches on the
             device, as `to_device` moves them.
 
@@ -125,10 +128,11 @@ class Booster:
                 "dataloader, memory_budget_bytes=...)` returns: the fastest installed one that fits."
             )
             raise ConfigError(msg)
+        settings = RunSettings.of_this_run().left_by(plugin, mixed_precision)
         if isinstance(plugin, str):
             plugin = load(plugin)()
         elif plugin is None:
-            plugin = load_default()()
+            plugin = load_default()() if settings.plugin is None else settings.make_plugin(load(settings.plugin))
         elif not isinstance(plugin, Plugin):
             got = f"the class `{plugin.__name__}`" if isinstance(plugin, type) else f"`{type(plugin).__name__}`"
             msg = f"`plugin` is the name of an installed plugin, such as 'ddp', or a Plugin object; got {got}."
@@ -136,7 +140,7 @@ class Booster:
         else:
             check_api_version(type(plugin), f"Plugin '{plugin.name}' ({type(plugin).__name__})", inherits=True)
         self.plugin = plugin
-        self.precision = resolve_precision(mixed_precision, plugin)
+        self.precision = resolve_precision(settings.precision if mixed_precision is None else mixed_precision, plugin)
         self._asked_device = check_device(device, plugin)
         is_known = self._asked_device is None and not torch.cuda.is_available()  # before the launch
         self._device = own_device(None, plugin) if is_known else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from booster_core.lazy_import import public_names
 
 if TYPE_CHECKING:
+    from booster_tools.batch_size import BatchSize, find_batch_size
     from booster_tools.guarding import guard
     from booster_tools.notebooks import notebook_launch
     from booster_tools.planning import choose_plugin, plan
@@ -17,11 +18,23 @@ if TYPE_CHECKING:
     from booster_tools.tracking import track
     from booster_tools.verification import verify, verify_objects
 
-__all__ = ["choose_plugin", "guard", "notebook_launch", "plan", "profile", "track", "verify", "verify_objects"]
+__all__ = [
+    "BatchSize",
+    "choose_plugin",
+    "find_batch_size",
+    "guard",
+    "notebook_launch",
+    "plan",
+    "profile",
+    "track",
+    "verify",
+    "verify_objects",
+]
 
 __getattr__, __dir__ = public_names(
     __name__,
     {
+        ".batch_size": ["BatchSize", "find_batch_size"],
         ".guarding": ["guard"],
         ".notebooks": ["notebook_launch"],
         ".planning": ["choose_plugin", "plan"],

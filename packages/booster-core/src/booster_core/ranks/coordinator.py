@@ -233,7 +233,7 @@ class DistCoordinator:
             return obj
         import torch.distributed as dist
 
-        box = [obj if self.rank == src else None]
+        box = [obj]  # of the other ranks replaced
         dist.broadcast_object_list(box, src=src, group=process_group)
         return box[0]
 

@@ -137,9 +137,46 @@ def from_slurm(host: str | None = None, port: int | None = None) -> Environment:
     if host is None and not _read("MASTER_ADDR"):
         host = _first_node(_read("SLURM_STEP_NODELIST") or _read("SLURM_NODELIST")) or None
     if port is None and not _read("MASTER_PORT") and _read("SLURM_JOB_ID"):
-        port = 15000 + _integer("SLURM_JOB_ID") % 10000
+        port = _slurm_port()
     # Only srun sets SLURM_STEP_NUM_TASKS: in a batch script, SLURM_NTASKS counts tasks that do not run.
     return _environment("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", host=host, port=port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmStep:
+    """The tasks that one ``srun`` started.
+
+    Args:
+        num_tasks: Number of them, of this process among others.
+        num_nodes: Nodes that they are on.
+        first_node: Name of the first one.
+        port: A port for them to meet at, from the job's id.
+        name: Job and step.
+    """
+
+    num_tasks: int
+    num_nodes: int
+    first_node: str
+    port: int
+    name: str
+
+
+def slurm_step() -> SlurmStep | None:
+    """Return the step of ``srun`` that this process is a task of, if any."""
+    if not _count("SLURM_STEP_NUM_TASKS"):
+        return None
+    return SlurmStep(
+        num_tasks=_integer("SLURM_STEP_NUM_TASKS"),
+        num_nodes=max(1, _count("SLURM_STEP_NUM_NODES")),
+        first_node=_first_node(_read("SLURM_STEP_NODELIST") or _read("SLURM_NODELIST")) or "localhost",
+        port=_slurm_port(),
+        name=f"{_read('SLURM_JOB_ID')}.{_read('SLURM_STEP_ID')}",
+    )
+
+
+def num_nodes_of_job() -> int:
+    """Return the number of nodes of the SLURM job that this process belongs to; 0 where it does not."""
+    return _count("SLURM_JOB_NUM_NODES")
 
 
 def has_agent_store(environment: Environment) -> bool:
@@ -213,6 +250,10 @@ def _integer(name: str) -> int:
 
 def _count(name: str) -> int:
     return _integer(name) if _read(name) else 0
+
+
+def _slurm_port() -> int:
+    return 15000 + _count("SLURM_JOB_ID") % 10000
 
 
 def _first_node(nodes: str) -> str:

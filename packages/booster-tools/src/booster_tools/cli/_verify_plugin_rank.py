@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 from booster_core import launch_from_torch
-from booster_core.errors import BoosterError, ConfigError
+from booster_core.errors import BoosterError
 from booster_core.plugin import load
+from booster_core.run_settings import option_value
 from booster_tools.verification import verify
 from booster_tools.verification.script import function_of, module_of
 
@@ -28,7 +27,7 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
         made = function_of(module, function or "build", file)
         report = verify(
             made,
-            load(plugin)(**dict(map(_option, options))),
+            load(plugin)(**dict(map(option_value, options))),
             function_of(module, batch, file)(),
             int(steps),
             mixed_precision=precision or None,
@@ -40,18 +39,6 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
     if coordinator.is_master():
         click.echo(str(report))
     return 1 if report.unexplained else 0
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """Return the name and value of ``NAME=VALUE``; a value that is no Python literal is a string."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        msg = f"`--option {text}` is not NAME=VALUE."
-        raise ConfigError(msg)
-    try:
-        return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return name, value
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 @click.option("--interconnect", default="400Gbps", show_default=True, help="What each device can send: Gbps or GB/s.")
 @click.option("--tflops", default=150.0, show_default=True, help="What each device attains in training.")
 @click.option("--plugin", "plugins", multiple=True, help="Compare only this plugin; repeatable.  [default: all]")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An argument of the one plugin.")
 @click.option("--batch", default="batch", show_default=True, help="Function of the same file that makes the batch.")
 @click.option(
     "--precision",
@@ -29,6 +30,7 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
     help="As for Booster.  [default: by the model]",
 )
 @click.option("--processes", type=click.IntRange(min=1), help="Plans made at a time.  [default: one for each core]")
+@click.option("--json", "as_json", is_flag=True, help="Print the best setting as a file for `booster run --settings`.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .svg or .png.")
 def command(
     *,
@@ -38,9 +40,11 @@ def command(
     interconnect: str,
     tflops: float,
     plugins: tuple[str, ...],
+    options: tuple[str, ...],
     batch: str,
     precision: str | None,
     processes: int | None,
+    as_json: bool,
     picture: Path | None,
 ) -> None:
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
@@ -50,14 +54,19 @@ def command(
     runs on this machine, on tensors without values. The exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError
+    from booster_core.run_settings import option_value
     from booster_runtime.pictures import write_png
-    from booster_tools.planning import Devices, default_processes, draw_plan, plan
+    from booster_tools.planning import Candidate, Devices, default_processes, draw_plan, plan
     from booster_tools.verification.script import function_of, module_of
 
     if picture is not None and picture.suffix not in (".svg", ".png"):
         msg = f"`--picture {picture}` must end in .svg or .png."
         raise click.BadParameter(msg)
+    if options and len(plugins) != 1:
+        msg = f"`--option {options[0]}` is an argument of one plugin. Name it, and no other, by `--plugin`."
+        raise click.UsageError(msg)
     try:
+        given = dict(map(option_value, options))
         file, _, function = build.partition(":")
         module = module_of(Path(file))
         found = plan(
@@ -70,6 +79,7 @@ def command(
                 flops_per_second=tflops * 1e12,
             ),
             plugins=plugins or None,
+            settings=[Candidate(name=plugins[0], options=given)] if given else None,
             mixed_precision=precision,
             progress=lambda line: click.echo(line, err=True),
             num_processes=processes or default_processes(),
@@ -83,13 +93,13 @@ def command(
     except (BoosterError, TypeError) as error:
         click.echo(f"booster plan: {error}", err=True)
         sys.exit(2)
-    click.echo(str(found))
-    if found.code is None:
+    click.echo(str(found), err=as_json)
+    if found.best is None:
         is_planned = any(each.prediction is not None or each.is_too_large for each in found.settings)
         advice = "No setting fits. Use more devices, a smaller batch, or activation checkpointing."
-        click.echo(advice if is_planned else "No setting could be planned, for the reasons above.")
+        click.echo(advice if is_planned else "No setting could be planned, for the reasons above.", err=as_json)
         sys.exit(1)
-    click.echo(f"\n{found.code}")
+    click.echo(found.best.candidate.settings(precision).to_json() if as_json else f"\n{found.code}")
 
 
 def _parse(option: str, text: str, units: dict[str, float] | dict[str, int]) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import installed, load
+from booster_core.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -76,6 +77,10 @@ class Candidate:
             ConfigError: If it refuses the options.
         """
         return load(self.name)(**self.options)
+
+    def settings(self, mixed_precision: str | None = None) -> RunSettings:
+        """Return what `booster run` takes to run a script with this setting."""
+        return RunSettings(plugin=self.name, options=dict(self.options), precision=mixed_precision)
 
     def code(self, mixed_precision: str | None = None) -> str:
         """Return the line of a script that makes the Booster, and the import that it needs."""

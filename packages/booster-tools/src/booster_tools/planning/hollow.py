@@ -62,14 +62,14 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         ledger: Where they are counted.
-        mailbox: What this rank sends to others, and gets from them. With one, only what is small is run; without, all
-            is, as in training.
+        mailbox: What this rank sends to others, and gets from them; ``None`` lets it communicate as in training.
+        computes: Whether all is run, as in training, or only what is small.
     """
 
-    def __init__(self, ledger: Ledger, mailbox: Mailbox | None = None) -> None:
+    def __init__(self, ledger: Ledger, mailbox: Mailbox | None = None, *, computes: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger, self._mailbox = ledger, mailbox
-        self._computes = mailbox is None
+        self._computes = computes
         self._is_quiet = False
         self._makes_unknown = False
         self._kinds: dict[Any, _Kind] = {}
@@ -123,7 +123,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_counted = not self._is_quiet
         if kind.is_collective:
             return call_collective(func, args, kwargs, self._ledger, is_counted=is_counted, mailbox=self._mailbox)
-        answers = not self._computes
+        answers = self._mailbox is not None
         answer = call_functional(func, args, kwargs, self._ledger, is_counted=is_counted, answers=answers)
         if answer is None:
             return _LEFT

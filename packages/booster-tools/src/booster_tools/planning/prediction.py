@@ -223,7 +223,10 @@ def predict_training(training: Training, plugin: Plugin, world_size: int, rank: 
     def predict_one(plugin: Plugin, mailbox: Mailbox) -> Prediction:
         started = time.perf_counter()
         try:
-            with planned_world(world_size, mailbox, on_host=training.on_host), watching(mailbox) as ledger:
+            with (
+                planned_world(world_size, mailbox, on_host=training.on_host),
+                watching(mailbox, computes=False) as ledger,
+            ):
                 rehearsing = plugin.rehearsing if isinstance(plugin, Rehearses) else None
                 try:
                     return _train(training, plugin, ledger, started, rehearsing)
@@ -265,7 +268,7 @@ def measure(
     """
     training = Training(build=build, share=_sharing(batch), mixed_precision=mixed_precision, steps=steps, on_host=True)
     started = time.perf_counter()
-    with random_state_kept(torch.device("cpu")), counted(), watching() as ledger:
+    with random_state_kept(torch.device("cpu")), counted(), watching(computes=True) as ledger:
         return _train(training, plugin, ledger, started)
 
 

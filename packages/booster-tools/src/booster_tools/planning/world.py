@@ -74,14 +74,15 @@ def counted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching(mailbox: Mailbox | None = None) -> Iterator[Ledger]:
+def watching(mailbox: Mailbox | None = None, *, computes: bool) -> Iterator[Ledger]:
     """Count what this thread holds, sends and computes inside.
 
     Args:
-        mailbox: That of the world that `planned_world` made; ``None`` runs everything, with the ranks that are there.
+        mailbox: That of the world that `planned_world` made; ``None`` communicates with the ranks that are there.
+        computes: Whether operations are run, or only those on small tensors.
     """
     ledger = Ledger()
-    mode = Watching(ledger, mailbox)
+    mode = Watching(ledger, mailbox, computes=computes)
     token = _run.set(_Run(ledger, mode, mailbox))
     try:
         with mode:
@@ -104,22 +105,26 @@ def planning() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def planned_world(world_size: int, mailbox: Mailbox, *, on_host: bool = False) -> Iterator[None]:
+def planned_world(
+    world_size: int, mailbox: Mailbox, *, on_host: bool = False, device_type: str = "cpu"
+) -> Iterator[None]:
     """Let this thread be one rank of a world whose other ranks do what it does, or have sent it what they do.
 
     Args:
         world_size: Number of ranks.
         mailbox: That of the rank.
         on_host: Whether ranks compute on the CPU, so that its tensors stand for no others.
+        device_type: What they compute on really, where that is not the CPU.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank = mailbox.rank
-    open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
+    backend = ",".join(f"{each}:fake" for each in dict.fromkeys(("cpu", device_type)))
+    open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend=backend, timeout_seconds=60.0)
     world = current_world()
     world.meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
     try:
-        with contextlib.nullcontext() if on_host else host_stands_for_device():
+        with contextlib.nullcontext() if on_host or device_type != "cpu" else host_stands_for_device():
             yield
     finally:
         set_world(world)  # another rank's may be the current one, where this one is abandoned

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from booster_core.plugin import Plugin
+
 _STEPS = 2
 """The second step is the first that depends on optimizer state and on parameters that were sharded."""
 _MODEL_SIZES = 12
@@ -101,7 +103,7 @@ def verify_objects(
             losses = losses_of_script(booster.plugin, criterion, loss, shares[0])
             reference = reference_for(booster, lambda: copied(model, optimizer), losses, shares, _STEPS)
             loader = copy_of(loader)
-        second = _second_booster(booster)
+        second = without_step_hooks(booster, booster.plugin)
         differences = compare_with(reference, second, *copied(model, optimizer), losses, shares, dataloader=loader)
     gc.collect()  # strategies keep their model in cycles of hooks
     report = Verification(
@@ -114,9 +116,8 @@ def verify_objects(
     return report
 
 
-def _second_booster(booster: Booster) -> Booster:
-    """Return a Booster with the settings of another one, whose steps no hook observes."""
-    plugin = booster.plugin
+def without_step_hooks(booster: Booster, plugin: Plugin) -> Booster:
+    """Return a Booster with the settings of another one and a plugin, whose steps no hook observes."""
     asked = booster.precision if plugin.precision is None else None  # what the plugin was asked for is not said twice
     second = Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
     second.context = replace(second.context, hooks=_WithoutSteps(second.context.hooks))

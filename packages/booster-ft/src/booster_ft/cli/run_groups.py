@@ -13,23 +13,27 @@ import sys
 
 import click
 
+from booster_core.run_settings import RunSettings, settings_options
+
 _AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "show_default": True})
 @click.option("--groups", type=_AT_LEAST_1, default=2, help="Number of replica groups.")
-@click.option("--nproc-per-group", type=_AT_LEAST_1, default=1, help="Ranks in each group.")
+@click.option("--nproc", type=_AT_LEAST_1, default=1, help="Ranks in each group.")
 @click.option("--min-replicas", type=_AT_LEAST_1, default=1, help="Groups that a step needs.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=100, help="Of each group.")
-@click.option("--join-timeout", type=float, default=60.0, help="Seconds for which groups wait for others that live.")
+@click.option("--join-timeout", type=float, default=60.0, help="Seconds to wait for groups that live.")
+@settings_options
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     *,
     groups: int,
-    nproc_per_group: int,
+    nproc: int,
     min_replicas: int,
     max_restarts: int,
     join_timeout: float,
+    settings: RunSettings,
     script: tuple[str, ...],
 ) -> None:
     """Run SCRIPT, with its arguments, in several replica groups.
@@ -39,9 +43,14 @@ def command(
     from booster_ft.cli.lighthouse import start_lighthouse
 
     server = start_lighthouse("[::]:0", min_replicas, join_timeout=join_timeout)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc_per_group}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     torchrun += [f"--max-restarts={max_restarts}", "--monitor-interval=0.5"]
-    shared = {**os.environ, "TORCHFT_LIGHTHOUSE": server.address(), "NUM_REPLICA_GROUPS": str(groups)}
+    shared = {
+        **os.environ,
+        **settings.environment(),
+        "TORCHFT_LIGHTHOUSE": server.address(),
+        "NUM_REPLICA_GROUPS": str(groups),
+    }
     started = [
         subprocess.Popen(  # noqa: S603 - the user's own script
             [sys.executable, *torchrun, *script], env={**shared, "REPLICA_GROUP_ID": str(group)}

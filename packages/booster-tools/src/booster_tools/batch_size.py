@@ -1,0 +1,201 @@
+"""`find_batch_size`: the largest batch whose training step fits into the memory of each rank's device.
+
+A try runs the plugin's own code and real kernels on the device, in a world in which the other ranks do what this one
+does, as in plans. So a rank that runs out of memory leaves no other one waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from booster_core.errors import BudgetError, ConfigError
+from booster_tools.planning.candidates import check_on_device
+from booster_tools.planning.mail import Mail, Mailbox
+from booster_tools.planning.prediction import built
+from booster_tools.planning.world import planned_world, planning, watching
+from booster_tools.verification.losses import has_stages
+from booster_tools.verification.objects import without_step_hooks
+from booster_tools.verification.run import random_state_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from booster_core import Booster
+    from booster_core.plugin import OptimizerWrapper, Plugin
+
+_STEPS = 2
+"""The first makes the optimizer's state and lays out buckets; the second has all that stays."""
+
+
+class BatchSize(NamedTuple):
+    """What `find_batch_size` found; their product is where it started.
+
+    Attributes:
+        size: Samples of a micro-batch of one data parallel rank.
+        accumulation: Micro-batches of a step.
+    """
+
+    size: int
+    accumulation: int
+
+
+def find_batch_size(
+    step: Callable[[Booster, nn.Module, OptimizerWrapper, int], object],
+    start: int,
+    *,
+    booster: Booster,
+    build: Callable[[], tuple[Any, ...]],
+) -> BatchSize:
+    """Return the largest batch size whose training step fits on every rank, and how many of them make a step.
+
+    Call it after the launch, before the training's own model is built. Beginning with ``start``, it trains a model that
+    ``build`` makes for two steps; where a rank's device runs out of memory, all ranks go on with half the size, or the
+    next smaller divisor of ``start``. Nothing stays: no model, no state of a plugin or random generator.
+
+    Each rank tries alone: collectives are skipped, and the others are taken to send what this one does, so values mean
+    nothing and a loss may be NaN. What communication libraries allocate for themselves is not seen.
+
+    Example::
+
+        def build():
+            model = make_model()
+            return model, torch.optim.AdamW(model.parameters())
+
+        def step(booster, model, optimizer, batch_size):
+            tokens = torch.zeros(batch_size, 4096, dtype=torch.long, device=booster.device)
+            booster.backward(model(tokens, labels=tokens).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        size, accumulation = find_batch_size(step, 64, booster=booster, build=build)
+        model, optimizer, *_ = booster.boost(*build())
+
+    Args:
+        step: Trains a step on so many samples of the largest kind, with the Booster, model and optimizer it is given.
+        start: Samples of a step of one data parallel rank; the size to try first.
+        booster: Its plugin, precision and device are those of the tries; it boosts nothing.
+        build: Returns ``(model, optimizer)`` or ``(model, optimizer, criterion)``, new ones each time.
+
+    Raises:
+        TypeError: If ``start`` is no int.
+        ConfigError: If ``start`` is less than 1, ranks differ in it, the device is the CPU, whose memory has no limit
+            that raises, or the plugin has a pipeline, whose number of micro-batches it sets itself, offloads, or can't
+            be copied.
+        BudgetError: If one sample does not fit.
+        Exception: What ``build`` or ``step`` raise but for lack of memory, on every rank.
+
+    Collective: every rank of the world.
+    """
+    coordinator = booster.context.coordinator
+    with coordinator.together("find_batch_size"):
+        _check(start, booster)
+    coordinator.agree("find_batch_size", {"start": start})
+    for size in _halves(start):
+        problem: str | None = None
+        with coordinator.together("find_batch_size"), random_state_kept(booster.device):
+            problem = _try(step, size, booster, build)
+        problems = coordinator.all_gather_object(problem, name="find_batch_size")
+        if not any(problems):
+            return BatchSize(size, start // size)
+    rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
+    msg = (
+        f"A training step of one sample does not fit into the memory of rank {rank}: {problem} Use activation "
+        "checkpointing, or a plugin that shards more."
+    )
+    raise BudgetError(msg)
+
+
+def _check(start: int, booster: Booster) -> None:
+    if isinstance(start, bool) or not isinstance(start, int):
+        msg = f"`start` of `find_batch_size` is a number of samples; got `{type(start).__name__}`."
+        raise TypeError(msg)
+    if start < 1:
+        msg = f"`start={start}` of `find_batch_size` is no number of samples; use 1 or more."
+        raise ConfigError(msg)
+    if booster.device.type == "cpu":
+        msg = (
+            "`find_batch_size` tries what fits into a device's memory, and this run is on the CPU, where the system "
+            "ends a process that takes too much. Choose the size by `booster plan`."
+        )
+        raise ConfigError(msg)
+    if has_stages(booster.plugin):
+        msg = (
+            f"Plugin '{booster.plugin.name}' has a pipeline: its stages hold micro-batches of each other's. Set "
+            "`microbatch_size` by `booster plan`, which runs all stages."
+        )
+        raise ConfigError(msg)
+    check_on_device(booster.plugin)
+
+
+def _halves(start: int) -> Iterator[int]:
+    """Yield divisors of a number in descending order, each at most half of the one before."""
+    size = start
+    while size:
+        yield size
+        size = next((each for each in range(size // 2, 0, -1) if start % each == 0), 0)
+
+
+def _try(step: Callable[..., object], size: int, booster: Booster, build: Callable[[], tuple[Any, ...]]) -> str | None:
+    """Train for some steps; return why they did not fit, or ``None``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="module forward hook with ``always_call=True`` raised")
+            _train(step, size, booster, build)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+        return str(error)
+    finally:
+        gc.collect()  # strategies keep their model in cycles of hooks
+        torch.get_device_module(booster.device).empty_cache()
+    return None
+
+
+def _train(step: Callable[..., object], size: int, booster: Booster, build: Callable[[], tuple[Any, ...]]) -> None:
+    coordinator, device = booster.context.coordinator, booster.device
+    mailbox = Mailbox(Mail(), coordinator.rank, _refuse_message)
+    with contextlib.ExitStack() as stack:
+        # Backward runs on this thread, which has the groups.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(planning())
+        stack.enter_context(planned_world(coordinator.world_size, mailbox, device_type=device.type))
+        stack.enter_context(watching(mailbox, computes=True))
+        second = without_step_hooks(booster, _copied(booster.plugin))
+        model, optimizer, *others = second.boost(*built(build))
+        del others
+        if optimizer.scaling.replicas is not None:
+            msg = (
+                f"Plugin '{booster.plugin.name}' averages gradients with other groups, whose tries this one is no part "
+                "of. Find the size with a Booster of the plugin inside of the group."
+            )
+            raise ConfigError(msg)
+        for _ in range(_STEPS):
+            step(second, model, optimizer, size)
+
+
+def _copied(plugin: Plugin) -> Plugin:
+    try:
+        return copy.deepcopy(plugin)
+    except Exception as error:
+        msg = (
+            f"`find_batch_size` tries with a copy of plugin '{plugin.name}', and `copy.deepcopy` failed with "
+            f"{type(error).__name__}: {error}. Pass options that can be copied."
+        )
+        raise ConfigError(msg) from error
+
+
+def _refuse_message(rank: int, sender: int, key: object) -> NoReturn:
+    del key
+    msg = (
+        f"Rank {rank} waits for a message of rank {sender}, and `find_batch_size` tries each rank alone. Choose the "
+        "size by `booster plan`, which runs both."
+    )
+    raise ConfigError(msg)

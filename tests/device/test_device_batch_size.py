@@ -1,0 +1,111 @@
+"""`find_batch_size` on simulated devices with little memory."""
+
+import gc
+from importlib import import_module
+
+import device_smoke
+import pytest
+import simulated_device as sim
+import torch
+from device_smoke import CASES, PLUGINS
+from matrix import matrix
+from simulated_device import NAME, run_on_devices
+
+from booster_core import Booster
+from booster_core.errors import BudgetError, ConfigError
+from booster_core.ranks import DistCoordinator
+from booster_tools import find_batch_size
+
+START, FITTING, LENGTH = 24, 6, 24
+
+
+def booster_of(case):
+    module, name = PLUGINS[case.plugin].split(":")
+    return Booster(NAME, "fp32", getattr(import_module(module), name)(**case.options))
+
+
+def build():
+    torch.rand(1)
+    model = device_smoke.make_model()
+    return model, device_smoke.make_optimizer(model)
+
+
+def step(booster, model, optimizer, batch_size):
+    tokens = torch.randint(64, (batch_size, LENGTH), device=booster.device)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    booster.backward(loss, optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train(booster, size):
+    """Return the losses, own shards and next random number of a training, and the device's memory at its peak."""
+    torch.simulated.reset_peak_memory_stats()
+    torch.manual_seed(5)
+    model, optimizer, *_ = booster.boost(*build())
+    losses = [step(booster, model, optimizer, size) for _ in range(3)]
+    peak = torch.simulated.max_memory_allocated()
+    shards = [shard for group in optimizer.optim.param_groups for shard in group["params"]]
+    return [each.detach().to("cpu", copy=True) for each in (*losses, *shards, torch.rand(1))], peak
+
+
+def find(case):
+    """Find a size where the last rank's memory is just enough for `FITTING`; compare trainings before and after."""
+    expected, peak = train(booster_of(case), FITTING)
+    booster = booster_of(case)
+    plugin, last = dict(vars(booster.plugin)), DistCoordinator().rank == 1
+    torch.manual_seed(7)
+    gc.collect()  # what the training before left
+    before = torch.get_rng_state(), torch.simulated.memory_allocated(), torch.is_grad_enabled()
+    with sim.memory_limit(int(1.1 * peak) if last else 1 << 34):
+        found = find_batch_size(step, START, booster=booster, build=build)
+    after = torch.get_rng_state(), torch.simulated.memory_allocated(), torch.is_grad_enabled()
+    assert before[0].equal(after[0])
+    assert before[1:] == after[1:]
+    assert vars(booster.plugin) == plugin
+    actual, _ = train(booster, FITTING)
+    assert len(actual) == len(expected) >= 5
+    assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
+    return found
+
+
+@matrix(
+    ["fsdp", "zero 2", "gemini"],
+    name=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "tensor parallel", "sequence parallel"],
+)
+def test_the_size_that_fits_is_found_and_leaves_no_trace(name, simulated_device):
+    found = run_on_devices(find, 2, simulated_device, CASES[name])
+    assert found == [(FITTING, START // FITTING)] * 2
+
+
+def refuse(case, error, message, limit=1 << 34, start=START, own_step=step):
+    with pytest.raises(error, match=message), sim.memory_limit(limit):
+        find_batch_size(own_step, start, booster=booster_of(case), build=build)
+
+
+def fail(*_):
+    if DistCoordinator().rank == 1:
+        msg = "tokens"
+        raise KeyError(msg)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message", "options"),
+    [
+        ("pipeline", ConfigError, "'hybrid' has a pipeline", {}),
+        ("fsdp, offload", ConfigError, "cpu_offload=True", {}),
+        (
+            "ddp",
+            BudgetError,
+            r"of one sample does not fit into the memory of rank 0: .* out of memory",
+            {"limit": 1000},
+        ),
+        ("ddp", KeyError, "tokens", {"own_step": fail}),
+        ("ddp", ConfigError, "`start=0`", {"start": 0}),
+        ("ddp", TypeError, "got `float`", {"start": 2.0}),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, options, simulated_device):
+    run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
