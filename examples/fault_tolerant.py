@@ -2,7 +2,7 @@
 
 Four groups of one process each on this machine, of which one is killed at step 20 and started again:
 
-    booster run-groups --groups 4 examples/fault_tolerant.py --kill 2
+    booster run --groups 4 examples/fault_tolerant.py --kill 2
 
 Across machines, start `booster lighthouse` on one of them, and on each machine a group of 8 processes:
 

@@ -17,7 +17,7 @@ def test_a_group_dies_and_comes_back(tmp_path):
     out = tmp_path / "out"
     main = [sys.executable, "-c", "from booster_core.cli import main; main()"]
     done = subprocess.run(
-        [*main, "run-groups", "--groups", "2", str(EXAMPLE), "--kill", "1", "--steps", "150", "--out", out],
+        [*main, "run", "--groups", "2", str(EXAMPLE), "--kill", "1", "--steps", "150", "--out", out],
         check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
     )  # fmt: skip

@@ -48,6 +48,17 @@ def test_torchrun_is_started_with_the_script_and_its_arguments(start):
     assert command == [*torchrun, "train.py", "--lr", "3e-4", "--plugin", "mine"]
     assert settings == {"plugin": "zero", "options": {"stage": 2}, "precision": "bf16"}
     assert start("train.py", "--nproc", "2") == ([*torchrun[:-1], "--nproc-per-node=2", "train.py"], {})
+    command, _ = start("train.py", "--nproc", "8", "--max-restarts", "3")
+    assert command == [*torchrun, "--max-restarts=3", "train.py"]
+
+
+def test_groups_are_of_another_distribution(start, monkeypatch):
+    from booster_core.cli import run
+
+    monkeypatch.setattr(run, "_LAUNCHERS", "booster.no_launchers")
+    code, output = start("train.py", "--groups", "2")
+    assert code == 2
+    assert "`--groups` needs booster-ft. Run `pip install booster-ft`" in output
 
 
 def test_settings_of_a_file_are_defaults(start, tmp_path):
@@ -66,7 +77,10 @@ def test_settings_of_a_file_are_defaults(start, tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("plugins = 'zero'", "has no settings named 'plugins'; it can have: hosts, nproc, options, plugin, precision."),
+        (
+            "plugins = 'zero'",
+            "no settings named 'plugins'; it can have: groups, hosts, join_timeout, max_restarts,",
+        ),
         ("plugin = ", "can't be read as TOML"),
         ("precision = 'bf15'", "'bf15' is not one of"),
         ("nproc = 0", "0 is not in the range"),
@@ -88,6 +102,8 @@ def test_a_wrong_file_is_refused(start, tmp_path, text, problem):
         (["train.py", "--option", "stage=2"], "`stage=2` are options of a plugin, and none is named"),
         (["train.py", "--plugin", "zero", "--option", "stage"], "`--option stage` is not NAME=VALUE"),
         (["train.py", "--settings", "absent.toml"], "'absent.toml' can't be read as TOML"),
+        (["train.py", "--min-replicas", "2"], "are of replica groups. Say how many, by `--groups`"),
+        (["train.py", "--groups", "2", "--hosts", "a,b"], "starts groups on this host"),
     ],
 )
 def test_wrong_arguments_are_refused(start, arguments, problem):

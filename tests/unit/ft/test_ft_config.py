@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 
 import pytest
@@ -69,3 +71,17 @@ def test_a_page_that_does_not_show_this_group_is_not_taken_for_one_without_other
         server.shutdown()
     with pytest.raises(OSError, match="refused"):
         groups_outside(f"http://127.0.0.1:{free_port()}", "group_1", 5.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torchft has wheels for Linux alone")
+def test_groups_are_started_with_their_numbers_and_the_settings_of_the_run(tmp_path):
+    script = tmp_path / "train.py"
+    names = ["REPLICA_GROUP_ID", "RANK", "NUM_REPLICA_GROUPS", "BOOSTER_SETTINGS"]
+    script.write_text(f"import os, sys; print(*(os.environ[name] for name in {names}), *sys.argv[1:], flush=True)")
+    command = [sys.executable, "-c", "from booster_core.cli import main; main()", "run", "--groups", "2"]
+    command += ["--nproc", "2", "--plugin", "ft", str(script), "--lr", "1"]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120
+    )
+    expected = [f'{group} {rank} 2 {{"plugin": "ft"}} --lr 1' for group in range(2) for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected

@@ -198,8 +198,9 @@ def settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--option", multiple=True, metavar="NAME=VALUE", help="Its argument; repeatable."),
         click.option(
             "--precision",
+            metavar="NAME",
             type=click.Choice(["fp32", "bf16", "fp16", "pure-bf16"]),
-            help="As of Booster.",
+            help="fp32, bf16, fp16 or pure-bf16.",
         ),
         click.option(
             "--settings",

@@ -64,7 +64,7 @@ class FaultToleranceConfig:
         if replica_id >= num_replicas:
             return (
                 f"This is replica group {replica_id} of {num_replicas}: groups are numbered from 0. Start them by "
-                f"`booster run-groups --groups N`, or set `{_REPLICA}` and `{_REPLICAS}`."
+                f"`booster run --groups N`, or set `{_REPLICA}` and `{_REPLICAS}`."
             )
         if self.min_replicas > num_replicas:
             return (
