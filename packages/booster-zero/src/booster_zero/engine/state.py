@@ -17,7 +17,7 @@ from booster_core.state import (
     flatten_state,
     unsaved_state,
 )
-from booster_runtime.sharding import piece_shard, whole_shard
+from booster_runtime.sharding import piece_meta, piece_shard, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -150,13 +150,14 @@ class ZeroStateAdapter(StateAdapter):
         yield whole_shard(zero.names[index], MASTER, zero.layout.parameters[index], is_owner=False)
 
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        return self.required_optimizer().hosted.scalars()
+        groups = self.required_optimizer().hosted.listed()
+        return {name: scalars for group in groups for name, _, scalars in group.states() if scalars}
 
     def unsaved_state(self) -> Sequence[str]:
         return unsaved_state(self.required_optimizer().unwrap())
 
     def param_groups(self) -> Sequence[ParamGroup]:
-        return self.required_optimizer().hosted.param_groups()
+        return [group.described() for group in self.required_optimizer().hosted.listed()]
 
     def prepare_optimizer_load(
         self,
@@ -165,24 +166,32 @@ class ZeroStateAdapter(StateAdapter):
         groups: Sequence[ParamGroup],
     ) -> None:
         zero = self.required_optimizer()
-        bucket_of = {piece.index: bucket for bucket in zero.layout.buckets for piece in bucket.pieces}
-
-        def offload(states: Mapping[int, State]) -> None:
-            if states:  # of one bucket
-                bucket_of[next(iter(states))].offload_state(states)
-
-        has_master = {slot.index for bucket in self.buckets_with_masters() for slot in bucket.plan.slots}
-        taken = zero.hosted.prepare_load(
-            tensors,
-            scalars,
-            groups,
-            has_master=has_master,
-            # One after the other, so that at most a bucket's worth is in memory on its way to files.
-            batches=[[piece.index for piece in bucket.pieces] for bucket in zero.layout.buckets],
-            on_batch=offload,
-        )
+        listed = zero.hosted.listed()
+        for group, saved in zip(listed, groups, strict=True):
+            group.set_options(saved.options)
+        group_of = {name: group for group in listed for name in group.names}
+        # One bucket after the other, so that at most a bucket's worth is in memory on its way to files.
+        for bucket in zero.layout.buckets:
+            made: dict[int, State] = {}
+            for piece in bucket.pieces:
+                name = zero.names[piece.index]
+                if name in group_of:
+                    metas = {key: piece_meta(key, meta, piece) for key, meta in tensors.get(name, {}).items()}
+                    state = group_of[name].restore(name, metas, scalars.get(name, {}))
+                    if state:
+                        made[piece.index] = state
+            if made:
+                bucket.offload_state(made)
         # Without masters of its own, a run takes the true values as its parameters.
-        self.taken_as_parameters = set(taken)
+        with_masters = set(self.buckets_with_masters())
+        self.taken_as_parameters = {
+            slot.index
+            for bucket in zero.layout.buckets
+            for slot in bucket.plan.slots
+            if bucket not in with_masters
+            and (name := zero.names[slot.index]) in group_of
+            and MASTER in tensors.get(name, {})
+        }
         if zero.home.is_on_disk:
             zero.raise_together(zero.home.problem("What found no room has it in RAM; nothing has been read yet."))
 
