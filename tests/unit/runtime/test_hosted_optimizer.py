@@ -6,7 +6,14 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import TensorMeta
-from booster_runtime.sharding import HostedOptimizer, ParameterPiece, piece_meta, piece_shard, whole_shard
+from booster_runtime.sharding import (
+    HostedOptimizer,
+    ParameterPiece,
+    numbers_of_group,
+    piece_meta,
+    piece_shard,
+    whole_shard,
+)
 
 NAMES = {0: "weight", 1: "bias"}
 
@@ -143,9 +150,9 @@ def test_parameters_of_a_new_group_are_checked():
     host, _, _, _, parameters = hosted()
     new = nn.Parameter(torch.ones(2))
     index_of = {id(parameters[0]): 0, id(parameters[1]): 1, id(new): 2}
-    assert host.new_members([("new", new)], index_of, remedy="") == [2]
-    assert host.new_members(new, index_of, remedy="") == [2]
+    assert numbers_of_group([("new", new)], index_of, host.members(), NAMES, remedy="") == [2]
+    assert numbers_of_group(new, index_of, host.members(), NAMES, remedy="") == [2]
     with pytest.raises(ConfigError, match="'bias' is in a parameter group already"):
-        host.new_members([new, parameters[1]], index_of, remedy="")
+        numbers_of_group([new, parameters[1]], index_of, host.members(), NAMES, remedy="")
     with pytest.raises(ConfigError, match=r"Parameter 1 of the new group, of shape \(5,\), .* Leave it out"):
-        host.new_members([new, nn.Parameter(torch.ones(5))], index_of, remedy="Leave it out.")
+        numbers_of_group([new, nn.Parameter(torch.ones(5))], index_of, (), NAMES, remedy="Leave it out.")

@@ -69,19 +69,6 @@ class HostedOptimizer:
         """Return the numbers of all parameters that are in a group."""
         return {index for members in self.groups for index in members}
 
-    def new_members(self, given: Any, index_of: Mapping[int, int], *, remedy: str) -> list[int]:
-        """Return the numbers of the parameters of a group that is to be added.
-
-        Args:
-            given: The group's ``"params"``: a parameter, or parameters, or names and parameters.
-            index_of: The numbers of the model's parameters by ``id``.
-            remedy: What to do about parameters that are not the model's, for the error.
-
-        Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already.
-        """
-        return numbers_of_group(given, index_of, self.members(), self._names, remedy=remedy)
-
     def states(self) -> dict[int, State]:
         """Return the state of each piece that has one."""
         held = self.optimizer.state
@@ -116,14 +103,15 @@ class HostedOptimizer:
         self._list_pieces(group_index)
 
     def replace(self, pieces: Mapping[int, ParameterPiece], states: Mapping[int, State]) -> None:
-        """Replace all pieces and their state after a new layout."""
+        """Replace all pieces and their state after a new layout, which may have those of other optimizers as well."""
         for piece in self._pieces.values():
             self.optimizer.state.pop(piece.values, None)
-        self._pieces = dict(pieces)
+        members = self.members()
+        self._pieces = {index: piece for index, piece in pieces.items() if index in members}
         for group_index in range(len(self.groups)):
             self._list_pieces(group_index)
-        for index, state in states.items():
-            self.set_state(index, state)
+        for index in self._pieces:
+            self.set_state(index, states.get(index, {}))
 
     def listed(self) -> list[ListedGroup]:
         """Return the groups as checkpoints see them: all of their parameters, and this rank's pieces of some."""
