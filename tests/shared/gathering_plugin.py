@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from booster_core.plugin import Capability, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
-from booster_runtime.sharding import RanksOfWorld, agree_on_values, partition_for
+from booster_runtime.sharding import RanksOfWorld, agree_on_values
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import ZeroModel
-from booster_zero.engine import Home, ShardingOptions
+from booster_zero.engine import Home, ListedParameters, ShardedEngine, ShardingOptions, ZeroOptimizer, engine_of
 from booster_zero.gathering import (
     ChunkManager,
     ChunkStateAdapter,
     GatheringModel,
-    GatheringOptimizer,
     ParameterHooks,
     check_modules,
 )
@@ -38,8 +37,8 @@ class Chunks(ChunkManager):
 class GatheredModel(GatheringModel, ZeroModel):
     """The user's model, whose parameters are gathered by hooks."""
 
-    def __init__(self, module, manager, leaves, *, precision, optimizer):
-        super().__init__(module, precision=precision, optimizer=optimizer)
+    def __init__(self, module, manager, leaves, *, precision, sharded):
+        super().__init__(module, precision=precision, sharded=sharded)
         self.attach_chunks(manager)
         self.hooks = ParameterHooks(
             module,
@@ -47,7 +46,7 @@ class GatheredModel(GatheringModel, ZeroModel):
             self._before_forward,
             self._after_forward,
             leaves,
-            on_passed=None if optimizer is None else optimizer.reducer.leave_out,
+            on_passed=None if sharded is None else sharded.reducer.leave_out,
         )
 
 
@@ -101,44 +100,44 @@ class GatheringPlugin(Strategy):
         return self.config.resolve_precision(policy, self.name)
 
     def shard(self, objects, context, values):
-        model, given = objects.model, objects.optimizer
+        model, given = objects.model, objects.optimizers
         check_modules(model)
         place_model(model, given, context.device, replace(context.precision, param_dtype=None))
         agree_on_values(model)
         leaves = {}
         if self.leaf_class is not None:
             leaves = {each: [*each.parameters()] for each in model.modules() if isinstance(each, self.leaf_class)}
-        held = {id(parameter) for group in given.param_groups for parameter in group["params"]} if given else set()
-        format_of = self.config.formats(model, context.precision, context.device, held=held)
+        listed = ListedParameters(given, self.config.partition)
+        format_of = self.config.formats(model, context.precision, context.device, listed=listed, lays_out_all=True)
         manager = Chunks(
             model,
             self._ranks.get(gathers_apart=bool(leaves)),
             format_of,
-            kind=partition_for(given, self.config.partition) if given else "flat",
             home=self.home(),
             remedy=REMEDY,
             **self.chunks,
         )
-        optimizer = None
-        if given is not None:
-            optimizer = GatheringOptimizer(
-                given,
+        engine = optimizer = None
+        if given:
+            engine = ShardedEngine(
                 model,
-                manager=manager,
-                held=held,
+                given,
                 config=self.config,
+                listed=listed,
+                layout=manager.layout,
                 format_of=format_of,
-                offloads=manager.home.moves,
+                home=manager.home,
+                gathers=manager,
                 device=context.device,
-                context=context,
             )
+            optimizer = ZeroOptimizer(engine, offloads=manager.home.moves, context=context)
             # A rank that waited for reductions would not gather what others wait for, before they start theirs.
-            optimizer.reducer.waits_in_backward = not leaves
-        wrapped = GatheredModel(model, manager, leaves, precision=context.precision, optimizer=optimizer)
+            engine.reducer.waits_in_backward = not leaves
+        wrapped = GatheredModel(model, manager, leaves, precision=context.precision, sharded=engine)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model, context):
-        return ChunkStateAdapter(model, model.boosted_optimizer, context.coordinator)
+        return ChunkStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
 
     def full_gradient(self, model, name):
         optimizer = model.boosted_optimizer

@@ -159,7 +159,7 @@ def steps_after_laying_out_again():
     layout = optimizer.layout
     for number, state in optimizer.hosted.states().items():
         state["step"].fill_(3.0 if layout.ranks_of(number) == layout.ranks else 10.0 + dist.get_rank())
-    optimizer.rebuild(layout.order()[::-1])
+    optimizer.engine.rebuild(layout.order()[::-1])
     found = {True: set(), False: set()}
     for number, state in optimizer.hosted.states().items():
         found[layout.ranks_of(number) == layout.ranks].add(state["step"].item())

@@ -21,7 +21,7 @@ from booster_core.errors import BoosterError, ConfigError, GradientError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_hybrid.optimizer import HybridOptimizer
+from booster_hybrid.optimizer import HybridEngine
 from booster_hybrid.pipeline.cut import StagedModel
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -357,7 +357,7 @@ FAULTS = {
         of_logits,
         tokens,
         lambda: pipeline(tokens()),
-        lambda: mock.patch.object(HybridOptimizer, "join_copies", lambda _, used: used),
+        lambda: mock.patch.object(HybridEngine, "join_copies", lambda _, used: used),
         "1 parameter(s) differ between ranks that hold the same: 'embedding.weight'",
     ),
     "sums-in-place-of-means": (

@@ -21,7 +21,6 @@ def reduced(dtype=torch.float32, bucket_bytes=2**20):
     layout = Layout(
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=1),
         lambda *arguments: Bucket(*arguments, home=Home()),
-        kind="flat",
         bucket_bytes=bucket_bytes,
     )
     parameters = {index: nn.Parameter(torch.ones(3, 5, dtype=dtype)) for index in range(3)}

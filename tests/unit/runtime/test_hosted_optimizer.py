@@ -5,8 +5,15 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.state import ParamGroup, TensorMeta
-from booster_runtime.sharding import HostedOptimizer, ParameterPiece, piece_shard, whole_shard
+from booster_core.state import TensorMeta
+from booster_runtime.sharding import (
+    HostedOptimizer,
+    ParameterPiece,
+    numbers_of_group,
+    piece_meta,
+    piece_shard,
+    whole_shard,
+)
 
 NAMES = {0: "weight", 1: "bias"}
 
@@ -90,37 +97,41 @@ def test_shards_name_their_part():
     assert whole_shard("x", None, torch.ones(()), is_owner=True).global_shape == ()
 
 
-def test_saved_groups_and_scalars_come_back():
-    host, _, _, before, _ = hosted()
-    groups = host.param_groups()
-    assert [group.params for group in groups] == [("weight",), ("bias",)]
-    assert [group.options["lr"] for group in groups] == [0.1, 0.5]
-    assert host.scalars() == {}, "AdamW counts in tensors"
-    tensors = {
-        name: {
-            "exp_avg": TensorMeta(shape=shape, dtype=torch.float32),
-            "exp_avg_sq": TensorMeta(shape=shape, dtype=torch.float32),
-            "step": TensorMeta(shape=(), dtype=torch.float32),
-            "master": TensorMeta(shape=shape, dtype=torch.float32),
-        }
-        for name, shape in (("weight", (2, 3)), ("bias", (4,)))
-    }
-    saved = [ParamGroup(params=group.params, options={**group.options, "lr": 0.25}) for group in groups]
-    other, optimizer, pieces, _, _ = hosted()
-    other.set_state(1, {})
-    optimizer.param_groups[1]["lr"] = torch.tensor(7.0)
-    kept = optimizer.param_groups[1]["lr"]
-    batches = []
-    masters = other.prepare_load(tensors, {}, saved, has_master={1}, batches=[[1]], on_batch=batches.append)
-    assert masters == [0], "its saved master is read as its value"
-    assert [sorted(made) for made in batches] == [[1], [0]]
+def test_groups_are_listed_by_the_names_of_all_their_parameters():
+    parameters, optimizer = trained()
+    host = HostedOptimizer(optimizer, NAMES)
+    host.adopt(0, [0], {0: piece_of(0, parameters[0], 2, 6)})
+    host.adopt(1, [1], {})
+    weight, bias = host.listed()
+    assert (weight.names, bias.names) == (("weight",), ("bias",))
+    assert [group.described().options["lr"] for group in (weight, bias)] == [0.1, 0.5]
+    assert (bias.tensors, [*bias.states()]) == ({}, []), "another rank has it"
+    ((name, tensors, scalars),) = weight.states()
+    assert (name, sorted(tensors), scalars) == ("weight", ["exp_avg", "exp_avg_sq", "step"], {})
+
+
+def test_saved_options_and_state_come_back():
+    host, optimizer, pieces, _, _ = hosted()
+    kept = optimizer.param_groups[1]["lr"] = torch.tensor(7.0)
+    host.set_state(0, {})
+    for group in host.listed():
+        group.set_options({**group.described().options, "lr": 0.25})
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert optimizer.param_groups[1]["lr"] is kept
     assert kept == 0.25
-    states = other.states()
-    assert states[0]["exp_avg"].shape == pieces[0].values.shape
-    assert states[1]["exp_avg"].shape == before[1]["exp_avg"].shape
-    assert "master" not in states[0]
+    of_whole = {
+        "exp_avg": TensorMeta(shape=(2, 3), dtype=torch.float32),
+        "step": TensorMeta(shape=(), dtype=torch.float32),
+        "master": TensorMeta(shape=(2, 3), dtype=torch.float32),
+    }
+    stored = {key: piece_meta(key, meta, pieces[0]) for key, meta in of_whole.items()}
+    made = host.listed()[0].restore("weight", stored, {"count": 3})
+    assert host.states()[0] is made
+    assert made["exp_avg"].shape == pieces[0].values.shape
+    assert (made["step"].shape, made["count"]) == ((), 3)
+    assert "master" not in made, "it is no state of the optimizer"
+    assert host.listed()[0].restore("weight", {}, {}) == {}
+    assert 0 not in host.states(), "what the checkpoint lacks is dropped"
 
 
 def test_a_new_layout_replaces_pieces_and_state():
@@ -139,9 +150,9 @@ def test_parameters_of_a_new_group_are_checked():
     host, _, _, _, parameters = hosted()
     new = nn.Parameter(torch.ones(2))
     index_of = {id(parameters[0]): 0, id(parameters[1]): 1, id(new): 2}
-    assert host.new_members([("new", new)], index_of, remedy="") == [2]
-    assert host.new_members(new, index_of, remedy="") == [2]
+    assert numbers_of_group([("new", new)], index_of, host.members(), NAMES, remedy="") == [2]
+    assert numbers_of_group(new, index_of, host.members(), NAMES, remedy="") == [2]
     with pytest.raises(ConfigError, match="'bias' is in a parameter group already"):
-        host.new_members([new, parameters[1]], index_of, remedy="")
+        numbers_of_group([new, parameters[1]], index_of, host.members(), NAMES, remedy="")
     with pytest.raises(ConfigError, match=r"Parameter 1 of the new group, of shape \(5,\), .* Leave it out"):
-        host.new_members([new, nn.Parameter(torch.ones(5))], index_of, remedy="Leave it out.")
+        numbers_of_group([new, nn.Parameter(torch.ones(5))], index_of, (), NAMES, remedy="Leave it out.")

@@ -13,12 +13,11 @@ from booster_zero.engine import Format, Layout
 def plans_of_copies(kind, bucket_bytes, others):
     cpu = torch.device("cpu")
     dtypes = {"working": torch.float32, "master": torch.float32, "wire": torch.float32}
-    plain = Format(**dtypes, device=cpu, home=cpu, is_trained=True)
-    copied = Format(**dtypes, device=cpu, home=cpu, is_trained=True, copies=(0, 3))
+    plain = Format(**dtypes, device=cpu, home=cpu, is_trained=True, partition=kind)
+    copied = Format(**dtypes, device=cpu, home=cpu, is_trained=True, copies=(0, 3), partition=kind)
     layout = Layout(
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
         lambda plan, parameters, format_, ranks: (plan, format_),
-        kind=kind,
         bucket_bytes=bucket_bytes,
     )
     own = {10 + index: nn.Parameter(torch.zeros(size)) for index, size in enumerate(others)}

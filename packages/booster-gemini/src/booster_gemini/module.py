@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
-    from booster_gemini.optimizer import GeminiOptimizer
+    from booster_zero.engine import ShardedEngine
     from booster_zero.gathering import ChunkManager, LeafModules
 
 
@@ -22,7 +22,7 @@ class GeminiModel(GatheringModel):
         module: The user's model.
         manager: Its chunks.
         precision: Precision of the run.
-        optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
+        sharded: Its trained parameters; ``None`` where nothing is trained.
         leaves: As for `ParameterHooks`.
     """
 
@@ -32,12 +32,12 @@ class GeminiModel(GatheringModel):
         manager: ChunkManager,
         *,
         precision: PrecisionPolicy,
-        optimizer: GeminiOptimizer | None,
+        sharded: ShardedEngine | None,
         leaves: LeafModules,
     ) -> None:
         super().__init__(module, precision=precision)
         self.attach_chunks(manager)
-        self._optimizer = optimizer
+        self._sharded = sharded
         self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -51,5 +51,5 @@ class GeminiModel(GatheringModel):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well."""
         super().zero_grad(set_to_none)
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none)
+        for optimizer in self.boosted_optimizers:
+            optimizer.zero_grad(set_to_none)

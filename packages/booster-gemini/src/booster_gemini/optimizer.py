@@ -1,4 +1,4 @@
-"""`GeminiOptimizer`: the user's optimizer over this rank's slices of chunks."""
+"""`GeminiEngine` and `GeminiOptimizer`: chunks whose blocks are in several memories, stepped on wherever they are."""
 
 from __future__ import annotations
 
@@ -9,49 +9,43 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.gradients import check_finite_norm, global_norm
-from booster_zero.engine import Role
-from booster_zero.gathering import GatheringOptimizer
+from booster_zero.engine import Role, ShardedEngine, ZeroOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from booster_zero.gathering import ChunkManager
+    from torch import Tensor
 
 
-class GeminiOptimizer(GatheringOptimizer):
-    """Steps the user's optimizer on this rank's slices of the chunks, wherever they are.
+class GeminiEngine(ShardedEngine):
+    """Keeps the parameters of a model in chunks.
 
     Args:
-        optim: The user's optimizer; its groups list this rank's pieces from now on.
-        model: The user's model.
-        manager: Its chunks.
-        held: The ``id`` of the parameters that the optimizer lists; those of groups that are added later are added.
+        *args: As for `ShardedEngine`.
         chosen: Numbers of the parameters in leaves, of which each rank may use others. They are reduced when backward
             has ended: ranks would come to their reductions at different times among their gathers.
-        **kwargs: As for `ZeroOptimizer`.
+        **kwargs: As for `ShardedEngine`.
 
     Raises:
-        ConfigError: If the optimizer, or a parameter, is of a kind that can't be sharded.
+        ConfigError: If a parameter is of a kind that can't be sharded.
 
     Collective: every rank of the world.
     """
 
-    def __init__(
-        self,
-        optim: Optimizer,
-        model: nn.Module,
-        *,
-        manager: ChunkManager,
-        held: set[int],
-        chosen: set[int],
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, chosen: set[int], **kwargs: Any) -> None:
         self._chosen = chosen
-        super().__init__(optim, model, manager=manager, held=held, offloads=manager.home.moves, **kwargs)
+        super().__init__(*args, **kwargs)
         self.reducer.repeated = {*chosen}
+
+    def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
+        """Lay the chunks out by what the first round has shown; see `ShardedEngine.agree_on_record`.
+
+        Raises:
+            ConfigError: If other ranks still use parameters.
+
+        Collective: every rank of the world.
+        """
+        return super().agree_on_record(order, late) | self._chosen
 
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.
@@ -67,23 +61,20 @@ class GeminiOptimizer(GatheringOptimizer):
         except ConfigError as caught:
             shortage = caught
         problem: Exception | None = self.home.problem()
-        manager = self.manager
+        manager = self.gathers
         if self.is_anywhere(shortage) and not manager.stop_looking_ahead() and not manager.is_laid_out_again:
             problem = problem or shortage
         manager.is_laid_out_again = False
         self.raise_together(problem)
 
-    # ---- gradients, chunk by chunk
 
-    def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
-        """Lay the chunks out by what the first round has shown; see `ZeroOptimizer.agree_on_record`.
+class GeminiOptimizer(ZeroOptimizer):
+    """Steps one of the user's optimizers on this rank's slices of the chunks, wherever they are.
 
-        Raises:
-            ConfigError: If other ranks still use parameters.
-
-        Collective: every rank of the world.
-        """
-        return super().agree_on_record(order, late) | self._chosen
+    Args:
+        *args: As for `ZeroOptimizer`.
+        **kwargs: As for `ZeroOptimizer`.
+    """
 
     def gradients_in_parts(self) -> Iterator[list[Tensor]]:
         """Yield the gradients of this rank's pieces, averaged over ranks, one chunk's at a time.
@@ -91,7 +82,7 @@ class GeminiOptimizer(GatheringOptimizer):
         Collective: every rank of the world, where there was a backward since the last call.
         """
         self.settle()
-        for chunk in self.layout.buckets:
+        for chunk in self.buckets():
             if chunk.has_gradient:
                 with chunk.in_use(Role.GRAD, changes=True):
                     gradients = chunk.used_gradients()
@@ -101,14 +92,19 @@ class GeminiOptimizer(GatheringOptimizer):
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once, one chunk at a time."""
         # Rounded once, at the end, so that the norm does not depend on how chunks are cut.
-        parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self.gradients_in_parts()]
-        group = self.ranks.shard_group or dist.group.WORLD
+        parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self._parts_of_all()]
+        group = self.engine.ranks.shard_group or dist.group.WORLD
         groups = [] if group is None else [group]
-        norm = global_norm(parts, norm_type, groups=groups, dtype=self.norm_dtype, device=self.device)
+        norm = global_norm(parts, norm_type, groups=groups, dtype=self.norm_dtype, device=self.engine.device)
         if error_if_nonfinite:
             check_finite_norm(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
         if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
-            for part in self.gradients_in_parts():
+            for part in self._parts_of_all():
                 torch._foreach_mul_(part, factor.to(part[0].device))
         return norm
+
+    def _parts_of_all(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients of all of the model's optimizers."""
+        for optimizer in self.scaling.optimizers:
+            yield from optimizer.gradients_in_parts()

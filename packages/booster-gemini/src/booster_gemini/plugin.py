@@ -5,25 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from booster_core.plugin import Boosted, Capability, like, unwrap_model
+from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
 from booster_gemini.lazy import fill_chunks
 from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
-from booster_gemini.optimizer import GeminiOptimizer
+from booster_gemini.optimizer import GeminiEngine, GeminiOptimizer
 from booster_gemini.search import search_chunk_numel
 from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
-    partition_for,
     refuse_all_gradients,
     refuse_renormalized,
 )
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
-from booster_zero.engine import keeping_shards, set_gradient
+from booster_zero.engine import ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
 from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
 
 if TYPE_CHECKING:
@@ -67,7 +66,10 @@ class GeminiPlugin(Strategy):
     name: ClassVar[str] = "gemini"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "device"
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.SEVERAL_OPTIMIZERS,
+    }
 
     def __init__(
         self,
@@ -160,20 +162,17 @@ class GeminiPlugin(Strategy):
 
         Collective: every rank of the world.
         """
-        model, given = objects.model, next(iter(objects.optimizers), None)
+        model, given = objects.model, objects.optimizers
         leaves = find_leaves(model, self.config.leaf_modules)
         ranks = self._ranks.get(gathers_apart=bool(leaves))
         hollow = {} if values is None else values.name_of
         lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in hollow}
-        groups = [] if given is None else given.param_groups
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        format_of = self.config.formats(model, context.precision, context.device, held=held)
-        kind = "flat" if given is None else partition_for(given, self.config.partition)
+        listed = ListedParameters(given, self.config.partition)
+        format_of = self.config.formats(model, context.precision, context.device, listed=listed, lays_out_all=True)
         manager = ChunkManager(
             model,
             ranks,
             format_of,
-            kind=kind,
             chunk_bytes=self._chunk_bytes(model, ranks, format_of),
             max_prefetch=self.config.max_prefetch,
             max_ahead_bytes=max_ahead_bytes(self.config),
@@ -185,13 +184,11 @@ class GeminiPlugin(Strategy):
         )
         if values is not None:
             fill_chunks(model, values, manager, context)
-        optimizer = None
-        if given is not None:
-            optimizer = GeminiOptimizer(
-                given,
+        engine, optimizers = None, []
+        if given:
+            engine = GeminiEngine(
                 model,
-                manager=manager,
-                held=held,
+                given,
                 chosen={
                     manager.index_of[id(parameter)]
                     for inside in leaves.values()
@@ -199,10 +196,18 @@ class GeminiPlugin(Strategy):
                     for parameter in leaf.parameters()
                 },
                 config=self.config,
+                listed=listed,
+                layout=manager.layout,
                 format_of=format_of,
+                home=manager.home,
+                gathers=manager,
                 device=context.device,
-                context=context,
             )
+            scaling = GradientScaling(context.precision)
+            optimizers = [
+                GeminiOptimizer(engine, number, offloads=manager.home.moves, context=context, scaling=scaling)
+                for number in range(len(given))
+            ]
             trained = [chunk.format.wire for chunk in manager.layout.buckets if chunk.format.is_trained]
             note_reductions(model, trained, context.device)
         else:
@@ -214,15 +219,13 @@ class GeminiPlugin(Strategy):
             module: [parameter for leaf in inside for parameter in leaf.parameters()]
             for module, inside in leaves.items()
         }
-        wrapped = GeminiModel(model, manager, precision=context.precision, optimizer=optimizer, leaves=gathered)
-        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
+        wrapped = GeminiModel(model, manager, precision=context.precision, sharded=engine, leaves=gathered)
+        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))
 
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
-        optimizer = model.boosted_optimizer
         assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
-        gemini = optimizer if isinstance(optimizer, GeminiOptimizer) else None
-        return ChunkStateAdapter(model, gemini, context.coordinator)
+        return ChunkStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""
@@ -231,10 +234,9 @@ class GeminiPlugin(Strategy):
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
-        optimizer = model.boosted_optimizer
-        if not isinstance(optimizer, GeminiOptimizer):
-            return None
-        return optimizer.full_gradient(unwrap_model(model).get_parameter(name))
+        parameter = unwrap_model(model).get_parameter(name)
+        holder = holder_of(model.boosted_optimizers, parameter)
+        return None if holder is None else holder.full_gradient(parameter)
 
     def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
         """Replace a parameter's gradient in the shards, which `full_gradient` has returned just before.
@@ -242,8 +244,7 @@ class GeminiPlugin(Strategy):
         Raises:
             ConfigError: If the boosted optimizer does not hold the parameter.
         """
-        optimizer = model.boosted_optimizer
-        set_gradient(optimizer, unwrap_model(model).get_parameter(name), values, name)
+        set_gradient(model.boosted_optimizers, unwrap_model(model).get_parameter(name), values, name)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

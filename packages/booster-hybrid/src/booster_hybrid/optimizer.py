@@ -1,4 +1,4 @@
-"""`HybridOptimizer`: ZeRO over the data parallel ranks, for parameters of which other ranks hold other parts.
+"""`HybridEngine` and `HybridOptimizer`: ZeRO where other ranks than the data parallel ones hold other parts.
 
 Tensor parallel ranks hold parts of a parameter, and so do those that experts are spread over; ranks of other pipeline
 stages hold other parameters, and copies of those that several stages use. A copy gets the gradients of its own stage's
@@ -20,6 +20,7 @@ from booster_hybrid.user_optimizer import check_elementwise
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
 from booster_zero import ZeroOptimizer
+from booster_zero.engine import ShardedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,27 +35,102 @@ _IN_SHARDS = 2
 """The first stage of ZeRO that keeps gradients in shards alone."""
 
 
+class HybridEngine(ShardedEngine):
+    """Adds up the gradients of copies that several stages hold.
+
+    Args:
+        *args: As for `ShardedEngine`.
+        waits_in_backward: Whether backward may wait for the reductions of other ranks from the first round on, where
+            forward gathers: it may not if these also wait there for this one. ``None`` where nothing is gathered.
+        **kwargs: As for `ShardedEngine`.
+
+    Attributes:
+        local: What of the model this rank holds; the plugin sets it.
+        has_joined: Whether the copies' gradients have been added up since they were dropped.
+    """
+
+    config: ZeroConfig
+    local: LocalModel
+
+    def __init__(self, *args: Any, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
+        self._waits_in_backward = waits_in_backward
+        self.has_joined = False
+        super().__init__(*args, **kwargs)
+        if waits_in_backward is not None:
+            self.reducer.waits_in_backward = False
+
+    def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
+        """Agree on what the first round has shown; see `ShardedEngine.agree_on_record`.
+
+        Collective: every rank that holds the same parameters.
+        """
+        found = super().agree_on_record(order, late)
+        if self._waits_in_backward is not None:
+            self.reducer.set_buckets(self.reducer.buckets)  # drops buffers of a round that waited for no reduction
+            # A rank that waits for a reduction gathers nothing, which others may wait for before they start theirs.
+            self.reducer.waits_in_backward = self._waits_in_backward and not self.reducer.unused_somewhere
+        return found
+
+    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
+        """Add up the gradients of what several stages hold.
+
+        Collective: every rank of the pipeline.
+        """
+        local = self.local
+        if local.pipeline is None:
+            return used
+        buckets = self.copied_buckets()
+        pending = []
+        for bucket, copies in buckets:
+            if bucket.has_gradient and bucket.gradient is not None:
+                summed = bucket.gradient.to(bucket.format.device)  # from the host, where it is offloaded
+                pending.append(
+                    (collectives.all_reduce(summed, group=local.copy_groups[copies]), summed, bucket.gradient)
+                )
+        for each, summed, gradient in pending:
+            each.wait()
+            if summed is not gradient:
+                gradient.copy_(summed)
+        for bucket, copies in buckets:
+            indices = [slot.index for slot in bucket.plan.slots]
+            group = local.copy_groups[copies]
+            told = [used.get(index, False) for index in indices]
+            flags = torch.tensor(told, dtype=torch.uint8, device=between_hosts(self.device, group))
+            collectives.all_reduce(flags, dist.ReduceOp.MAX, group).wait()
+            used.update(zip(indices, flags.bool().tolist(), strict=True))
+        self.has_joined = True
+        return used
+
+    def copied_buckets(self) -> list[tuple[Bucket, tuple[int, ...]]]:
+        """Return the buckets of which other stages hold a copy, in an order that they agree on."""
+        held = [(bucket, bucket.format.copies) for bucket in self.layout.buckets if bucket.format.copies]
+        return sorted(held, key=lambda item: (item[1], self.names[item[0].plan.slots[0].index]))
+
+
 class HybridOptimizer(ZeroOptimizer):
     """Counts what is split over ranks on each of them, and what is whole or copied on the first alone.
 
     Args:
+        engine: As for `ZeroOptimizer`.
         *args: As for `ZeroOptimizer`.
-        config: As for `ZeroOptimizer`.
         **kwargs: As for `ZeroOptimizer`.
 
     Attributes:
-        local: What of the model this rank holds; the plugin sets it, and the next one.
         check_training: Raises if ranks would not train alike from a loss; see `HybridModel.check_loss`.
         reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
-    local: LocalModel
+    engine: HybridEngine
     check_training: Callable[[Tensor], None] | None = None
 
-    def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
-        self.reduces_each = config.stage >= _IN_SHARDS
-        self._joined = False
-        super().__init__(*args, config=config, **kwargs)
+    def __init__(self, engine: HybridEngine, *args: Any, **kwargs: Any) -> None:
+        self.reduces_each = engine.config.stage >= _IN_SHARDS
+        super().__init__(engine, *args, **kwargs)
+
+    @property
+    def local(self) -> LocalModel:
+        """What of the model this rank holds."""
+        return self.engine.local
 
     def check_settings(self, group: Mapping[str, Any]) -> None:
         """Check that the optimizer inside can step on this rank's parts of a group's parameters.
@@ -89,15 +165,15 @@ class HybridOptimizer(ZeroOptimizer):
 
     def begin_batch(self) -> None:
         """Make ready for the backwards of one batch."""
-        self.gathers.wait()
+        self.engine.gathers.wait()
         self.reducer.watch()
         self._rescale_gradients()
-        if self._joined:
+        if self.engine.has_joined:
             # What has been added up is on every copy: from now on it counts on the first alone.
-            for bucket, copies in self._copied_buckets():
+            for bucket, copies in self.engine.copied_buckets():
                 if self.local.stage != copies[0]:
                     bucket.zero_gradient()
-            self._joined = False
+            self.engine.has_joined = False
 
     def backward_stage(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, is_last: bool) -> None:
         """Run backward of one stage and microbatch; the last one of a batch begins to reduce what has come together.
@@ -157,51 +233,16 @@ class HybridOptimizer(ZeroOptimizer):
 
     # ---- gradients
 
-    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
-        """Add up the gradients of what several stages hold.
-
-        Collective: every rank of the pipeline.
-        """
-        local = self.local
-        if local.pipeline is None:
-            return used
-        buckets = self._copied_buckets()
-        pending = []
-        for bucket, copies in buckets:
-            if bucket.has_gradient and bucket.gradient is not None:
-                summed = bucket.gradient.to(bucket.format.device)  # from the host, where it is offloaded
-                pending.append(
-                    (collectives.all_reduce(summed, group=local.copy_groups[copies]), summed, bucket.gradient)
-                )
-        for each, summed, gradient in pending:
-            each.wait()
-            if summed is not gradient:
-                gradient.copy_(summed)
-        for bucket, copies in buckets:
-            indices = [slot.index for slot in bucket.plan.slots]
-            group = local.copy_groups[copies]
-            told = [used.get(index, False) for index in indices]
-            flags = torch.tensor(told, dtype=torch.uint8, device=between_hosts(self.device, group))
-            collectives.all_reduce(flags, dist.ReduceOp.MAX, group).wait()
-            used.update(zip(indices, flags.bool().tolist(), strict=True))
-        self._joined = True
-        return used
-
-    def _copied_buckets(self) -> list[tuple[Bucket, tuple[int, ...]]]:
-        """Return the buckets of which other stages hold a copy, in an order that they agree on."""
-        held = [(bucket, bucket.format.copies) for bucket in self.layout.buckets if bucket.format.copies]
-        return sorted(held, key=lambda item: (item[1], self.names[item[0].plan.slots[0].index]))
-
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, reduced or not."""
         super().zero_grad(set_to_none)
-        self._joined = False
+        self.engine.has_joined = False
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
         gradients = self.gradients()
         local = self.local
-        shares_over_experts = self.ranks.shard_size > 1
+        shares_over_experts = self.engine.ranks.shard_size > 1
         counted = []
         for piece, gradient in (each for bucket in self.layout.buckets for each in bucket.used_pieces()):
             name = self.names[piece.index]
@@ -215,7 +256,7 @@ class HybridOptimizer(ZeroOptimizer):
             elif local.tensor_group.rank == 0:
                 counted.append(gradient)
         # Shards of everything are spread over all data parallel ranks, the experts' over those with the same experts.
-        sharing = self.ranks.shard_group if shares_over_experts else local.expert_group.group
+        sharing = self.engine.ranks.shard_group if shares_over_experts else local.expert_group.group
         groups = [sharing, local.tensor_group.group, local.pipeline]
         return clip_by_norm(
             gradients,
@@ -223,7 +264,7 @@ class HybridOptimizer(ZeroOptimizer):
             norm_type,
             counted=counted,
             groups=[group for group in groups if group is not None and dist.get_world_size(group) > 1],
-            device=self.device,
+            device=self.engine.device,
             dtype=self.norm_dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
@@ -235,4 +276,6 @@ class HybridOptimizer(ZeroOptimizer):
         the world.
         """
         local = super().full_gradient(parameter)
-        return None if local is None else self.local.put_together(self.names[self._index_of[id(parameter)]], local)
+        return (
+            None if local is None else self.local.put_together(self.names[self.engine.index_of[id(parameter)]], local)
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from booster_hybrid.generating import replace_generate
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridOptimizer
+from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
 from booster_hybrid.sharded.apply import shard_parameters
 from booster_hybrid.sharded.model import ShardedHybridModel
@@ -52,7 +52,7 @@ from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
-from booster_zero.engine import set_gradient
+from booster_zero.engine import engine_of, set_gradient
 from booster_zero.gathering import ChunkStateAdapter
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
         hybrid.streams = split.streams
         if isinstance(boosted.optimizer, HybridOptimizer):
-            boosted.optimizer.local = local
+            boosted.optimizer.engine.local = local
             self._compare_training(hybrid, boosted.optimizer, context)
             if self.config.expert.size > 1:
                 # Tokens travel in backward, between ranks that may have come less far in their buckets.
@@ -285,7 +285,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 recording,
                 adapter,
                 context,
-                cast("HybridOptimizer | None", boosted.optimizer),
+                engine_of(boosted.optimizers),
                 sharded=local.whole_shapes(objects.model) if isinstance(hybrid, ShardedHybridModel) else None,
             )
         return boosted._replace(optimizer=like(passed.optimizer, [boosted.optimizer]))
@@ -304,7 +304,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
                 if not metrics["skipped"]:
                     stepped.on_step.remove(compare)
-                    optimizer.gathers.wait()
+                    optimizer.engine.gathers.wait()
                     check_copies(module, local, replica)
 
             optimizer.on_step.append(compare)
@@ -323,6 +323,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 objects,
                 context,
                 setup.sharding_ranks(),
+                HybridEngine,
                 HybridOptimizer,
                 model_class=HybridModel,
                 copies=copies,
@@ -410,19 +411,18 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
 
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
-        optimizer = model.boosted_optimizer
         del context
         axes = self._axes_of_world()
-        hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
+        engine = engine_of(model.boosted_optimizers)
         boosted: Any = boosted_inside(model)
         local: LocalModel = boosted.local
         data, alike = axes["dp", "sp"], axes["edp", "sp"]
         held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
         everyone = Replica(data.index, data.size)
         inner = (
-            ChunkStateAdapter(boosted, hybrid, everyone)
+            ChunkStateAdapter(boosted, engine, everyone)
             if isinstance(boosted, ShardedHybridModel)
-            else ZeroStateAdapter(model, hybrid, everyone, held_by)
+            else ZeroStateAdapter(model, engine, everyone, held_by)
         )
         adapter = HybridStateAdapter(
             inner,
@@ -469,7 +469,6 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         Raises:
             ConfigError: On every rank, if the boosted optimizer does not hold the parameter.
         """
-        optimizer = model.boosted_optimizer
         boosted: Any = boosted_inside(model)
         stages: StageMap | None = boosted.stages
         paths = {name}
@@ -481,7 +480,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         with DistCoordinator().together("set_full_gradient"):
             for path, parameter in module.named_parameters():
                 if path in paths:
-                    set_gradient(optimizer, parameter, boosted.local.take(names[id(parameter)], values), name)
+                    part = boosted.local.take(names[id(parameter)], values)
+                    set_gradient(model.boosted_optimizers, parameter, part, name)
 
     def _gradient_here(
         self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter

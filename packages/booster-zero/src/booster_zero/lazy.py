@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext
     from booster_core.state import StateAdapter
     from booster_runtime.lazy import HostValues, Recording
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.engine import ShardedEngine
 
 
 def fill_model(
@@ -25,7 +25,7 @@ def fill_model(
     recording: Recording | HostValues,
     adapter: StateAdapter,
     context: BoostContext,
-    optimizer: ZeroOptimizer | None,
+    engine: ShardedEngine | None,
     *,
     sharded: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
@@ -38,7 +38,7 @@ def fill_model(
         recording: How its values are made, or where they are.
         adapter: Tells which part of each parameter this rank holds.
         context: Device and ranks.
-        optimizer: The optimizer, whose masters get their values from the same tensors.
+        engine: The trained parameters, whose masters get their values from the same tensors.
         sharded: Where parameters are in shards, of which a rank may have none: their shapes in the user's model by
             name; ``None`` where they are whole.
 
@@ -52,13 +52,13 @@ def fill_model(
         is_stand_in = any(size > 1 and not step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
         if is_stand_in:  # no optimizer holds it, so that no bucket does
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=context.device)
-    has_optimizer = optimizer is not None
+    has_optimizer = engine is not None
     with context.coordinator.together("boost"):
         recording.fill(_shards(model, recording, adapter, sharded or {}, has_optimizer=has_optimizer), context.device)
     if sharded is not None:
         adapter.finish_load(model=True, optimizer=False)
         return
-    for bucket in () if optimizer is None else optimizer.layout.buckets:
+    for bucket in () if engine is None else engine.layout.buckets:
         if bucket.format.working == bucket.format.master:  # masters were filled
             bucket.take_working_values()
         bucket.note_versions()

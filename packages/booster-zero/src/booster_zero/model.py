@@ -15,7 +15,7 @@ from booster_runtime.sharding import refuse_all_gradients
 
 if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.engine import ShardedEngine
 
 
 class ZeroModel(ModelWrapper):
@@ -25,29 +25,27 @@ class ZeroModel(ModelWrapper):
         module: The user's model.
         precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
             have that format: inputs and buffers may then be wider.
-        optimizer: The optimizer that shards the parameters; ``None`` where nothing is trained.
+        sharded: The sharded parameters; ``None`` where nothing is trained.
     """
 
-    def __init__(
-        self, module: nn.Module, *, precision: PrecisionPolicy | None, optimizer: ZeroOptimizer | None
-    ) -> None:
+    def __init__(self, module: nn.Module, *, precision: PrecisionPolicy | None, sharded: ShardedEngine | None) -> None:
         super().__init__(module, precision=precision)
-        self._optimizer = optimizer
+        self._sharded = sharded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroModel:
         """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer."""
         module = copy.deepcopy(self.unwrap(), memo)
         refuse_all_gradients(module)
-        copied = type(self)(module, precision=self.precision, optimizer=None)
+        copied = type(self)(module, precision=self.precision, sharded=None)
         copied.training = self.training
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, as by ``torch.save``, the user's model, which is whole here, without the optimizer."""
-        if self._optimizer is None:
+        if self._sharded is None:
             return super().__reduce_ex__(protocol)
-        plain = type(self)(self.unwrap(), precision=self.precision, optimizer=None)
+        plain = type(self)(self.unwrap(), precision=self.precision, sharded=None)
         plain.training = self.training
         return plain.__reduce_ex__(protocol)
 
@@ -59,12 +57,12 @@ class ZeroModel(ModelWrapper):
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._optimizer is None:
+        if self._sharded is None:
             return self._run(*args, **kwargs)
-        self._optimizer.reducer.watch()
-        if not self._optimizer.gathers.is_underway:
+        self._sharded.reducer.watch()
+        if not self._sharded.gathers.is_underway:
             return self._run(*args, **kwargs)
-        with self._optimizer.gathers.during_forward(self.module):
+        with self._sharded.gathers.during_forward(self.module):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,5 +76,5 @@ class ZeroModel(ModelWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, those in shards as well."""
         super().zero_grad(set_to_none)
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none)
+        for optimizer in self.boosted_optimizers:
+            optimizer.zero_grad(set_to_none)

@@ -13,6 +13,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import (
     Boosted,
     Capability,
+    GradientScaling,
     like,
     unscaled_gradient,
     unwrap_model,
@@ -24,17 +25,18 @@ from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
-    partition_for,
     refuse_all_gradients,
     refuse_renormalized,
 )
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Bucket
+from booster_zero.engine.engine import ShardedEngine
 from booster_zero.engine.gathers import Gathers
-from booster_zero.engine.gradients import keeping_gradients, keeping_shards, set_gradient
+from booster_zero.engine.gradients import engine_of, holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.home import Home
 from booster_zero.engine.layout import Layout
+from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ZeroStateAdapter
@@ -76,7 +78,10 @@ class LowLevelZeroPlugin(Strategy):
     name: ClassVar[str] = "zero"
     api_version: ClassVar[int] = 2
     placeholders: ClassVar[Literal["device", "own"] | None] = "device"
-    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {Capability.DATA_PARALLEL}
+    capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
+        Capability.DATA_PARALLEL,
+        Capability.SEVERAL_OPTIMIZERS,
+    }
 
     def __init__(
         self,
@@ -161,7 +166,8 @@ class LowLevelZeroPlugin(Strategy):
         if values is not None:
             model: Any = boosted.model
             model.attach(boosted.optimizers, context)
-            fill_model(objects.model, values, self.state_adapter(model, context), context, model.boosted_optimizer)
+            adapter = self.state_adapter(model, context)
+            fill_model(objects.model, values, adapter, context, engine_of(model.boosted_optimizers))
         return boosted
 
     def shard_over(
@@ -169,6 +175,7 @@ class LowLevelZeroPlugin(Strategy):
         objects: Boosted,
         context: BoostContext,
         ranks: ShardingRanks,
+        engine_class: type[ShardedEngine] = ShardedEngine,
         optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
         model_class: type[ZeroModel] = ZeroModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
@@ -183,7 +190,8 @@ class LowLevelZeroPlugin(Strategy):
             objects: As for `shard`.
             context: As for `shard`.
             ranks: The ranks that share the state.
-            optimizer_class: What steps the shards.
+            engine_class: What keeps the shards.
+            optimizer_class: What steps them.
             model_class: What runs the model.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
             home: Keeps the shards; made from the options if ``None``.
@@ -196,50 +204,51 @@ class LowLevelZeroPlugin(Strategy):
         Collective: every rank of the world.
         """
         home = home or self._home(context)
-        model, config, given = objects.model, self.config, next(iter(objects.optimizers), None)
+        model, config, given = objects.model, self.config, objects.optimizers
         host = torch.device("cpu") if config.offload else None
-        format_of = config.formats(model, context.precision, context.device, home=host, copies=copies, ranks=ranks_of)
-        optimizer = None
-        if given is not None:
-            listed = {id(parameter) for group in given.param_groups for parameter in group["params"]}
-            reduced = [each for each in model.parameters() if each.requires_grad or id(each) in listed]
+        listed = ListedParameters(given, config.partition)
+        format_of = config.formats(
+            model, context.precision, context.device, listed=listed, home=host, copies=copies, ranks=ranks_of
+        )
+        engine, optimizers = None, []
+        if given:
+            reduced = [each for each in model.parameters() if each.requires_grad or each in listed]
             gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in reduced)
             gathers = Gathers(overlaps=config.overlap_allgather)
-            optimizer = optimizer_class(
-                given,
+            bucket_bytes = config.bucket_bytes or default_bucket_bytes(
+                gradient_bytes, ranks.shard_size, stage=config.stage
+            )
+            engine = engine_class(
                 model,
+                given,
                 config=config,
-                layout=Layout(
-                    ranks,
-                    partial(Bucket, home=home, user=gathers),
-                    kind=partition_for(given, config.partition),
-                    bucket_bytes=config.bucket_bytes
-                    or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
-                ),
+                listed=listed,
+                layout=Layout(ranks, partial(Bucket, home=home, user=gathers), bucket_bytes=bucket_bytes),
                 format_of=format_of,
                 home=home,
                 gathers=gathers,
-                offloads=host is not None,
                 device=context.device,
-                context=context,
             )
-            buckets = optimizer.layout.buckets
+            scaling = GradientScaling(context.precision)
+            optimizers = [
+                optimizer_class(engine, number, offloads=host is not None, context=context, scaling=scaling)
+                for number in range(len(given))
+            ]
+            buckets = engine.layout.buckets
             is_rounded = any(bucket.averages_at_once for bucket in buckets)
             sent = {bucket.format.wire for bucket in buckets}
             note_reductions(model, sent, context.device, is_rounded=is_rounded)
-            optimizer.raise_together(home.problem("Nothing is lost: what found no room is in RAM."))
+            engine.raise_together(home.problem("Nothing is lost: what found no room is in RAM."))
         else:
             refuse_all_gradients(model)
         for parameter in model.parameters():  # those that are not reduced
             parameter.data = parameter.data.to(format_of(parameter).working)
-        wrapped = model_class(model, precision=context.precision, optimizer=optimizer)
-        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, [optimizer]))
+        wrapped = model_class(model, precision=context.precision, sharded=engine)
+        return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))
 
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of parameters, masters and sharded optimizer state."""
-        optimizer = model.boosted_optimizer
-        zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
-        return ZeroStateAdapter(model, zero, context.coordinator)
+        return ZeroStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which stage 1 accumulates whole gradients here, in fp32.
@@ -251,11 +260,11 @@ class LowLevelZeroPlugin(Strategy):
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, averaged over ranks, put together from its shards."""
-        optimizer = model.boosted_optimizer
         parameter = unwrap_model(model).get_parameter(name)
-        if isinstance(optimizer, ZeroOptimizer) and optimizer.holds(parameter):
-            return optimizer.full_gradient(parameter)
-        own = unscaled_gradient(parameter, optimizer)
+        holder = holder_of(model.boosted_optimizers, parameter)
+        if holder is not None:
+            return holder.full_gradient(parameter)
+        own = unscaled_gradient(parameter, model.boosted_optimizers)
         if not any(collectives.all_gather_object(own is not None)):
             return None
         whole = torch.zeros_like(parameter) if own is None else own.contiguous()
@@ -268,8 +277,7 @@ class LowLevelZeroPlugin(Strategy):
         Raises:
             ConfigError: If the boosted optimizer does not hold the parameter.
         """
-        optimizer = model.boosted_optimizer
-        set_gradient(optimizer, unwrap_model(model).get_parameter(name), values, name)
+        set_gradient(model.boosted_optimizers, unwrap_model(model).get_parameter(name), values, name)
 
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""

@@ -30,13 +30,7 @@ from booster_core.state.names import (
     without_adapters,
 )
 from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole
-from booster_core.state.optimizer_state import (
-    flatten_state,
-    group_options,
-    restore_state,
-    set_group_options,
-    unsaved_state,
-)
+from booster_core.state.optimizer_state import MASTER, ListedGroup, flatten_state, unsaved_state
 from booster_core.state.random_state import capture_random_state, restore_random_state
 from booster_core.state.regions import (
     Region,
@@ -52,7 +46,7 @@ from booster_core.state.regions import (
     span_of,
     unpack,
 )
-from booster_core.state.replicated import MASTER, Replica, ReplicatedStateAdapter, balanced_shards
+from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
 from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
 from booster_core.state.view import ModelView
@@ -61,6 +55,7 @@ __all__ = [
     "MASTER",
     "Box",
     "JSONValue",
+    "ListedGroup",
     "ModelView",
     "NamedTensors",
     "OptimizerInfo",
@@ -92,7 +87,6 @@ __all__ = [
     "flatten_state",
     "frozen_base",
     "full_box",
-    "group_options",
     "has_adapters",
     "intersect",
     "is_adapted",
@@ -105,12 +99,10 @@ __all__ = [
     "read_json",
     "regions_of",
     "restore_random_state",
-    "restore_state",
     "runs_of",
     "scheduler_from_json",
     "scheduler_state",
     "scheduler_to_json",
-    "set_group_options",
     "slices_of",
     "span_of",
     "split_checksums",

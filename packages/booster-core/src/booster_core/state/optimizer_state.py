@@ -6,11 +6,13 @@ is named by its path: ``old_dirs/3``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from booster_core.errors import CheckpointError
+from booster_core.state.adapter import ParamGroup
 from booster_core.state.json_values import (
     decode_json,
     encode_json,
@@ -20,12 +22,14 @@ from booster_core.state.json_values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
 
     from booster_core.state.adapter import JSONValue, TensorMeta
+
+MASTER = "master"
 
 
 def unsaved_state(optimizer: Optimizer) -> list[str]:
@@ -67,23 +71,66 @@ def flatten_state(name: str, state: Mapping[str, Any]) -> tuple[dict[str, Tensor
     return tensors, scalars
 
 
-def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group; one that is a tensor, such as a capturable ``lr``, as a number."""
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ListedGroup:
+    """A parameter group, by the names of the model's parameters.
 
+    Args:
+        optimizer: The user's optimizer.
+        group: Its group.
+        names: The group's parameters.
+        tensors: What the group lists here, by those names: the parameters, or this rank's parts of some.
+    """
 
-def set_group_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set options of a parameter group; one that is a tensor stays the same tensor."""
-    for key, value in options.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor):
-            present.fill_(value)
+    optimizer: Optimizer
+    group: dict[str, Any]
+    names: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+
+    def described(self) -> ParamGroup:
+        """Return the names and the options; an option that is a tensor, such as a capturable ``lr``, as a number."""
+        options = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in self.group.items()
+            if key not in ("params", "param_names")
+        }
+        return ParamGroup(params=self.names, options=options)
+
+    def set_options(self, options: Mapping[str, JSONValue]) -> None:
+        """Set options as `described` returned them; one that is a tensor stays the same tensor."""
+        for key, value in options.items():
+            present = self.group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)
+            else:
+                self.group[key] = value
+
+    def states(self) -> Iterator[tuple[str, dict[str, Tensor], dict[str, JSONValue]]]:
+        """Yield each name, and of the state that is here, the tensors and the rest; see `flatten_state`."""
+        held = self.optimizer.state
+        for name, tensor in self.tensors.items():
+            if tensor in held:
+                yield (name, *flatten_state(name, held[tensor]))
+
+    def restore(self, name: str, stored: Mapping[str, TensorMeta], scalars: Mapping[str, JSONValue]) -> dict[str, Any]:
+        """Give a tensor that is listed here room for its saved state, and return that; see `restore_state`.
+
+        A saved master is left out, unless the optimizer itself keeps one.
+
+        Args:
+            name: The parameter.
+            stored: What the checkpoint holds of the tensor.
+            scalars: As for `restore_state`.
+        """
+        tensor, held = self.tensors[name], self.optimizer.state
+        present = held.get(tensor, {})
+        metas = {key: meta for key, meta in stored.items() if key != MASTER or key in present}
+        state = restore_state(tensor, self.group, present, metas, scalars)
+        if state:
+            held[tensor] = state
         else:
-            group[key] = value
+            held.pop(tensor, None)
+        return state
 
 
 def restore_state(

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter
 from booster_core.state.names import NamedTensors, extra_state_modules
-from booster_core.state.optimizer_state import (
-    flatten_state,
-    group_options,
-    restore_state,
-    set_group_options,
-    unsaved_state,
-)
+from booster_core.state.optimizer_state import MASTER, ListedGroup, unsaved_state
 from booster_core.state.shard import TensorShard, full_box
 
 if TYPE_CHECKING:
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
     from booster_core.state.adapter import TensorMeta
 
-MASTER = "master"
 _SMALLEST_CUT_BYTES = 1 << 20
 """Smaller tensors are not cut: a write costs more than the balance is worth."""
 
@@ -85,7 +78,7 @@ class ReplicatedStateAdapter(StateAdapter):
         self._held_by = held_by or {}
         self._masters: set[str] = set()
         if self._optimizers:
-            self._named_groups()
+            self._groups()  # raises for other parameters
 
     @property
     def keeps_values(self) -> bool:
@@ -118,15 +111,13 @@ class ReplicatedStateAdapter(StateAdapter):
         yield from balanced_shards(self._state_tensors(), self._rank, self._world_size, of_first=self._of_first)
 
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        return {name: scalars for name, _, scalars in self._states() if scalars}
+        return {name: scalars for group in self._groups() for name, _, scalars in group.states() if scalars}
 
     def unsaved_state(self) -> Sequence[str]:
         return [key for optimizer in self._required_optimizers() for key in unsaved_state(optimizer)]
 
     def param_groups(self) -> Sequence[ParamGroup]:
-        return [
-            ParamGroup(params=tuple(names), options=group_options(group)) for names, group, _ in self._named_groups()
-        ]
+        return [group.described() for group in self._groups()]
 
     def prepare_optimizer_load(
         self,
@@ -135,45 +126,32 @@ class ReplicatedStateAdapter(StateAdapter):
         groups: Sequence[ParamGroup],
     ) -> None:
         self._masters = set()
-        for (names, group, optimizer), saved in zip(self._named_groups(), groups, strict=True):
-            set_group_options(group, saved.options)
-            for name, parameter in zip(names, group["params"], strict=True):
-                stored = dict(tensors.get(name, {}))
-                state = optimizer.state.get(parameter, {})
+        for group, saved in zip(self._groups(), groups, strict=True):
+            group.set_options(saved.options)
+            for name in group.names:
+                stored = tensors.get(name, {})
+                state = group.restore(name, stored, scalars.get(name, {}))
                 if MASTER in stored and MASTER not in state:
                     # Without masters of its own, a run takes the true values as its parameters.
-                    del stored[MASTER]
                     self._masters.add(name)
-                restored = restore_state(parameter, group, state, stored, scalars.get(name, {}))
-                if restored:
-                    optimizer.state[parameter] = restored
-                else:
-                    optimizer.state.pop(parameter, None)
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         del model, optimizer
         self._masters = set()
 
     def _state_tensors(self) -> Iterator[tuple[str, str | None, Tensor]]:
-        for name, tensors, _ in self._states():
-            for state, tensor in tensors.items():
-                yield name, state, tensor
-        if not self._masters:
-            return
-        for names, group, _ in self._named_groups():
-            for name, parameter in zip(names, group["params"], strict=True):
+        groups = self._groups()
+        for group in groups:
+            for name, tensors, _ in group.states():
+                for state, tensor in tensors.items():
+                    yield name, state, tensor
+        for group in groups:
+            for name in group.names:
                 if name in self._masters:
-                    yield name, MASTER, parameter
+                    yield name, MASTER, group.tensors[name]
 
-    def _states(self) -> Iterator[tuple[str, dict[str, Tensor], dict[str, JSONValue]]]:
-        for names, group, optimizer in self._named_groups():
-            for name, parameter in zip(names, group["params"], strict=True):
-                if parameter in optimizer.state:
-                    tensors, scalars = flatten_state(name, optimizer.state[parameter])
-                    yield name, tensors, scalars
-
-    def _named_groups(self) -> list[tuple[list[str], dict[str, Any], Optimizer]]:
-        """Return each parameter group, with its parameters' names and its optimizer."""
+    def _groups(self) -> list[ListedGroup]:
+        """Return the parameter groups of all optimizers, by the names of what they list."""
         name_of = self._name_of()
         groups = []
         listed = [(group, optimizer) for optimizer in self._required_optimizers() for group in optimizer.param_groups]
@@ -185,7 +163,8 @@ class ReplicatedStateAdapter(StateAdapter):
                     f"({type(self._module).__name__}). Build the optimizer from this model's parameters."
                 )
                 raise ConfigError(msg)
-            groups.append(([name_of[id(parameter)] for parameter in group["params"]], group, optimizer))
+            tensors = {name_of[id(parameter)]: parameter for parameter in group["params"]}
+            groups.append(ListedGroup(optimizer=optimizer, group=group, names=(*tensors,), tensors=tensors))
         return groups
 
     def _name_of(self) -> Mapping[int, str]:

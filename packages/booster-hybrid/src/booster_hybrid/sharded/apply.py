@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.sharded.chunks import Chunks
 from booster_hybrid.sharded.model import ShardedHybridModel
-from booster_hybrid.sharded.optimizer import ShardedHybridOptimizer
 from booster_hybrid.sharded.units import find_units
-from booster_runtime.sharding import partition_for, refuse_all_gradients
-from booster_zero.engine import Home, default_bucket_bytes
+from booster_runtime.sharding import refuse_all_gradients
+from booster_zero.engine import Home, ListedParameters, default_bucket_bytes
 from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
@@ -56,11 +56,18 @@ def shard_parameters(
     """
     model = objects.model
     check_modules(model)
-    groups = [] if objects.optimizer is None else objects.optimizer.param_groups
-    held = {id(parameter) for group in groups for parameter in group["params"]}
+    given = objects.optimizers
+    listed = ListedParameters(given, config.partition)
     host = torch.device("cpu") if config.offload else None
     format_of = config.formats(
-        model, context.precision, context.device, home=host, held=held, copies=copies, ranks=ranks_of
+        model,
+        context.precision,
+        context.device,
+        listed=listed,
+        lays_out_all=True,
+        home=host,
+        copies=copies,
+        ranks=ranks_of,
     )
     units = find_units(model, copies)
     gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in model.parameters())
@@ -68,7 +75,6 @@ def shard_parameters(
         model,
         ranks,
         format_of,
-        kind="flat" if objects.optimizer is None else partition_for(objects.optimizer, config.partition),
         chunk_bytes=config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
         max_prefetch=1,
         shard_param_frac=1.0,
@@ -77,20 +83,21 @@ def shard_parameters(
         units=units.order,
         remedy=_REMEDY,
     )
-    optimizer = None
-    if objects.optimizer is not None:
-        optimizer = ShardedHybridOptimizer(
-            objects.optimizer,
+    engine = optimizer = None
+    if given:
+        engine = HybridEngine(
             model,
-            manager=manager,
-            held=held,
+            given,
             config=config,
+            listed=listed,
+            layout=manager.layout,
             format_of=format_of,
-            offloads=host is not None,
-            waits_in_backward=not ranks_of,
+            home=manager.home,
+            gathers=manager,
             device=context.device,
-            context=context,
+            waits_in_backward=not ranks_of,
         )
+        optimizer = HybridOptimizer(engine, offloads=host is not None, context=context)
     else:
         refuse_all_gradients(model)
     wrapped = ShardedHybridModel(
@@ -98,7 +105,7 @@ def shard_parameters(
         manager,
         units,
         precision=context.precision,
-        optimizer=optimizer,
+        sharded=engine,
         gathers_on_use=not is_pipeline,
     )
     return objects._replace(model=wrapped, optimizer=optimizer)

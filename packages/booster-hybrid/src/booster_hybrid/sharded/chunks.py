@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from booster_zero.gathering import ChunkManager
+
+if TYPE_CHECKING:
+    from booster_zero.engine import Layout
 
 
 class Chunks(ChunkManager):
@@ -16,3 +21,8 @@ class Chunks(ChunkManager):
 
     def wait(self) -> None:
         """Return once updated parameters are here, which is at once: their next use gathers them."""
+
+    def order_to_lay_out(self, order: list[int], layout: Layout) -> None:
+        """Keep the layout, in which a layer has chunks of its own."""
+        del order, layout
+        self.first_uses = None

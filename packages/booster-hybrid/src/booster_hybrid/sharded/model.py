@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
-    from booster_hybrid.sharded.optimizer import ShardedHybridOptimizer
     from booster_hybrid.sharded.units import Units
+    from booster_zero.engine import ShardedEngine
 
 
 class ShardedHybridModel(GatheringModel, HybridModel):
@@ -23,7 +23,7 @@ class ShardedHybridModel(GatheringModel, HybridModel):
         manager: Its chunks.
         units: What of it is gathered together.
         precision: Precision of the run.
-        optimizer: The optimizer that steps on the chunks; ``None`` where nothing is trained.
+        sharded: Its trained parameters; ``None`` where nothing is trained.
         gathers_on_use: Whether parameters are gathered when modules run. Under a pipeline they are gathered once for
             each batch, by `whole_parameters`: data parallel ranks may have different numbers of microbatches.
     """
@@ -35,10 +35,10 @@ class ShardedHybridModel(GatheringModel, HybridModel):
         units: Units,
         *,
         precision: PrecisionPolicy | None,
-        optimizer: ShardedHybridOptimizer | None,
+        sharded: ShardedEngine | None,
         gathers_on_use: bool,
     ) -> None:
-        super().__init__(module, precision=precision, optimizer=optimizer)
+        super().__init__(module, precision=precision, sharded=sharded)
         self.attach_chunks(manager)
         self.hooks = None
         if gathers_on_use:
@@ -49,7 +49,7 @@ class ShardedHybridModel(GatheringModel, HybridModel):
                 self._after_forward,
                 units.layers,
                 with_model=units.rest,
-                on_passed=None if optimizer is None else optimizer.reducer.leave_out,
+                on_passed=None if sharded is None else sharded.reducer.leave_out,
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

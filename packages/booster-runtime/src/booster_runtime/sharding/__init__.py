@@ -36,6 +36,7 @@ from booster_runtime.sharding.hosting import (
     State,
     is_cut,
     numbers_of_group,
+    piece_meta,
     piece_shard,
     whole_shard,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "numbers_of_group",
     "parameters_by_unit",
     "partition_for",
+    "piece_meta",
     "piece_shard",
     "probed_steps",
     "raise_for_unused",

@@ -12,21 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state import (
-    MASTER,
-    JSONValue,
-    ParamGroup,
-    TensorMeta,
-    TensorShard,
-    flatten_state,
-    full_box,
-    group_options,
-    restore_state,
-    set_group_options,
-)
+from booster_core.state import ListedGroup, TensorMeta, TensorShard, full_box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -80,19 +69,6 @@ class HostedOptimizer:
         """Return the numbers of all parameters that are in a group."""
         return {index for members in self.groups for index in members}
 
-    def new_members(self, given: Any, index_of: Mapping[int, int], *, remedy: str) -> list[int]:
-        """Return the numbers of the parameters of a group that is to be added.
-
-        Args:
-            given: The group's ``"params"``: a parameter, or parameters, or names and parameters.
-            index_of: The numbers of the model's parameters by ``id``.
-            remedy: What to do about parameters that are not the model's, for the error.
-
-        Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already.
-        """
-        return numbers_of_group(given, index_of, self.members(), self._names, remedy=remedy)
-
     def states(self) -> dict[int, State]:
         """Return the state of each piece that has one."""
         held = self.optimizer.state
@@ -127,82 +103,26 @@ class HostedOptimizer:
         self._list_pieces(group_index)
 
     def replace(self, pieces: Mapping[int, ParameterPiece], states: Mapping[int, State]) -> None:
-        """Replace all pieces and their state after a new layout."""
+        """Replace all pieces and their state after a new layout, which may have those of other optimizers as well."""
         for piece in self._pieces.values():
             self.optimizer.state.pop(piece.values, None)
-        self._pieces = dict(pieces)
+        members = self.members()
+        self._pieces = {index: piece for index, piece in pieces.items() if index in members}
         for group_index in range(len(self.groups)):
             self._list_pieces(group_index)
-        for index, state in states.items():
-            self.set_state(index, state)
+        for index in self._pieces:
+            self.set_state(index, states.get(index, {}))
 
-    # ---- what checkpoints ask for
-
-    def scalars(self) -> dict[str, dict[str, JSONValue]]:
-        """Return the state that is no tensor, by parameter name."""
-        scalars = {}
-        for index, state in self.states().items():
-            _, others = flatten_state(self._names[index], state)
-            if others:
-                scalars[self._names[index]] = others
-        return scalars
-
-    def param_groups(self) -> list[ParamGroup]:
-        """Return each group's parameter names and options."""
+    def listed(self) -> list[ListedGroup]:
+        """Return the groups as checkpoints see them: all of their parameters, and this rank's pieces of some."""
         return [
-            ParamGroup(params=tuple(self._names[index] for index in members), options=group_options(group))
+            ListedGroup(
+                optimizer=self.optimizer,
+                group=group,
+                names=tuple(self._names[index] for index in members),
+                tensors={self._names[index]: self._pieces[index].values for index in members if index in self._pieces},
+            )
             for members, group in zip(self.groups, self.optimizer.param_groups, strict=True)
-        ]
-
-    def prepare_load(
-        self,
-        tensors: Mapping[str, Mapping[str, TensorMeta]],
-        scalars: Mapping[str, Mapping[str, JSONValue]],
-        groups: Sequence[ParamGroup],
-        *,
-        has_master: Container[int] = (),
-        batches: Iterable[Sequence[int]] = (),
-        on_batch: Callable[[Mapping[int, State]], None] = lambda _: None,
-    ) -> list[int]:
-        """Set options and scalars as they were saved, and make memory for this rank's parts of the saved tensors.
-
-        Args:
-            tensors: Shape and dtype of each saved tensor, by parameter name and state.
-            scalars: Saved state that is no tensor.
-            groups: Saved groups, in the order of the optimizer's.
-            has_master: The parameters that have a master here, to be read as the optimizer's values.
-            batches: Parameters whose state is made together; those in none of them come last.
-            on_batch: Called with the new state of each batch, before that of the next one is made.
-
-        Returns:
-            The parameters that take a saved master as their own values, because they have no master here.
-        """
-        states = self.states()
-        group_of: dict[int, dict[str, Any]] = {}
-        for members, group, saved in zip(self.groups, self.optimizer.param_groups, groups, strict=True):
-            set_group_options(group, saved.options)
-            group_of.update(dict.fromkeys(members, group))
-        waiting = dict.fromkeys(group_of)
-        for batch in (*batches, None):
-            made: dict[int, State] = {}
-            for index in [*waiting] if batch is None else [index for index in batch if index in waiting]:
-                del waiting[index]
-                piece = self._pieces.get(index)
-                if piece is None:
-                    continue
-                name = self._names[index]
-                metas = {
-                    key: _cut_meta(key, meta, piece) for key, meta in tensors.get(name, {}).items() if key != MASTER
-                }
-                state = restore_state(
-                    piece.values, group_of[index], states.get(index, {}), metas, scalars.get(name, {})
-                )
-                self.set_state(index, state)
-                if state:
-                    made[index] = state
-            on_batch(made)
-        return [
-            index for index in group_of if MASTER in tensors.get(self._names[index], {}) and index not in has_master
         ]
 
     def _list_pieces(self, group_index: int) -> None:
@@ -301,7 +221,13 @@ def whole_shard(name: str, state: str | None, tensor: Tensor, *, is_owner: bool)
     )
 
 
-def _cut_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
-    """Return the shape and dtype of a piece's part of a tensor of the whole parameter."""
+def piece_meta(key: str, meta: TensorMeta, piece: ParameterPiece) -> TensorMeta:
+    """Return the shape and dtype of a piece's part of a tensor of its parameter's state.
+
+    Args:
+        key: The state's name.
+        meta: Shape and dtype of the tensor for the whole parameter.
+        piece: The piece.
+    """
     is_elementwise = key != "step" and meta.shape == tuple(piece.parameter.shape)
     return TensorMeta(shape=tuple(piece.values.shape), dtype=meta.dtype) if is_elementwise else meta

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from booster_zero.engine.bucket import Bucket
+from booster_zero.engine.engine import ShardedEngine
 from booster_zero.engine.gathers import Wholes
-from booster_zero.engine.gradients import keeping_gradients, keeping_shards, set_gradient
+from booster_zero.engine.gradients import engine_of, holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.home import Home, Key, Role
 from booster_zero.engine.layout import Layout
+from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.options import ShardingOptions
 from booster_zero.engine.partition import default_bucket_bytes, lengths_of_flat, plan_flat
@@ -22,13 +24,17 @@ __all__ = [
     "Keep",
     "Key",
     "Layout",
+    "ListedParameters",
     "Role",
+    "ShardedEngine",
     "ShardingOptions",
     "WholeState",
     "Wholes",
     "ZeroOptimizer",
     "ZeroStateAdapter",
     "default_bucket_bytes",
+    "engine_of",
+    "holder_of",
     "is_free",
     "keeping_gradients",
     "keeping_shards",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.layout import Layout
 
 
 class Wholes(Protocol):
@@ -43,6 +44,29 @@ class Wholes(Protocol):
 
     def end_step(self, published: Mapping[Bucket, Pending]) -> None:
         """Let the next use of buckets see what the optimizer updated; see `Bucket.publish`."""
+
+    def in_order_of_forward(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Return all buckets in the order in which forward is expected to use them."""
+
+    def order_to_lay_out(self, order: list[int], layout: Layout) -> list[int] | None:
+        """Return the parameters in the order in which this rank would have them; ``None`` where that is no matter.
+
+        Args:
+            order: The parameters, in the order in which this rank's backward produced gradients.
+            layout: Where they are now.
+        """
+
+    def before_laying_out(self) -> None:
+        """Make ready for buckets that take the place of those that there are."""
+
+    def after_laying_out(self) -> None:
+        """Take note of new buckets, whose values are in place."""
+
+    def meet(self) -> None:
+        """Announce that this rank's gradients are reduced, where ranks compare what they do."""
+
+    def check_same_order(self) -> None:
+        """Check that all ranks have gathered the same buckets in the same order since the last call."""
 
 
 class Gathers:
@@ -90,6 +114,26 @@ class Gathers:
             for bucket, pending in published.items():
                 self._pending[bucket] = pending
                 bucket.await_gather(pending)
+
+    def in_order_of_forward(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Return the reverse of the buckets, which are laid out in the order of backward."""
+        return buckets[::-1]
+
+    def order_to_lay_out(self, order: list[int], layout: Layout) -> list[int] | None:
+        """Return the order of backward, if any rank waits for another's buckets."""
+        return order if layout.is_shared else None
+
+    def before_laying_out(self) -> None:
+        """Do nothing: the whole values stay until they have moved."""
+
+    def after_laying_out(self) -> None:
+        """Do nothing: the whole values are in the new buckets."""
+
+    def meet(self) -> None:
+        """Do nothing: no use of a parameter concerns other ranks."""
+
+    def check_same_order(self) -> None:
+        """Do nothing, for the same reason."""
 
     # ---- waiting
 

@@ -11,10 +11,12 @@ from booster_zero.engine.home import Role
 from booster_zero.engine.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from booster_zero.engine.engine import ShardedEngine
 
 
 @contextlib.contextmanager
@@ -57,19 +59,20 @@ def keeping_shards(optimizer: Optimizer | None) -> Iterator[None]:
         underway.averages = before
 
 
-def set_gradient(optimizer: Optimizer | None, parameter: nn.Parameter, values: Tensor, name: str) -> None:
+def set_gradient(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor, name: str) -> None:
     """Replace this rank's part of a gradient that has been reduced.
 
     Args:
-        optimizer: The boosted optimizer.
+        optimizers: The boosted optimizers of the model.
         parameter: The parameter; some rank has used it.
         values: In the parameter's shape, without loss scale.
         name: The parameter's name, for errors.
 
     Raises:
-        ConfigError: If the optimizer does not hold the parameter.
+        ConfigError: If none of the optimizers holds the parameter.
     """
-    if not isinstance(optimizer, ZeroOptimizer) or not optimizer.holds(parameter):
+    optimizer = holder_of(optimizers, parameter)
+    if optimizer is None:
         raise not_optimized(name)
     layout = optimizer.layout
     index = next(index for index, each in layout.parameters.items() if each is parameter)
@@ -79,3 +82,13 @@ def set_gradient(optimizer: Optimizer | None, parameter: nn.Parameter, values: T
         with bucket.in_use(Role.GRAD, changes=True):
             part = values.reshape(-1)[piece.start : piece.stop].view(piece.values.shape)
             write_gradient(bucket.slice_of(bucket.make_gradient(), piece), part, optimizer)
+
+
+def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:
+    """Return the engine that a model's boosted optimizers share; ``None`` where nothing is trained."""
+    return next((each.engine for each in optimizers if isinstance(each, ZeroOptimizer)), None)
+
+
+def holder_of(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> ZeroOptimizer | None:
+    """Return which of a model's boosted optimizers holds a parameter; ``None`` if none does."""
+    return next((each for each in optimizers if isinstance(each, ZeroOptimizer) and each.holds(parameter)), None)

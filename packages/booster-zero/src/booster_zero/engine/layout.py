@@ -32,12 +32,10 @@ class Layout:
     Args:
         ranks: The ranks that share the buckets, but for formats that name others.
         make: Makes a bucket of a plan, from the values that the parameters hold.
-        kind: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
         bucket_bytes: Size at which a bucket takes no further parameter.
 
     Attributes:
         buckets: In the order in which they are reduced.
-        kind: As given.
         parameters: The model's parameters by number.
         ranks: As given.
     """
@@ -47,7 +45,6 @@ class Layout:
         ranks: ShardingRanks,
         make: Callable[[BucketPlan, Mapping[int, nn.Parameter], Format, ShardingRanks], Bucket],
         *,
-        kind: str,
         bucket_bytes: int,
     ) -> None:
         self.buckets: list[Bucket] = []
@@ -56,7 +53,6 @@ class Layout:
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
         self.ranks = ranks
-        self.kind = kind
         self._bucket_bytes = bucket_bytes
 
     def add_missing(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> None:
@@ -87,15 +83,20 @@ class Layout:
         """
         self.parameters.update(parameters)
         self._formats.update(formats)
-        sharing: dict[ShardingRanks, list[tuple[int, int]]] = defaultdict(list)
-        for index, parameter in parameters.items():
-            sharing[self.ranks_of(index)].append((index, parameter.numel()))
-        for ranks, sizes in sharing.items():
-            self._owners.update(assign_owners(sizes, ranks.shard_size))
+        self._assign_owners()
         self.buckets += self._build(list(parameters))
 
+    def _assign_owners(self) -> None:
+        """Give an owner to each parameter that stays whole and has none."""
+        sharing: dict[ShardingRanks, list[tuple[int, int]]] = defaultdict(list)
+        for index, format_ in self._formats.items():
+            if format_.partition == "parameter" and index not in self._owners:
+                sharing[self.ranks_of(index)].append((index, self.parameters[index].numel()))
+        for ranks, sizes in sharing.items():
+            self._owners.update(assign_owners(sizes, ranks.shard_size))
+
     def take_formats(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> bool:
-        """Take over the formats of parameters whose masters are to have another one from now on.
+        """Take over the formats of parameters that are stepped on in another way from now on.
 
         Args:
             parameters: Parameters of the layout, by number.
@@ -107,9 +108,16 @@ class Layout:
         Collective: none; every rank must pass the same.
         """
         found = {index: format_of(parameter) for index, parameter in parameters.items()}
-        changed = {index: each for index, each in found.items() if each.master != self._formats[index].master}
+        changed = {index: each for index, each in found.items() if _stepped(each) != _stepped(self._formats[index])}
         self._formats.update(changed)
+        self._assign_owners()
         return bool(changed)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any bucket is shared: to a rank that shares nothing it is all the same when one is complete."""
+        ranks = [self.ranks, *(bucket.ranks for bucket in self.buckets)]
+        return any(each.shard_size > 1 or each.replica_group is not None for each in ranks)
 
     def ranks_of(self, index: int) -> ShardingRanks:
         """Return the ranks that share a parameter."""
@@ -185,9 +193,10 @@ class Layout:
         self.buckets = self._build(order, old)
         new_pieces = self.pieces()
         homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
-        kinds, moved = self._described_states(old_pieces, new_pieces, states)
-        if self.kind == "parameter":  # owners stay; memory may be another
-            moved = dict(states)
+        whole = {slot.index for bucket in old if bucket.format.partition == "parameter" for slot in bucket.plan.slots}
+        cut = {index: state for index, state in states.items() if index not in whole}
+        kinds, moved = self._described_states(old_pieces, new_pieces, cut)
+        moved.update((index, state) for index, state in states.items() if index in whole)  # owners stay
         for bucket in old:
             with bucket.in_use(changes=False):
                 if bucket.moves_values:
@@ -205,13 +214,13 @@ class Layout:
                         new_pieces,
                         homes,
                     )
-                if self.kind == "flat":
+                if bucket.format.partition == "flat":
                     self._move_states(bucket, new_pieces, states, kinds, homes, moved)
                 elif bucket.home.moves:
                     _carry_states(bucket, homes, moved)
             bucket.free()
-        if self.kind == "parameter":
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if bucket.format.partition == "parameter":
                 bucket.offload_state(moved)
         return moved
 
@@ -227,7 +236,8 @@ class Layout:
             # Copies are laid out alike at places whose other parameters may ask for buckets of other sizes.
             bucket_bytes = _COPIED_BYTES if format_.copies else self._bucket_bytes
             most = max(bucket_bytes // format_.wire.itemsize, 1)
-            made = plan_flat(sizes, size, most) if self.kind == "flat" else plan_whole(sizes, self._owners, size, most)
+            is_flat = format_.partition == "flat"
+            made = plan_flat(sizes, size, most) if is_flat else plan_whole(sizes, self._owners, size, most)
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
         homes = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
         staying = {bucket: len(bucket.plan.slots) for bucket in left}
@@ -321,6 +331,11 @@ class Layout:
                     having,
                     homes,
                 )
+
+
+def _stepped(format_: Format) -> tuple[object, ...]:
+    """Return what a format says of how its parameters are stepped on."""
+    return format_.master, format_.optimizer, format_.partition
 
 
 def _carry_states(bucket: Bucket, homes: Mapping[int, Bucket], moved: dict[int, State]) -> None:

@@ -16,10 +16,11 @@ from booster_runtime.sharding import working_dtypes
 from booster_zero.engine.shard import Format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from booster_core.precision import PrecisionPolicy
     from booster_runtime.sharding import ShardingRanks
+    from booster_zero.engine.listed import ListedParameters
 
 _LEAST_TABLE_BYTES = 2**22
 """Smaller tables of embeddings travel with other parameters."""
@@ -123,8 +124,9 @@ class ShardingOptions:
         policy: PrecisionPolicy,
         device: torch.device,
         *,
+        listed: ListedParameters,
+        lays_out_all: bool = False,
         home: torch.device | None = None,
-        held: Container[int] | None = None,
         copies: Mapping[int, tuple[int, ...]] | None = None,
         ranks: Mapping[int, ShardingRanks] | None = None,
     ) -> Callable[[nn.Parameter], Format]:
@@ -134,9 +136,10 @@ class ShardingOptions:
             model: The user's model.
             policy: Precision of the run.
             device: Where forward runs.
-            home: Where the optimizer steps; ``None`` for ``device``.
-            held: The ``id`` of parameters that the optimizer lists, where others are laid out too; those are trained,
-                and only they have masters. ``None`` where only listed parameters are laid out.
+            listed: The parameters that the optimizers list.
+            lays_out_all: Whether parameters are laid out, too, that are neither trained nor listed. They have no
+                masters.
+            home: Where the optimizers step; ``None`` for ``device``.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
             ranks: For parameters that other ranks share than the layout's, by ``id``: `Format.ranks`.
         """
@@ -145,8 +148,9 @@ class ShardingOptions:
 
         def format_of(parameter: nn.Parameter) -> Format:
             working = working_dtype(parameter)
-            is_trained = parameter.requires_grad or (held is not None and id(parameter) in held)
-            has_master = working in NARROW and policy.param_dtype is not None and (held is None or is_trained)
+            is_trained = parameter.requires_grad or (lays_out_all and parameter in listed)
+            has_master = working in NARROW and policy.param_dtype is not None and (is_trained or not lays_out_all)
+            optimizer = listed.number_of(parameter)
             return Format(
                 working=working,
                 master=policy.master_dtype if has_master else working,
@@ -159,6 +163,8 @@ class ShardingOptions:
                 # Copies are laid out alike wherever they are, also where they are no embedding's.
                 is_table=id(parameter) in tables - (copies or {}).keys()
                 and parameter.numel() * working.itemsize >= _LEAST_TABLE_BYTES,
+                optimizer=optimizer,
+                partition=listed.partitions[optimizer],
             )
 
         return format_of

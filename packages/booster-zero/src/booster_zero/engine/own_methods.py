@@ -42,9 +42,9 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
 
     Collective: every rank of the world, with the same arguments.
     """
-    buckets = optimizer.in_order_of_forward()
+    buckets, engine = optimizer.buckets(), optimizer.engine
     with NamedCall(f"optimizer.{name}"):
-        optimizer.gathers.begin_step(optimizer.layout.buckets, optimizer.names)
+        engine.gathers.begin_step(engine.layout.buckets, engine.names)
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
                 if bucket.home.moves:
@@ -53,13 +53,13 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
             result = method(*args, **kwargs)
             flags = bytearray(was != _bits(bucket) for was, bucket in zip(before, buckets, strict=True))
         # A rank that owns nothing of a bucket does not see what others have written into it.
-        anywhere = RaisedAnywhere(flags, optimizer.device, optimizer.ranks.holders).wait()
+        anywhere = RaisedAnywhere(flags, engine.device, engine.ranks.holders).wait()
         published: dict[Bucket, Pending] = {}
         for bucket, is_written in zip(buckets, anywhere, strict=True):
             if is_written:
                 with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
                     published[bucket] = bucket.publish()
-        optimizer.gathers.end_step(published)
+        engine.gathers.end_step(published)
     return result
 
 

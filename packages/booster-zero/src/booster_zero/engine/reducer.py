@@ -31,7 +31,7 @@ from booster_zero.engine.rounds import Filling, Round, Underway
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from torch import Tensor, nn
@@ -208,33 +208,38 @@ class Reducer:
             if not bucket.home.moves:  # which has them only while the optimizer steps
                 self._stand_ins.show_pieces([piece for piece in bucket.pieces if piece.index in missing])
 
-    def clear(self) -> None:
-        """Forget all gradients.
+    def clear(self, buckets: Collection[Bucket] | None = None) -> None:
+        """Forget the gradients of some buckets, or all.
 
         Collective: none; after a backward that raised, every rank of the shard group.
         """
         self._finish_interrupted()
         with torch.no_grad():
             self.underway.wait_until(0)
-        self._is_open = self._has_local = False
-        self._late.clear()
-        self.used.clear()
-        self._local.clear()
-        self._round = Round()
-        self._stand_ins.clear()
-        self._with_pieces = set()
+        if buckets is None:
+            buckets = self.buckets
+            self._is_open = self._has_local = False
+            self._late.clear()
+            self._round = Round()
+        cleared = {slot.index for bucket in buckets for slot in bucket.plan.slots}
+        self.used -= cleared
+        self._with_pieces -= cleared
+        for index in self._local.keys() & cleared:
+            del self._local[index]
+        self._stand_ins.clear(cleared)
         with DisableTorchFunctionSubclass():
-            for bucket in self.buckets:
+            for bucket in buckets:
                 bucket.drop_gradient()
                 for parameter in bucket.parameters:
                     parameter.grad = None
 
-    def zero(self) -> None:
-        """Set the gradients to zero; parameters that have one keep it."""
+    def zero(self, buckets: Collection[Bucket] | None = None) -> None:
+        """Set the gradients of some buckets, or all, to zero; parameters that have one keep it."""
         self._take_dropped()
-        for kept in self._local.values():
-            kept.zero_()
-        for bucket in self.buckets:
+        for bucket in self.buckets if buckets is None else buckets:
+            for slot in bucket.plan.slots:
+                if slot.index in self._local:
+                    self._local[slot.index].zero_()
             bucket.zero_gradient()
             for parameter in bucket.parameters:
                 if holds_values(parameter.grad):

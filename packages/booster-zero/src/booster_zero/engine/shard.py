@@ -56,6 +56,8 @@ class Format:
             of the same copies must be laid out alike on each of the stages.
         ranks: The ranks that share the parameter, where they are others than those of the layout.
         is_table: Whether the parameter is large, and forward looks up some of its rows: only these have gradients.
+        optimizer: Which of the model's optimizers steps on the parameter.
+        partition: How that takes it: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
     """
 
     working: torch.dtype
@@ -67,6 +69,8 @@ class Format:
     copies: tuple[int, ...] = ()
     ranks: ShardingRanks | None = None
     is_table: bool = False
+    optimizer: int = 0
+    partition: str = "flat"
 
     @property
     def has_copy(self) -> bool:

@@ -219,11 +219,12 @@ class StandIns:
             del self._shown[index]
         return dropped, bool(dropped) and not self._shown
 
-    def clear(self) -> None:
-        """Count all stand-ins as not shown; whoever calls this sets the gradients."""
-        self._shown = {}
-        self._hidden = {}
-        self._shown_pieces = {}
+    def clear(self, indices: Iterable[int]) -> None:
+        """Count the stand-ins of some parameters as not shown; whoever calls this sets the gradients."""
+        for index in indices:
+            self._shown.pop(index, None)
+            self._hidden.pop(index, None)
+            self._shown_pieces.pop(index, None)
 
     def _zeroing(self, index: int) -> Callable[[], None]:
         method = self._zero  # weak: a parameter must not keep alive what it belongs to

@@ -8,6 +8,7 @@ from booster_core.errors import CheckpointError
 from booster_core.state import (
     MASTER,
     JSONValue,
+    ListedGroup,
     ParamGroup,
     Replica,
     ReplicatedStateAdapter,
@@ -17,7 +18,7 @@ from booster_core.state import (
     flatten_state,
     unsaved_state,
 )
-from booster_runtime.sharding import piece_shard, whole_shard
+from booster_runtime.sharding import piece_meta, piece_shard, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
     from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.engine import ShardedEngine
     from booster_zero.engine.shard import BucketPiece
 
 
@@ -37,7 +38,7 @@ class ZeroStateAdapter(StateAdapter):
 
     Args:
         model: The boosted model.
-        optimizer: Its optimizer.
+        sharded: Its trained parameters, and the optimizers; ``None`` where there are none.
         coordinator: Tells rank and number of ranks.
         held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
             the same part.
@@ -46,30 +47,30 @@ class ZeroStateAdapter(StateAdapter):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: ZeroOptimizer | None,
+        sharded: ShardedEngine | None,
         coordinator: DistCoordinator | Replica,
         held_by: Mapping[str, Replica] | None = None,
     ) -> None:
         self.replicated = ReplicatedStateAdapter(model, None, coordinator, held_by=held_by)
-        self.optimizer = optimizer
+        self.sharded = sharded
         self.taken_as_parameters: set[int] = set()
 
     @property
     def keeps_values(self) -> bool:
         """Whether no home moves values between memories."""
-        return self.optimizer is None or not self.optimizer.home.moves
+        return self.sharded is None or not self.sharded.home.moves
 
     # ---- the model
 
     def model_shards(self) -> Iterator[TensorShard]:
-        if self.optimizer is not None:
-            self.optimizer.gathers.wait()
+        if self.sharded is not None:
+            self.sharded.gathers.wait()
         return self.replicated.model_shards()
 
     def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
         """Yield masters in place of parameters that a file holds in another format, and all else as it is."""
         buckets = self.buckets_to_export(dtypes)
-        names = self.required_optimizer().names if buckets else {}
+        names = self.required_engine().names if buckets else {}
         with_masters = {names[slot.index] for bucket in buckets for slot in bucket.plan.slots if slot.numel}
         yield from (shard for shard in self.model_shards() if shard.name not in with_masters)
         for bucket in buckets:
@@ -80,9 +81,9 @@ class ZeroStateAdapter(StateAdapter):
 
     def buckets_to_export(self, dtypes: Mapping[str, torch.dtype]) -> list[Bucket]:
         """Return the buckets with masters of which a file of these formats shows more than the working values do."""
-        if self.optimizer is None:
+        if self.sharded is None:
             return []
-        names = self.optimizer.names
+        names = self.sharded.names
         return [
             bucket
             for bucket in self.buckets_with_masters()
@@ -99,7 +100,7 @@ class ZeroStateAdapter(StateAdapter):
         working format are not yielded: those that an optimizer's file has brought before are truer than the model's.
         """
         yield from self.model_shards()
-        for bucket in self.buckets_with_masters() if self.optimizer is not None else ():
+        for bucket in self.buckets_with_masters() if self.sharded is not None else ():
             rounded = self._rounded_pieces(bucket, stored)
             if rounded:
                 with bucket.in_use(changes=True):
@@ -108,7 +109,7 @@ class ZeroStateAdapter(StateAdapter):
 
     def _rounded_pieces(self, bucket: Bucket, stored: Mapping[str, TensorMeta]) -> list[BucketPiece]:
         """Return the pieces of a bucket whose values in a file lose digits in the working format."""
-        names, working = self.required_optimizer().names, bucket.format.working
+        names, working = self.required_engine().names, bucket.format.working
         metas = ((piece, stored.get(names[piece.index])) for piece in bucket.pieces)
         return [piece for piece, meta in metas if meta is not None and meta.dtype != working]
 
@@ -124,10 +125,10 @@ class ZeroStateAdapter(StateAdapter):
     # ---- the optimizer
 
     def optimizer_shards(self) -> Iterator[TensorShard]:
-        zero = self.required_optimizer()
-        states = zero.hosted.states()
+        zero = self.required_engine()
+        states = {index: state for hosted in zero.hosted for index, state in hosted.states().items()}
         with_masters = set(self.buckets_with_masters())
-        members = zero.hosted.members()  # of others the model has all there is
+        members = zero.members()  # of others the model has all there is
         for bucket in zero.layout.buckets:
             with bucket.in_use(changes=True):
                 for piece in bucket.pieces:
@@ -145,18 +146,22 @@ class ZeroStateAdapter(StateAdapter):
         Args:
             index: The parameter's number; this run keeps no masters of it.
         """
-        zero = self.required_optimizer()
+        zero = self.required_engine()
         zero.gathers.wait()
         yield whole_shard(zero.names[index], MASTER, zero.layout.parameters[index], is_owner=False)
 
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        return self.required_optimizer().hosted.scalars()
+        return {name: scalars for group in self._groups() for name, _, scalars in group.states() if scalars}
 
     def unsaved_state(self) -> Sequence[str]:
-        return unsaved_state(self.required_optimizer().unwrap())
+        return [key for hosted in self.required_engine().hosted for key in unsaved_state(hosted.optimizer)]
 
     def param_groups(self) -> Sequence[ParamGroup]:
-        return self.required_optimizer().hosted.param_groups()
+        return [group.described() for group in self._groups()]
+
+    def _groups(self) -> list[ListedGroup]:
+        """Return the parameter groups of all optimizers."""
+        return [group for hosted in self.required_engine().hosted for group in hosted.listed()]
 
     def prepare_optimizer_load(
         self,
@@ -164,30 +169,38 @@ class ZeroStateAdapter(StateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
-        zero = self.required_optimizer()
-        bucket_of = {piece.index: bucket for bucket in zero.layout.buckets for piece in bucket.pieces}
-
-        def offload(states: Mapping[int, State]) -> None:
-            if states:  # of one bucket
-                bucket_of[next(iter(states))].offload_state(states)
-
-        has_master = {slot.index for bucket in self.buckets_with_masters() for slot in bucket.plan.slots}
-        taken = zero.hosted.prepare_load(
-            tensors,
-            scalars,
-            groups,
-            has_master=has_master,
-            # One after the other, so that at most a bucket's worth is in memory on its way to files.
-            batches=[[piece.index for piece in bucket.pieces] for bucket in zero.layout.buckets],
-            on_batch=offload,
-        )
+        zero = self.required_engine()
+        listed = self._groups()
+        for group, saved in zip(listed, groups, strict=True):
+            group.set_options(saved.options)
+        group_of = {name: group for group in listed for name in group.names}
+        # One bucket after the other, so that at most a bucket's worth is in memory on its way to files.
+        for bucket in zero.layout.buckets:
+            made: dict[int, State] = {}
+            for piece in bucket.pieces:
+                name = zero.names[piece.index]
+                if name in group_of:
+                    metas = {key: piece_meta(key, meta, piece) for key, meta in tensors.get(name, {}).items()}
+                    state = group_of[name].restore(name, metas, scalars.get(name, {}))
+                    if state:
+                        made[piece.index] = state
+            if made:
+                bucket.offload_state(made)
         # Without masters of its own, a run takes the true values as its parameters.
-        self.taken_as_parameters = set(taken)
+        with_masters = set(self.buckets_with_masters())
+        self.taken_as_parameters = {
+            slot.index
+            for bucket in zero.layout.buckets
+            for slot in bucket.plan.slots
+            if bucket not in with_masters
+            and (name := zero.names[slot.index]) in group_of
+            and MASTER in tensors.get(name, {})
+        }
         if zero.home.is_on_disk:
             zero.raise_together(zero.home.problem("What found no room has it in RAM; nothing has been read yet."))
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        zero = self.optimizer
+        zero = self.sharded
         if zero is None:
             return
         zero.gathers.wait()
@@ -202,18 +215,18 @@ class ZeroStateAdapter(StateAdapter):
 
     def buckets_with_masters(self) -> list[Bucket]:
         """Return the buckets whose optimizer updates a copy in another format."""
-        buckets = self.required_optimizer().layout.buckets
+        buckets = self.required_engine().layout.buckets
         return [bucket for bucket in buckets if bucket.format.working != bucket.format.master]
 
     def shard_of(self, piece: BucketPiece, state: str | None, tensor: Tensor, *, is_owner: bool = True) -> TensorShard:
         """Return the shard of a piece's values or state."""
-        zero = self.required_optimizer()
+        zero = self.required_engine()
         is_owner = is_owner and zero.layout.ranks_of(piece.index).replica_rank == 0
         return piece_shard(zero.names[piece.index], state, piece, tensor, is_owner=is_owner)
 
-    def required_optimizer(self) -> ZeroOptimizer:
-        """Return the optimizer, which a call is about."""
-        if self.optimizer is None:
+    def required_engine(self) -> ShardedEngine:
+        """Return the engine, whose optimizers a call is about."""
+        if self.sharded is None:
             msg = "There is no optimizer to save or load: none was passed with the model."
             raise CheckpointError(msg)
-        return self.optimizer
+        return self.sharded

@@ -1,7 +1,7 @@
 """Parameters that are gathered while they are used, and sharded in between: what Gemini and ZeRO-3 of hybrid share.
 
 Parameters are laid out in chunks (`ChunkManager`). `ParameterHooks` gather them for a model's forward, and for its
-backward where that needs their values; `GatheringOptimizer` steps on this rank's slices.
+backward where that needs their values.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from booster_zero.gathering.hooks import LeafModules, ParameterHooks, check_modules
 from booster_zero.gathering.manager import ChunkManager
 from booster_zero.gathering.model import GatheringModel
-from booster_zero.gathering.optimizer import GatheringOptimizer
 from booster_zero.gathering.state import ChunkStateAdapter
 
 __all__ = [
     "ChunkManager",
     "ChunkStateAdapter",
     "GatheringModel",
-    "GatheringOptimizer",
     "LeafModules",
     "ParameterHooks",
     "check_modules",

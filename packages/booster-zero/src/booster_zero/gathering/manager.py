@@ -42,7 +42,6 @@ class ChunkManager:
         model: The user's model, with values on this rank's device; its parameters become absent.
         ranks: The ranks that share the chunks.
         format_of: Formats and places of a parameter.
-        kind: ``"flat"`` or ``"parameter"``, see `booster_zero.engine.partition`.
         chunk_bytes: Size of a chunk in the format in which its gradients travel.
         max_prefetch: How many chunks are gathered ahead of their use.
         max_ahead_bytes: What they may take at once, beyond the first; ``None`` for no limit. Every rank's is the same.
@@ -74,7 +73,6 @@ class ChunkManager:
         ranks: ShardingRanks,
         format_of: Callable[[nn.Parameter], Format],
         *,
-        kind: str,
         chunk_bytes: int,
         max_prefetch: int,
         max_ahead_bytes: int | None = None,
@@ -117,7 +115,7 @@ class ChunkManager:
         self._chunk_of: dict[int, Bucket] = {}
         self._number_of: dict[Bucket, int] = {}
         self._valued = frozenset(index for index in self.parameters if index not in lazy)
-        self.layout = Layout(ranks, self._make, kind=kind, bucket_bytes=chunk_bytes)
+        self.layout = Layout(ranks, self._make, bucket_bytes=chunk_bytes)
         formats = {index: format_of(parameter) for index, parameter in self.parameters.items()}
         for unit in [[*self.parameters]] if units is None else units:
             of_unit = {index: self.parameters[index] for index in unit}
@@ -394,7 +392,7 @@ class ChunkManager:
         if not self._watch.phases_left:
             self.order.is_on = False
             return
-        self.order.meet(self._device())
+        self.meet()
         self._watch.phases_left -= 1
         self.tell_changes()
 
@@ -426,10 +424,23 @@ class ChunkManager:
         if error is not None:
             raise error
 
-    def order_of_first_use(self) -> list[int]:
-        """Return all parameters in the order of their first use so far, unused ones last."""
-        first = self.first_uses or {}
+    # ---- what the engine tells, see `Wholes`
+
+    def in_order_of_forward(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Return the chunks as they are: they are laid out in the order of forward."""
+        return buckets
+
+    def order_to_lay_out(self, order: list[int], layout: Layout) -> list[int] | None:
+        """Return all parameters in the order of their first use so far, unused ones last; see `Wholes`."""
+        del order, layout
+        first, self.first_uses = self.first_uses, None
+        if first is None:  # the order of gathers makes no difference
+            return None
         return [*first, *(index for index in self.parameters if index not in first)]
+
+    def before_laying_out(self) -> None:
+        """Release every chunk."""
+        self.release_all()
 
     def after_laying_out(self) -> None:
         """Take note that the layout has new chunks, whose values are in place."""
@@ -444,7 +455,15 @@ class ChunkManager:
         self.timeline.forget()
         self.is_laid_out_again = True
 
-    # ---- what the optimizer tells, see `Wholes`
+    def meet(self) -> None:
+        """Raise if other ranks still use parameters, where ranks compare what they do.
+
+        Raises:
+            ConfigError: If they do.
+
+        Collective: every rank of the shard group, where it compares; else none.
+        """
+        self.order.meet(self._device())
 
     def begin_backward(self) -> None:
         """Begin the phase of backward.

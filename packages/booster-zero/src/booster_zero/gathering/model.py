@@ -15,7 +15,7 @@ from booster_runtime.sharding import generate_together
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.engine import ShardedEngine
     from booster_zero.gathering.manager import ChunkManager
 
 
@@ -29,7 +29,7 @@ class GatheringModel(ModelWrapper):
     """
 
     manager: ChunkManager
-    _optimizer: ZeroOptimizer | None
+    _sharded: ShardedEngine | None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be pickled, as by ``torch.save``.
@@ -45,13 +45,13 @@ class GatheringModel(ModelWrapper):
         generate_together(self)
 
     def _before_forward(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.reducer.watch()
-            self._optimizer.reducer.hide_stand_ins()
+        if self._sharded is not None:
+            self._sharded.reducer.watch()
+            self._sharded.reducer.hide_stand_ins()
 
     def _after_forward(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.reducer.show_stand_ins()
+        if self._sharded is not None:
+            self._sharded.reducer.show_stand_ins()
 
     @contextlib.contextmanager
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:

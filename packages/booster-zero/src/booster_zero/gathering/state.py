@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
     from booster_core.state import Replica
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.engine import ShardedEngine
     from booster_zero.gathering.model import GatheringModel
 
 
@@ -27,14 +27,14 @@ class ChunkStateAdapter(ZeroStateAdapter):
 
     Args:
         model: The boosted model.
-        optimizer: Its optimizer.
+        sharded: Its trained parameters; ``None`` where there are none.
         coordinator: Tells rank and number of ranks, of those that share the chunks.
     """
 
     def __init__(
-        self, model: GatheringModel, optimizer: ZeroOptimizer | None, coordinator: DistCoordinator | Replica
+        self, model: GatheringModel, sharded: ShardedEngine | None, coordinator: DistCoordinator | Replica
     ) -> None:
-        super().__init__(model, optimizer, coordinator)
+        super().__init__(model, sharded, coordinator)
         self._manager = model.manager
         self._module = model.unwrap()
         self._coordinator = coordinator

@@ -1,0 +1,384 @@
+"""`ShardedEngine`: the sharded parameters of one model, their gradients, and the optimizers that step on them.
+
+Gradients come from the `Reducer`; how long whole values are kept, and when they are gathered, is a matter of the
+buckets and of `Wholes`. Reduction and norms go by model, steps by optimizer: each has buckets of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from booster_core.errors import ConfigError
+from booster_core.ranks import DistCoordinator
+from booster_core.state import NamedTensors
+from booster_runtime import collectives
+from booster_runtime.sharding import (
+    BufferWatch,
+    HostedOptimizer,
+    RaisedAnywhere,
+    numbers_of_group,
+    raise_for_unused,
+    refuse_gradient,
+)
+from booster_zero.engine.reducer import Reducer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from booster_runtime.sharding import ShardingRanks
+    from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.gathers import Wholes
+    from booster_zero.engine.home import Home
+    from booster_zero.engine.layout import Layout
+    from booster_zero.engine.listed import ListedParameters
+    from booster_zero.engine.options import ShardingOptions
+    from booster_zero.engine.shard import Format
+
+
+class ShardedEngine:
+    """Keeps the parameters of a model in buckets, and reduces their gradients.
+
+    Args:
+        model: The user's model.
+        optimizers: The user's optimizers; their groups list this rank's pieces from now on.
+        config: Options.
+        listed: The parameters that the optimizers list.
+        layout: The buckets; parameters that are in none yet are added.
+        format_of: Formats and devices of a parameter.
+        home: Keeps this rank's part of the buckets.
+        gathers: Brings whole values to where they are used.
+        device: Where forward runs.
+
+    Attributes:
+        hosted: The optimizers.
+        names: Names of the model's parameters by number.
+        index_of: Numbers of the parameters by ``id``.
+        reducer: Brings gradients into the buckets.
+        used_anywhere: By parameter, whether any rank used it since its gradient was dropped.
+        changed_buffers: For each buffer, whether forward has changed it on any rank since the last step.
+
+    Raises:
+        ConfigError: If a parameter is of a kind that can't be sharded.
+
+    Collective: every rank of the world.
+    """
+
+    gathers: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        config: ShardingOptions,
+        listed: ListedParameters,
+        layout: Layout,
+        format_of: Callable[[nn.Parameter], Format],
+        home: Home,
+        gathers: Wholes,
+        device: torch.device,
+    ) -> None:
+        named = NamedTensors.of(model)
+        parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self.index_of = {key: index for index, key in enumerate(parameters)}
+        self.names = {index: named.name_of[key] for index, key in enumerate(parameters)}
+        self.config = config
+        self.device = device
+        self.ranks: ShardingRanks = layout.ranks
+        self.layout = layout
+        self.home = home
+        self._home_keeps_state = home.moves or home.is_on_disk  # and may find no room for it
+        self.gathers = gathers
+        self._format_of = format_of
+        self._listed = listed
+        self.used_anywhere: dict[int, bool] = {}
+        self._agreed_rounds = 0
+        self.changed_buffers: list[bool] = []
+        self._buffers = BufferWatch(model)
+        self._stepped: set[int] = set()
+        self.hosted = [HostedOptimizer(each, self.names) for each in optimizers]
+        self.reducer = Reducer(
+            (), self.names, overlap=config.overlap_communication, agree_on_record=self.agree_on_record
+        )
+        # Whether a group lists them or not: norms count their gradients, and a group may list them later.
+        self._trained = {
+            index: parameter
+            for index, parameter in enumerate(parameters.values())
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+        self._adopt([(hosted, group) for hosted in self.hosted for group in hosted.optimizer.param_groups])
+        # What is unfrozen later is meant to train.
+        members = self.members()
+        self._refused = {
+            index: refuse_gradient(parameter, self.names[index])
+            for index, parameter in enumerate(parameters.values())
+            if not parameter.requires_grad and index not in members
+        }
+
+    # ---- optimizers
+
+    def members(self) -> set[int]:
+        """Return the numbers of all parameters that an optimizer lists."""
+        return set().union(*(hosted.members() for hosted in self.hosted))
+
+    def partition_of(self, number: int) -> str:
+        """Return how the optimizer with a number takes parameters: ``"flat"`` or ``"parameter"``."""
+        return self._listed.partitions[number]
+
+    def new_members(self, given: Any) -> list[int]:
+        """Return the numbers of the parameters of a group that is to be added.
+
+        Args:
+            given: The group's ``"params"``.
+
+        Raises:
+            ConfigError: If a parameter is not the model's, or is in a group already.
+        """
+        remedy = "Boost the model with all the parameters that it will have."
+        return numbers_of_group(given, self.index_of, self.members(), self.names, remedy=remedy)
+
+    def add_group(self, number: int, members: Sequence[int]) -> None:
+        """Take over the last group of an optimizer, which lists parameters of the model still.
+
+        Args:
+            number: Of the optimizer.
+            members: The numbers of the parameters.
+
+        Collective: every rank of the shard group, where parameters get masters or go to another bucket; else none.
+        """
+        hosted = self.hosted[number]
+        group = hosted.optimizer.param_groups[-1]
+        self._listed.add(group["params"], number)
+        self._adopt([(hosted, group)])
+        for index in members:
+            handle = self._refused.pop(index, None)
+            if handle is not None:
+                handle.remove()
+
+    def _adopt(self, added: Sequence[tuple[HostedOptimizer, Mapping[str, Any]]]) -> None:
+        """Take over groups that hosted optimizers list but do not host yet."""
+        by_index = {self.index_of[id(parameter)]: parameter for _, group in added for parameter in group["params"]}
+        for index, parameter in by_index.items():
+            if not parameter.is_floating_point():
+                msg = (
+                    f"Parameter '{self.names[index]}' is of {parameter.dtype}; only floating parameters can be sharded."
+                )
+                raise ConfigError(msg)
+        self.layout.add_missing({**self._trained, **by_index}, self._format_of)
+        if self.layout.take_formats(by_index, self._format_of):
+            self.rebuild(self.layout.order())
+        pieces = self.layout.pieces()
+        for hosted, group in added:
+            indices = [self.index_of[id(parameter)] for parameter in group["params"]]
+            own = {index: pieces[index] for index in indices if index in pieces}
+            hosted.adopt(len(hosted.groups), indices, own)
+        self.offload_state(self.layout.buckets)
+        self.reducer.set_buckets(self.in_order_of_forward()[::-1])
+
+    def offload_state(self, buckets: Sequence[Bucket]) -> None:
+        """Move state that optimizers have made to where the buckets' home keeps it."""
+        if self._home_keeps_state:
+            states = [hosted.states() for hosted in self.hosted]
+            for bucket in buckets:
+                bucket.offload_state(states[bucket.format.optimizer])
+
+    # ---- layout
+
+    def in_order_of_forward(self, number: int | None = None) -> Sequence[Bucket]:
+        """Return buckets in the order in which forward is expected to use them; they are reduced in reverse.
+
+        Args:
+            number: Of the optimizer that steps on them; ``None`` for all buckets.
+        """
+        buckets: Sequence[Bucket] = self.gathers.in_order_of_forward(self.layout.buckets)
+        return buckets if number is None else [each for each in buckets if each.format.optimizer == number]
+
+    def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
+        """Lay the buckets out by what the first round has shown.
+
+        Args:
+            order: The parameters, in the order in which this rank's backward produced gradients.
+            late: Those whose gradients came again after their bucket had left.
+
+        Returns:
+            Those whose gradients came again too late on any rank.
+
+        Raises:
+            ConfigError: If other ranks still use parameters.
+
+        Collective: every rank that holds the same parameters.
+        """
+        self.gathers.meet()
+        came = set(order)
+        parameters = self.layout.parameters.items()
+        unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
+        every = collectives.all_gather_object((late, unused), self.ranks.holders)
+        self.reducer.unused_somewhere = {index for _, of_rank in every for index in of_rank}
+        self._lay_out_again(order)
+        return {index for of_rank, _ in every for index in of_rank}
+
+    def _lay_out_again(self, order: list[int]) -> None:
+        """Lay the buckets out in the order in which the first rank needs them.
+
+        Args:
+            order: The parameters in the order in which this rank's backward produced gradients.
+
+        Collective: every rank that holds the same parameters.
+        """
+        wanted = self.gathers.order_to_lay_out(order, self.layout)
+        if wanted is not None:
+            new = self.layout.order_with_copies_last(collectives.all_gather_object(wanted, self.ranks.holders)[0])
+            if new != self.layout.order():
+                self.rebuild(new)
+
+    def rebuild(self, order: Sequence[int]) -> None:
+        """Move values, gradients and state to where they are when parameters are laid out in another order.
+
+        Collective: every rank of the shard group.
+        """
+        self.gathers.before_laying_out()
+        held = {index: state for hosted in self.hosted for index, state in hosted.states().items()}
+        states = self.layout.rebuild(order, held)
+        pieces = self.layout.pieces()
+        for hosted in self.hosted:
+            hosted.replace(pieces, states)
+        self.layout.note_used(self.used_anywhere)
+        self.reducer.set_buckets(self.in_order_of_forward()[::-1])
+        self.gathers.after_laying_out()
+
+    # ---- gradients
+
+    def settle(self) -> None:
+        """Bring all gradients into the shards, and agree on which parameters were used.
+
+        Raises:
+            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong.
+
+        Collective: every rank of the world.
+        """
+        is_new = self.reducer.num_rounds != self._agreed_rounds
+        if is_new:
+            self.gathers.meet()
+        self.reducer.settle()
+        self._leave_out_dropped()
+        if self.reducer.num_rounds != self._agreed_rounds:
+            self._agreed_rounds = self.reducer.num_rounds
+            self._agree_on_used()
+            self.gathers.check_same_order()
+
+    def _agree_on_used(self) -> None:
+        indices, used = self.layout.order(), self.reducer.used
+        flags = bytearray(index in used for index in indices)
+        if self.config.unused == "raise":
+            unused = sorted(index for index, is_used in zip(indices, flags, strict=True) if not is_used)
+            members = self.members()  # others may stay as they are
+            unused = [index for index in unused if index in members and self.layout.parameters[index].requires_grad]
+            raise_for_unused([self.names[index] for index in unused])
+        flags.extend(self._buffers.changed() if self.config.broadcast_buffers else ())
+        flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
+        self.layout.average_over_replicas()
+        anywhere = flagged.wait()
+        found = {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
+        self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
+        self.used_anywhere = self.join_copies(found)
+        self.reducer.show_used({index for index, is_used in self.used_anywhere.items() if is_used})
+        self.changed_buffers = [bool(has_changed) for has_changed in anywhere[len(indices) :]]
+        self.layout.note_used(self.used_anywhere)
+
+    def _leave_out_dropped(self) -> None:
+        """Leave parameters as they are whose gradient a script has dropped."""
+        dropped, self.reducer.dropped = self.reducer.dropped, set()
+        if dropped:
+            self.used_anywhere.update(dict.fromkeys(dropped, False))
+            self.layout.note_used(self.used_anywhere)
+
+    def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
+        """Add up what other ranks than the holders have of the gradients, and return which parameters were used.
+
+        There are none, unless a strategy keeps copies of a parameter on several stages of one model.
+
+        Args:
+            used: By parameter, whether any of its holders used it.
+
+        Collective: every rank of the strategy's mesh.
+        """
+        return used
+
+    def is_used(self, bucket: Bucket) -> bool:
+        """Whether any of a bucket's parameters took part in backward on any rank."""
+        return any(self.used_anywhere.get(slot.index) for slot in bucket.plan.slots)
+
+    def drop_gradients(self, number: int) -> None:
+        """Drop the gradients of what the optimizer with a number steps on."""
+        buckets = self.in_order_of_forward(number)
+        if len(buckets) == len(self.layout.buckets):
+            self.reducer.clear()
+            self.used_anywhere = {}
+            return
+        self.reducer.clear(buckets)
+        for bucket in buckets:
+            for slot in bucket.plan.slots:
+                self.used_anywhere.pop(slot.index, None)
+
+    # ---- steps
+
+    def send_buffers(self) -> None:
+        """Give every rank the first rank's values of buffers that forward has changed since the last call.
+
+        Collective: every rank that holds the same parameters.
+        """
+        self._buffers.send_changed(self.changed_buffers, self.ranks.holders)
+        self.changed_buffers = []
+
+    def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Bring what the optimizers of this rank hold of some buckets, or all, into every rank's parameters.
+
+        Collective: the shard group.
+        """
+        self.gathers.wait()
+        chosen = self.layout.buckets if buckets is None else buckets
+        for bucket, pending in [(bucket, bucket.publish()) for bucket in chosen]:
+            pending.wait()
+            bucket.mark_changed()
+
+    def note_step(self, number: int) -> None:
+        """Note that the step of an optimizer is complete, and call `end_step` when all have stepped.
+
+        Collective: as `end_step`.
+        """
+        self._stepped.add(number)
+        if len(self._stepped) == len(self.hosted):
+            self._stepped.clear()
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Raise on every rank what went wrong on any apart from the step itself, which is complete.
+
+        Collective: every rank of the world, where state may be on a disk; else none.
+        """
+        if self._home_keeps_state:
+            told = "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
+            self.raise_together(self.home.problem(told))
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank an error that any has, where tensors are offloaded to a disk or moved.
+
+        Collective: every rank of the world, where they are; else none.
+        """
+        if self.is_anywhere(error):
+            with DistCoordinator().together("offload to disk"):
+                if error is not None:
+                    raise error
+
+    def is_anywhere(self, error: Exception | None) -> bool:
+        """Return whether any rank has an error, where tensors are offloaded to a disk or moved; else ``False``.
+
+        Collective: every rank of the world, where they are; else none.
+        """
+        if not self._home_keeps_state:
+            return False
+        return any(RaisedAnywhere(bytearray([error is not None]), self.device).wait())
