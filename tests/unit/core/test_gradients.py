@@ -243,3 +243,12 @@ def test_a_norm_at_the_limit_is_left_alone():
     gradient = torch.tensor([3.0, 4.0])
     assert float(clip_by_norm([gradient], 5.1)) == 5.0
     assert gradient.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("worst", [1.0, math.inf, math.nan])
+def test_an_infinite_bound_changes_no_gradient(worst):
+    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([worst])]
+    before = [each.clone() for each in gradients]
+    norm = clip_by_norm(gradients, math.inf)
+    assert torch.equal(norm, global_norm(before)) or (norm.isnan() and math.isnan(worst))
+    assert all(a.equal(b) or (a.isnan() & b.isnan()).all() for a, b in zip(gradients, before, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,6 +99,8 @@ class GeminiOptimizer(ZeroOptimizer):
         norm = global_norm(parts, norm_type, groups=groups, dtype=self.norm_dtype, device=self.engine.device)
         if error_if_nonfinite:
             check_finite_norm(norm)
+        if max_norm == math.inf:
+            return norm
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
         if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
             for part in self._parts_of_all():

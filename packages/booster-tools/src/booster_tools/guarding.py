@@ -114,13 +114,10 @@ class Guard:
         """Return whether to leave out the step."""
         if optimizer.found_overflow:
             return False  # the loss scale leaves it out
-        scaling = optimizer.scaling
-        if scaling.norm is None:
-            optimizer.clip_grad_by_norm(math.inf)
-        norm = scaling.norm
+        norm = optimizer.grad_norm()
         if norm is not self._decided:  # several optimizers share a norm, and a decision
             self._decided = norm
-            self._refuses = self._is_too_large(float(norm), optimizer.num_steps + 1)  # type: ignore[arg-type]
+            self._refuses = self._is_too_large(float(norm), optimizer.num_steps + 1)
         return self._refuses
 
     def _is_too_large(self, norm: float, step: int) -> bool:

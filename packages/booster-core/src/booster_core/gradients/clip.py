@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ def clip_by_norm(
 
     Args:
         gradients: The gradients held on this rank, all of which are scaled.
-        max_norm: Largest global norm; 0 or more.
+        max_norm: Largest global norm; 0 or more. Infinity scales nothing, also where the norm is not finite.
         norm_type: Order of the norm; ``inf`` for the largest magnitude.
         counted: The part of ``gradients`` that this rank counts towards the norm; all by default. See `global_norm`.
         groups: Process groups over which the gradients are spread.
@@ -53,6 +54,8 @@ def clip_by_norm(
     norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups, dtype=dtype, device=device)
     if error_if_nonfinite:
         check_finite_norm(norm)
+    if max_norm == math.inf:
+        return norm
     # The same guard as torch's: clamping instead of branching keeps the device from having to be asked.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for place, held in _by_device(gradients).items():

@@ -6,6 +6,7 @@ object. A strategy subclasses it where its backward or step differs.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -307,7 +308,7 @@ class OptimizerWrapper(Optimizer):
         lists, as for ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``.
 
         Args:
-            max_norm: Largest global norm; 0 or more.
+            max_norm: Largest global norm; 0 or more. Infinity changes no gradient.
             norm_type: Order of the norm; ``inf`` for the largest magnitude.
             error_if_nonfinite: Raise where the norm is infinite or NaN. An overflow under a dynamic loss scale is not
                 an error: that step is skipped.
@@ -328,6 +329,20 @@ class OptimizerWrapper(Optimizer):
             forbids = error_if_nonfinite and not self.found_overflow
             norm = self.scaling.norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
         return norm
+
+    def grad_norm(self) -> Tensor:
+        """Return the global norm of the present step's gradients before clipping, and change none of them.
+
+        It is that of `clip_grad_by_norm` where the step's gradients were clipped, of any order; else it is computed,
+        once a step.
+
+        Returns:
+            As `clip_grad_by_norm`.
+
+        Collective: as `clip_grad_by_norm`.
+        """
+        norm = self.scaling.norm
+        return self.clip_grad_by_norm(math.inf) if norm is None else norm
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip the unscaled gradients by their global norm; sharded strategies name their groups here."""

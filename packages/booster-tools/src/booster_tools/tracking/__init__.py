@@ -9,10 +9,9 @@ from booster_tools.tracking.memory import MemoryTimeline, watch_memory
 from booster_tools.tracking.mlflow import MLflow
 from booster_tools.tracking.progress import ProgressBar
 from booster_tools.tracking.run import TrackedRun, track
+from booster_tools.tracking.run_services import Trackio, WeightsAndBiases
 from booster_tools.tracking.tensorboard import TensorBoard
 from booster_tools.tracking.throughput import Throughput
-from booster_tools.tracking.trackio import Trackio
-from booster_tools.tracking.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "GradientNorm",

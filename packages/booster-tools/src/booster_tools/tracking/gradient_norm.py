@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from booster_core.plugin import OptimizerWrapper
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 class GradientNorm(Meter):
     """Computes the global gradient norm before each step of a loop that does not clip, for its ``grad_norm``.
-
-    It clips by infinity, which changes no gradient; where one is not finite, all become NaN, as by any clipping.
 
     Args:
         optimizer: The boosted optimizer.
@@ -37,11 +34,11 @@ class GradientNorm(Meter):
 
     def start(self) -> None:
         """Begin to look at the gradients before each step."""
-        self._optimizer.before_step.append(self._clip)
+        self._optimizer.before_step.append(self._compute)
 
     def stop(self) -> None:
         """End it."""
-        self._optimizer.before_step.remove(self._clip)
+        self._optimizer.before_step.remove(self._compute)
 
     def measure(self, seconds: float, metrics: Mapping[str, Any]) -> Mapping[str, float | Tensor]:
         """Return nothing: the step's own metrics have the norm."""
@@ -49,7 +46,7 @@ class GradientNorm(Meter):
         return {}
 
     @staticmethod
-    def _clip(optimizer: OptimizerWrapper) -> bool:
-        if optimizer.scaling.norm is None and not optimizer.found_overflow:
-            optimizer.clip_grad_by_norm(math.inf)
+    def _compute(optimizer: OptimizerWrapper) -> bool:
+        if not optimizer.found_overflow:
+            optimizer.grad_norm()
         return False

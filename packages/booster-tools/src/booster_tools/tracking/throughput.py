@@ -51,8 +51,8 @@ class Throughput(Meter):
 
     Values of a step: ``samples_per_second`` and, of models that take token numbers of shape ``(N, T)`` first,
     ``tokens_per_second``, of all ranks together; ``tflops_per_device``, this rank's; ``mfu``, its part of the device's
-    peak, where that is known; ``peak_memory_bytes`` so far, of torch's allocator or else of the process; and
-    ``data_seconds``, the time spent waiting for batches that came through `batches`.
+    peak, where that is known; ``peak_memory_bytes`` so far, of torch's allocator or else of the process, read once a
+    second; and ``data_seconds``, the time spent waiting for batches that came through `batches`.
 
     Operations are those of the model's forward and backward, without recomputed ones: torch's ``FlopCounterMode``
     counts the first training forward, later ones are in proportion to their elements, and backward is twice the
@@ -97,6 +97,8 @@ class Throughput(Meter):
         self._flops_per_element = 0.0
         self._num_samples = self._num_tokens = self._num_elements = 0
         self._data_seconds = 0.0
+        self._peak_memory_bytes = 0.0
+        self._seconds_since_read = math.inf
 
     def start(self) -> None:
         """Begin to count forwards."""
@@ -125,7 +127,10 @@ class Throughput(Meter):
     def measure(self, seconds: float, metrics: Mapping[str, Any]) -> Mapping[str, float | Tensor]:
         """Return the values of the step that ended."""
         del metrics
-        values = {"peak_memory_bytes": float(self._peak_memory_bytes()), "data_seconds": self._data_seconds}
+        self._seconds_since_read += seconds
+        if self._seconds_since_read >= 1.0:  # on CPUs and on CUDA it takes 0.1 ms
+            self._peak_memory_bytes, self._seconds_since_read = float(self._read_peak_memory()), 0.0
+        values = {"peak_memory_bytes": self._peak_memory_bytes, "data_seconds": self._data_seconds}
         if self._num_samples:
             values["samples_per_second"] = self._num_samples * self._num_replicas / seconds
         if self._num_tokens:
@@ -159,7 +164,7 @@ class Throughput(Meter):
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._flops_per_element *= -self._counter.get_total_flops()
 
-    def _peak_memory_bytes(self) -> int:
+    def _read_peak_memory(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
