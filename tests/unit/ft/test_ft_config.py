@@ -7,7 +7,7 @@ from free_ports import free_port
 
 from booster_core.errors import ConfigError
 from booster_ft import FaultToleranceConfig, FaultTolerantPlugin
-from booster_ft.lighthouse import groups_outside
+from booster_ft.liveness import groups_outside
 
 
 @pytest.fixture(autouse=True)

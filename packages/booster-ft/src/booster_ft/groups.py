@@ -27,8 +27,7 @@ from booster_core.log import log
 from booster_core.plugin import hookimpl, register_hooks, unregister_hooks, unwrap_model
 from booster_core.ranks import current_world
 from booster_ft.averaging import agree, average, total
-from booster_ft.lighthouse import groups_outside
-from booster_ft.liveness import RankWatch
+from booster_ft.liveness import RankWatch, groups_outside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,10 +135,8 @@ class ReplicaGroups:
     def average(self) -> None:
         """Average the gradients over the groups that take part, unless that is done.
 
-        Gradients that are added to an average are averaged with it again: the average is the same in all groups.
-
-        A group that lacks an average does not take part in what follows, so that a step is committed only by groups
-        that have averages of the same gradients.
+        Gradients that are added to an average are averaged with it again: the average is the same in all groups. A
+        group that lacks one does not take the step.
 
         Collective: every rank of the group.
         """
@@ -147,14 +144,9 @@ class ReplicaGroups:
             return
         self.begin()
         self._is_averaged = True
-        layout: Any = self._optimizer.gradient_layout()
+        self._compare(f"{self._settings()} {self._optimizer.gradient_layout()}", _different_gradients())
         for gradients in self._optimizer.gradients_in_parts():
-            if layout is not None:
-                sizes = [(str(each.dtype), each.numel()) for each in gradients]
-                self._compare(f"{self._settings()} {layout} {sizes}", _different_gradients())
-                layout = None
             average(self.manager, gradients, self._device)
-        self._compare("end", _different_gradients())
 
     def commits(self) -> bool:
         """Return whether this group takes the step; all of its ranks, or none.
@@ -351,7 +343,6 @@ class ReplicaGroups:
             store_port=port,
             lighthouse_addr=lighthouse,
             replica_id=f"group_{config.replica_id}",
-            hostname=own_host,
             # Values at the first step are compared, since at most one rank would get another group's.
             init_sync=False,
             quorum_retries=int(config.quorum_timeout_seconds),  # one each second, while no lighthouse answers

@@ -1,4 +1,4 @@
-"""`RankWatch`: a replica group is alive only while all of its ranks are.
+"""Which groups are alive, and `RankWatch`: a replica group is alive only while all of its ranks are.
 
 The lighthouse hears of a group from its first rank alone. If another rank stops, that one waits in a collective and
 goes on to be heard, and all other groups would wait for it. So each rank watches the one before it in a ring.
@@ -7,9 +7,11 @@ goes on to be heard, and all other groups would wait for it. So each rank watche
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
+import urllib.request
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
 
 _EXIT_CODE = 77
+_LIVES = re.compile(r'<li class="heartbeat\s*">\s*(\S+): seen')
+_MEMBER = re.compile(r"<b>(\S+)</b>")
 
 
 class RankWatch:
@@ -70,3 +74,24 @@ class RankWatch:
                     why = f"rank {self._before} gave no sign of life for {num_silent} s. Restart it: it catches up."
                     print(f"Booster: this replica group ends, since {why}", file=sys.stderr, flush=True)  # noqa: T201 - the process ends here
                     os._exit(_EXIT_CODE)
+
+
+def groups_outside(address: str, own_name: str, timeout_seconds: float) -> list[str]:
+    """Return the names of groups that live and are not in the last quorum, sorted.
+
+    Only the lighthouse's page for people tells: torchft's clients don't.
+
+    Args:
+        address: Of the lighthouse, as a URL.
+        own_name: Of this group. Where the page does not show it as one that lives and takes part, as when others have
+            met again without it, or if the page is another, nobody knows who is missing, and its name is returned.
+        timeout_seconds: How long to wait for an answer.
+
+    Raises:
+        OSError: If the lighthouse does not answer.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{address.rstrip('/')}/status", timeout=timeout_seconds) as answer:
+        page = answer.read().decode()
+    living, members = ({name.partition(":")[0] for name in kind.findall(page)} for kind in (_LIVES, _MEMBER))
+    return sorted(living - members) if own_name in living & members else [own_name]

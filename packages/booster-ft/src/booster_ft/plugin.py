@@ -168,7 +168,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         (optimizer,) = boosted.optimizers
         state = GroupState(
             partial(self.inner.state_adapter, model, context),
-            optimizer,
+            optimizer.loss_scaler,
             as_tuple(objects.lr_scheduler),
             as_tuple(loaders),
             context.coordinator,

@@ -7,7 +7,7 @@ the parts: its layout may differ, such as before the first backward of ZeRO. Not
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -33,46 +33,41 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
-    from booster_core.plugin import OptimizerWrapper
+    from booster_core.precision import DynamicLossScaler
     from booster_core.ranks import DistCoordinator
     from booster_core.state import StateAdapter
 
 
+@dataclass(frozen=True, eq=False)
 class GroupState:
     """The training state of this rank's part of a replica group.
 
     Args:
         adapter: Returns the view of the model and its optimizer.
-        optimizer: The boosted optimizer, for its loss scale.
+        loss_scaler: The optimizer's.
         schedulers: Learning rate schedulers.
         loaders: Data loaders.
         coordinator: Of the group's ranks.
         replica_id: The group's number, so that groups draw other random numbers.
     """
 
-    def __init__(
-        self,
-        adapter: Callable[[], StateAdapter],
-        optimizer: OptimizerWrapper,
-        schedulers: Sequence[LRScheduler],
-        loaders: Sequence[DataLoader[Any]],
-        coordinator: DistCoordinator,
-        replica_id: int,
-    ) -> None:
-        self.adapter, self._loss_scaler = adapter, optimizer.loss_scaler
-        self._schedulers, self._loaders = schedulers, loaders
-        self._coordinator, self._replica_id = coordinator, replica_id
+    adapter: Callable[[], StateAdapter]
+    loss_scaler: DynamicLossScaler | None
+    schedulers: Sequence[LRScheduler]
+    loaders: Sequence[DataLoader[Any]]
+    coordinator: DistCoordinator
+    replica_id: int
 
     def capture(self) -> dict[str, Any]:
         """Return copies of what this rank owns. Not collective: ranks of one group may send to different ones."""
-        adapter, scaler = self.adapter(), self._loss_scaler
+        adapter, scaler = self.adapter(), self.loss_scaler
         return {
             "model": list(_owned(adapter.model_shards())),
             "extra": dict(adapter.extra_state()),
             "optimizer": list(_owned(adapter.optimizer_shards())),
             "info": OptimizerInfo.of(adapter).entries(),
             "kinds": self._kinds(adapter),
-            "schedulers": [scheduler_to_json(each) for each in self._schedulers],
+            "schedulers": [scheduler_to_json(each) for each in self.schedulers],
             "loss_scaler": None if scaler is None else scaler.state_dict(),
             "dataloaders": [each.state_dict() for each in self._positions()],
         }
@@ -103,7 +98,7 @@ class GroupState:
         Collective: every rank of the group.
         """
         adapter = self.adapter()
-        with self._coordinator.together("step"):
+        with self.coordinator.together("step"):
             if received["kinds"] != self._kinds(adapter):
                 msg = (
                     "Another replica group has other parameter groups, schedulers or precision than this one. Start "
@@ -115,31 +110,31 @@ class GroupState:
         adapter.finish_load(model=True, optimizer=False)
         own = [(each.name, each.state, each.global_shape, each.dtype) for each in received["optimizer"]]
         metas = defaultdict[str, dict[str, TensorMeta]](dict)
-        for name, state, shape, dtype in chain.from_iterable(self._coordinator.all_gather_object(own)):
+        for name, state, shape, dtype in chain.from_iterable(self.coordinator.all_gather_object(own)):
             metas[name][state] = TensorMeta(shape=shape, dtype=dtype)
-        info = OptimizerInfo.merge(self._coordinator.all_gather_object(received["info"]))
+        info = OptimizerInfo.merge(self.coordinator.all_gather_object(received["info"]))
         adapter.prepare_optimizer_load(metas, info.scalars, info.groups)
         self._fill(received["optimizer"], adapter.optimizer_shards)
         adapter.finish_load(model=False, optimizer=True)
-        for scheduler, content in zip(self._schedulers, received["schedulers"], strict=True):
+        for scheduler, content in zip(self.schedulers, received["schedulers"], strict=True):
             scheduler_from_json(scheduler, content, "the state of another replica group")
-        if self._loss_scaler is not None:
-            self._loss_scaler.load_state_dict(received["loss_scaler"])
+        if self.loss_scaler is not None:
+            self.loss_scaler.load_state_dict(received["loss_scaler"])
         if is_new:
             for loader, position in zip(self._positions(), received["dataloaders"], strict=True):
                 loader.load_state_dict(position)
-            place = f"{torch.initial_seed()}/{self._replica_id}/{self._coordinator.rank}/{step}"
+            place = f"{torch.initial_seed()}/{self.replica_id}/{self.coordinator.rank}/{step}"
             seed_everything(xxhash.xxh32_intdigest(place.encode()))
 
     def _kinds(self, adapter: StateAdapter) -> list[object]:
         """Return what is the same in all groups that train alike."""
-        schedulers = [type(each).__name__ for each in self._schedulers]
+        schedulers = [type(each).__name__ for each in self.schedulers]
         groups = [sorted(group.params) for group in adapter.param_groups()]
-        return [groups, schedulers, self._loss_scaler is not None]
+        return [groups, schedulers, self.loss_scaler is not None]
 
     def _positions(self) -> Iterator[GlobalPosition]:
         """Yield the loaders whose position can be told."""
-        for loader in self._loaders:
+        for loader in self.loaders:
             if isinstance(loader, GlobalPosition):
                 try:
                     loader.state_dict()
@@ -161,12 +156,12 @@ class GroupState:
         for shard in shards():
             staged[shard.key].append(replace(shard, data=torch.empty(shard.data.shape, dtype=shard.dtype)))
         different = set(staged)
-        for key, whole in assembled(received, torch.device("cpu"), self._coordinator):
+        for key, whole in assembled(received, torch.device("cpu"), self.coordinator):
             for shard in staged[key]:
                 if (shard.global_shape, shard.dtype) == (tuple(whole.shape), whole.dtype):
                     copy_part(whole, shard)
                     different.discard(key)
-        with self._coordinator.together("step"):
+        with self.coordinator.together("step"):
             if different:
                 msg = (
                     f"Another replica group has no {shorten(sorted(different))} of the shape and dtype that this one "
