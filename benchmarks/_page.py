@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
 from device_runs import report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DISTRIBUTIONS = ("torch", "transformers", "accelerate", "lightning-fabric", "deepspeed", "numpy")
 TITLES = {
@@ -53,6 +53,8 @@ _HEAD = """\
 Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...), so that other
 load on the machine affects both: the median over the rounds, with the quartiles. Below 1 ours is faster or smaller,
 except for speeds and savings, whose bars say "at least".
+
+![Time and memory of a step, compared with other libraries](assets/peers.png)
 """
 _EMPTY = """
 Nothing has been measured yet. `nox -s bench` measures all of it, in about an hour, and writes this page.
@@ -67,6 +69,15 @@ No report from a GPU has been made yet: all figures above are of CPUs. `python -
 `PYTHONPATH`, makes one in eight minutes on a machine with a GPU. Its `report.json` becomes
 `docs/assets/gpu-report.json`, of which `python benchmarks/_page.py docs` makes this section.
 """
+_PEERS = (
+    ("DDP plugin, to Accelerate", "step of the DDP plugin, Llama 25M, fp32", "Accelerate"),
+    ("ZeRO stage 1, to DeepSpeed", "step of the ZeRO plugin, stage 1, Llama 25M, fp32", "DeepSpeed"),
+    ("FSDP plugin, to FSDP2 by hand", "step of the FSDP plugin, Llama 25M, fp32", "fully_shard"),
+    ("Gemini, to FSDP2 by hand", "step of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
+    ("tensor parallel, to DTensor", "tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
+    ("Gemini, memory, to FSDP2 by hand", "peak memory of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
+)
+"""Bars of the first picture: their names, and what was measured against whom."""
 _TEXT, _ROW, _LEFT, _WIDTH, _TOP = 12, 20, 470, 420, 64
 _MET, _MISSED, _PLAIN, _GRID = "#2f7d4f", "#b3401f", "#1f5a94", "#e4e4e4"
 
@@ -106,6 +117,14 @@ def write(run: dict[str, Any], docs: Path) -> None:
     barred = [result for result in results if result.bar is not None]
     if barred:
         write_png(picture(barred), assets / "performance.png", zoom=1.5)
+    found = {
+        name: result
+        for name, what, yardstick in _PEERS
+        for result in results
+        if result.what == what and result.yardstick.startswith(yardstick)
+    }
+    if len(found) == len(_PEERS):
+        write_png(peers(found), assets / "peers.png", zoom=1.5)
     drawn = None if gpu is None else report.picture(gpu)
     if drawn is not None:
         (assets / "gpu-report.svg").write_text(drawn, encoding="utf-8")
@@ -201,6 +220,23 @@ def picture(results: Sequence[Result]) -> str:
         sheet.rectangle(x(result.median) - 4, y - 4, 8, 8, color, title=f"{result.median:.3f}, to {result.yardstick}")
         assert result.bar is not None
         sheet.line(x(result.bar), y - 8, x(result.bar), y + 8, "#000000", width=2)
+    return sheet.render()
+
+
+def peers(found: Mapping[str, Result]) -> str:
+    """Return a drawing of what a step takes here, as a part of what it takes elsewhere."""
+    left, width, row = 270, 440, 34
+    bottom = _TOP + row * len(found)
+    sheet = Drawing(left + width + 70, bottom + 20)
+    sheet.text(20, 26, "A step here, as a part of what it takes elsewhere", size=16, color="#000000")
+    sheet.text(20, 46, "time, and peak memory in the last row; two CPU processes; shorter is better", size=_TEXT)
+    for place, (name, result) in enumerate(found.items()):
+        y = _TOP + row * place
+        sheet.text(left - 10, y + row / 2 + 4, name, anchor="end")
+        sheet.rectangle(left, y + 5, width, row - 10, _GRID)
+        sheet.rectangle(left, y + 5, width * result.median, row - 10, _MET if "memory" not in name else _PLAIN)
+        sheet.text(left + width * max(result.median, 1.0) + 8, y + row / 2 + 4, f"{result.median:.2f}")
+    sheet.line(left + width, _TOP, left + width, bottom, "#000000", width=2)
     return sheet.render()
 
 
