@@ -33,12 +33,18 @@ STEPS = 2
 
 def adamw(model):
     """Return an optimizer whose epsilon exceeds rounding errors of gradients."""
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-2)
+    return [torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-2)]
 
 
 def muon(model):
     """Return an optimizer that needs whole matrices."""
-    return torch.optim.Muon([each for each in model.parameters() if each.requires_grad and each.ndim == 2], lr=1e-2)
+    return [torch.optim.Muon([each for each in model.parameters() if each.requires_grad and each.ndim == 2], lr=1e-2)]
+
+
+def muon_and_adamw(model):
+    """Return an optimizer for the matrices, and one for the rest."""
+    others = [each for each in model.parameters() if each.requires_grad and each.ndim != 2]
+    return [*muon(model), torch.optim.AdamW(others, lr=1e-2, eps=1e-2)]
 
 
 def gradients_of(model, number):
@@ -48,21 +54,23 @@ def gradients_of(model, number):
     return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
 
 
-def step_alone(model, optimizer, gradients):
+def step_alone(model, optimizers, gradients):
     """Step in one process with given gradients."""
     for name, parameter in model.named_parameters():
         parameter.grad = gradients.get(name)
-    optimizer.step()
+    for each in optimizers:
+        each.step()
 
 
-def whole_state(model, optimizer):
-    """Return the trained parameters and the optimizer's large state of one process, by name and state."""
+def whole_state(model, optimizers):
+    """Return the trained parameters and the optimizers' large state of one process, by name and state."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {(name, None): parameter.detach().clone() for name, parameter in trained.items()}
     for name, parameter in trained.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value.shape == parameter.shape:
-                found[name, key] = value.clone()
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if value.shape == parameter.shape:
+                    found[name, key] = value.clone()
     return found
 
 
@@ -86,28 +94,29 @@ def backward_boosted(booster, plugin, case, model, optimizer, number):
         booster.backward(loss, optimizer)
 
 
-def go_on(case, precision, make_optimizer):
+def go_on(case, precision, make_optimizers):
     """Train in one process, boost, step; compare with one process, and return the peak of `boost` and what is kept.
 
     Gradients are compared in fp32. The step is that of one process from the same gradients, also for bf16, whose
     roundings would hide what the state changes.
     """
     model = make_deep_model(seed=0)
-    optimizer = make_optimizer(model)
+    optimizers = make_optimizers(model)
     for number in range(STEPS):
-        step_alone(model, optimizer, gradients_of(model, number))
-    optimizer.zero_grad()
-    before = whole_state(model, optimizer)
+        step_alone(model, optimizers, gradients_of(model, number))
+    model.zero_grad()
+    before = whole_state(model, optimizers)
     alone = copy.deepcopy(model)
-    optimizer_alone = make_optimizer(alone)
-    optimizer_alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizers_alone = make_optimizers(alone)
+    for each, own in zip(optimizers_alone, optimizers, strict=True):
+        each.load_state_dict(copy.deepcopy(own.state_dict()))
 
     allocated = torch.simulated.memory_allocated()
     torch.simulated.reset_peak_memory_stats()
     module, name = PLUGINS[case.plugin].split(":")
     plugin = getattr(import_module(module), name)(**case.options)
     booster = Booster(NAME, precision, plugin)
-    model, optimizer, *_ = booster.boost(model, optimizer)
+    model, optimizer, *_ = booster.boost(model, optimizers if len(optimizers) > 1 else optimizers[0])
     peak, kept = torch.simulated.max_memory_allocated() - allocated, torch.simulated.memory_allocated() - allocated
 
     held = shards_here(booster, model, before)
@@ -121,9 +130,10 @@ def go_on(case, precision, make_optimizer):
     gradients = {name: full_gradient(booster, model, name).cpu().float() for name, state in before if state is None}
     if precision == "fp32":
         assert_same_tensors(gradients, gradients_of(alone, STEPS), tolerance_for(torch.float32))
-    optimizer.step()
-    step_alone(alone, optimizer_alone, gradients)
-    after = whole_state(alone, optimizer_alone)
+    for each in model.boosted_optimizers:
+        each.step()
+    step_alone(alone, optimizers_alone, gradients)
+    after = whole_state(alone, optimizers_alone)
     found, expected = {}, {}
     for key, shard, data in shards_here(booster, model, before):
         start, end = (part_of(each[key], shard).flatten() for each in (before, after))
@@ -135,10 +145,10 @@ def go_on(case, precision, make_optimizer):
     return peak, kept
 
 
-def check(name, precision, make_optimizer, library):
+def check(name, precision, make_optimizers, library):
     case = CASES[name]
     limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
-    for peak, kept in run_on_devices(go_on, case.world_size, library, case, precision, make_optimizer, **limits):
+    for peak, kept in run_on_devices(go_on, case.world_size, library, case, precision, make_optimizers, **limits):
         assert peak <= (kept + FEW_BYTES if name == "fsdp, offload" else 1.1 * kept), (peak, kept)
 
 
@@ -154,5 +164,6 @@ def test_state_is_cut_where_it_is_and_the_next_step_is_that_of_one_process(name,
     check(name, precision, adamw, simulated_device)
 
 
-def test_the_state_of_whole_matrices_goes_to_the_rank_that_steps_them(simulated_device):
-    check("fsdp", "fp32", muon, simulated_device)
+@pytest.mark.parametrize(("name", "make_optimizers"), [("fsdp", muon), ("gemini", muon_and_adamw)])
+def test_the_state_of_whole_matrices_goes_to_the_rank_that_steps_them(name, make_optimizers, simulated_device):
+    check(name, "fp32", make_optimizers, simulated_device)

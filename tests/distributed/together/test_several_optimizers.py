@@ -5,6 +5,8 @@ one model are used for most.
 """
 
 import math
+import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import full_gradient, set_full_gradient, train_batch
+from booster_runtime import LazyInitContext, full_gradient, set_full_gradient, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -30,6 +32,9 @@ PLUGINS = {
     "zero-2": lambda: LowLevelZeroPlugin(stage=2, bucket_bytes=2048, overlap_allgather=True),
     "zero-2, offloaded": lambda: LowLevelZeroPlugin(stage=2, cpu_offload=True),
     "gemini": lambda: GeminiPlugin(min_chunk_bytes=1024),
+    "gemini, offloaded": lambda: GeminiPlugin(
+        min_chunk_bytes=1024, offload_param_frac=1.0, offload_optim_frac=1.0, offload_dir=tempfile.gettempdir()
+    ),
     "gemini, replicas": lambda: GeminiPlugin(min_chunk_bytes=1024, replica_size=2),
 }
 RANKS = dict.fromkeys(PLUGINS, 2) | {"single": 1}
@@ -88,9 +93,10 @@ def one_process():
     return dict(model.state_dict()), norms, gradients
 
 
-def trained(plugin, root):
+def trained(plugin, root, is_lazy):
     booster = Booster("cpu", plugin=PLUGINS[plugin]())
-    model, optimizers = make()
+    with LazyInitContext() if is_lazy else nullcontext():
+        model, optimizers = make()
     schedulers = tuple(torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers)
     model, boosted, _, _, steered = booster.boost(model, optimizers, lr_scheduler=schedulers)
     assert type(boosted) is list
@@ -121,10 +127,12 @@ def trained(plugin, root):
     return whole_model(booster, model), norms, gradients
 
 
-@pytest.mark.parametrize("plugin", RANKS)
-def test_training_equals_one_process_through_a_checkpoint(plugin, tmp_path):
+@pytest.mark.parametrize(
+    ("plugin", "is_lazy"), [*((plugin, False) for plugin in RANKS), ("zero-1", True), ("gemini", True)]
+)
+def test_training_equals_one_process_through_a_checkpoint(plugin, is_lazy, tmp_path):
     expected, expected_norms, expected_gradients = one_process()
-    for weights, norms, gradients in run_on_ranks(trained, RANKS[plugin], plugin, tmp_path / "run"):
+    for weights, norms, gradients in run_on_ranks(trained, RANKS[plugin], plugin, tmp_path / "run", is_lazy):
         assert_same_tensors(weights, expected, tolerance_for(torch.float32))
         assert_same_tensors(gradients, expected_gradients, tolerance_for(torch.float32))
         assert norms == pytest.approx(expected_norms, rel=1e-5)

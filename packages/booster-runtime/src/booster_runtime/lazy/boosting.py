@@ -100,7 +100,10 @@ def materialize_objects(
 
 
 def hollow_objects(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, policy: PrecisionPolicy
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    device: torch.device,
+    policy: PrecisionPolicy,
 ) -> Recording | HostValues:
     """Take the values of a model's parameters out of it, and bring what is left to a device, with the first rank's.
 
@@ -108,8 +111,8 @@ def hollow_objects(
         model: A lazy model, or one for which `shards_from_host` holds; its lazy tensors, or its parameters, become
             tensors of the device with one element of memory each, which a strategy may give other memory by
             ``.data = ...``.
-        optimizer: Its optimizer, which keeps its hold on the parameters. State of a parameter's shape that is on the
-            host stays there, for `HostedOptimizer.adopt` to cut.
+        optimizer: Its optimizer, or several, which keep their hold on the parameters. State of a parameter's shape that
+            is on the host stays there, for `HostedOptimizer.adopt` to cut.
         device: Where the model will run.
         policy: Precision to bring to what has values; see `place_model`.
 
@@ -118,20 +121,23 @@ def hollow_objects(
 
     Collective: every rank of the world, where the model has tensors with values.
     """
-    state = StateOnHost(optimizer)
-    state.take()
+    optimizers = as_tuple(optimizer)
+    states = [StateOnHost(each) for each in optimizers]
+    for state in states:
+        state.take()
     recording = take_values(model, device)
-    if optimizer is not None:
-        rebind(optimizer, recording.replaced)
+    for each in optimizers:
+        rebind(each, recording.replaced)
     hollow = recording.name_of
-    place_model(model, optimizer, device, policy, hollow)
-    state.give_back(recording.replaced)
+    place_model(model, optimizers, device, policy, hollow)
+    for state in states:
+        state.give_back(recording.replaced)
     send_first(each.data for each in (*model.parameters(), *model.buffers()) if id(each) not in hollow)
     return recording
 
 
 def place_or_hollow(
-    model: nn.Module, optimizer: Optimizer | None, context: BoostContext
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, context: BoostContext
 ) -> Recording | HostValues | None:
     """Bring a model to the run's device in its own formats, with the first rank's values on every rank.
 
@@ -139,7 +145,7 @@ def place_or_hollow(
 
     Args:
         model: The user's model.
-        optimizer: Its optimizer; see `hollow_objects` for what becomes of its state.
+        optimizer: Its optimizer, or several; see `hollow_objects` for what becomes of their state.
         context: Device and ranks.
 
     Returns:

@@ -64,13 +64,13 @@ class StateOnHost:
         optimizer: The user's optimizer, whose parameters are on the host.
     """
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
 
     def take(self) -> None:
         """Take state of a parameter's shape out of the optimizer; what is left is small, and may go anywhere."""
-        for parameter, state in () if self._optimizer is None else self._optimizer.state.items():
+        for parameter, state in self._optimizer.state.items():
             if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):
                 continue
             tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -90,7 +90,6 @@ class StateOnHost:
             replaced: Parameters that are other objects by now, and those in their place.
         """
         for parameter, large in self._kept.items():
-            assert self._optimizer is not None, "state was taken from one"
             self._optimizer.state[replaced.get(cast("nn.Parameter", parameter), parameter)].update(large)
         self._kept = {}
 
