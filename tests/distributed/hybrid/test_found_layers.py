@@ -362,8 +362,8 @@ def split_sequences(make, mode):
 
 
 WITHOUT_SPLIT = {
-    "gpt_neo": "A GPTNeoBlock of GPTNeoForCausalLM can't be given a part of a sequence",
-    "mamba": "The layers of MambaForCausalLM have a 'Conv1d', which sees other positions of a sequence than its own",
+    "gpt_neo": "changes what GPTNeoForCausalLM computes: on a part of a sequence it fails with RuntimeError",
+    "mamba": "'MambaBlock' of MambaForCausalLM does not call its attention",
 }
 """Families whose layers see other positions in ways of their own."""
 SPLIT = [name for name in FAMILIES if name not in WITHOUT_SPLIT]

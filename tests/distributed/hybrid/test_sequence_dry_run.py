@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest import mock
+import re
 
 import pytest
 import torch
@@ -80,61 +80,45 @@ def loader_of(length, samples=4):
     return DataLoader([torch.arange(row, row + length) % 32 for row in range(samples)], batch_size=samples)
 
 
-def refused(make, loader, first_batch):
-    """Return what `boost` raises with a loader, and what the first step raises where nothing was checked."""
+def refused(make, loader):
+    """Return what `boost` raises."""
     found = []
     for mode in MODES:
         with pytest.raises(ConfigError) as at_boost:
             boosted(make(), mode, loader)
-        with mock.patch("booster_hybrid.probe.sequences.check_sequences", return_value=None):
-            _, model, _ = boosted(make(), mode, None)
-        with pytest.raises(ConfigError) as late:
-            model(first_batch) if isinstance(first_batch, torch.Tensor) else model(**first_batch)
-        found.append((str(at_boost.value), str(late.value)))
+        found.append(str(at_boost.value))
     return found
 
 
 def refused_plain(kinds):
-    return refused(lambda: plain(*kinds), loader_of(16), torch.zeros(3, 16, dtype=torch.long))
+    return refused(lambda: plain(*kinds), loader_of(16))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "reason"),
-    [
-        (("own scores",), "computes something else from parts of a sequence than from the whole"),
-        (("torch's", "own scores"), "computes something else from parts of a sequence than from the whole"),
-        (("torch's", "none"), "does not call its attention through"),
-    ],
-)
-def test_plain_layers_that_can_not_be_split_are_refused_at_boost_as_in_the_first_step(kinds, reason):
+@pytest.mark.parametrize("kinds", [("own scores",), ("torch's", "own scores"), ("torch's", "none")])
+def test_plain_layers_that_can_not_be_split_are_refused(kinds):
     for found in run_on_ranks(refused_plain, 2, kinds):
-        for at_boost, late in found:
-            assert reason in at_boost
-            assert at_boost == late
+        assert all("does not call its attention through" in each for each in found), found
 
 
 def refused_family(name):
     batch = batch_of(name)
     rows = [{key: value[row] for key, value in batch.items()} for row in range(4)]
-    first = {key: value[:2] for key, value in batch.items()}  # the check takes two samples, and names shapes
-    return refused(lambda: build(name), DataLoader(rows, batch_size=4), first)
+    return refused(lambda: build(name), DataLoader(rows, batch_size=4))
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("doge", "computes with its attention mask itself"),
-        ("blt", "attends from 8 positions of this rank to 34 others"),
+        ("blt", r"attends from \d+ positions of this rank to \d+ others"),
         ("minimax", "does not call its attention through"),
-        ("gpt_neo", "can't be given a part of a sequence"),
-        ("mvp", "fails on a part of a sequence"),
+        ("gpt_neo", "on a part of a sequence it fails with RuntimeError"),
+        ("mvp", "on a part of a sequence it fails with"),
     ],
 )
-def test_families_that_can_not_be_split_are_refused_at_boost_as_in_the_first_step(name, reason):
+def test_families_that_can_not_be_split_are_refused(name, reason):
     for found in run_on_ranks(refused_family, 2, name):
-        for at_boost, late in found:
-            assert reason in at_boost
-            assert at_boost == late
+        assert all(re.search(reason, each) for each in found), found
 
 
 def lazy(kind):
@@ -146,7 +130,7 @@ def lazy(kind):
 
 def refused_lazily():
     for mode in MODES:
-        with pytest.raises(ConfigError, match="computes something else from parts of a sequence"):
+        with pytest.raises(ConfigError, match="does not call its attention through"):
             boosted(lazy("own scores"), mode, loader_of(16))
         boosted(lazy("torch's"), mode, loader_of(16))
 
@@ -161,7 +145,7 @@ def unchanged(mode):
     torch.manual_seed(3)
     before = plain("torch's", "torch's")
     torch.manual_seed(7)
-    _, model, _ = boosted(plain("torch's", "torch's"), mode, None)
+    _, model, _ = boosted(plain("torch's", "torch's"), mode, None, unchecked="allow")
     without = torch.get_rng_state()
     torch.manual_seed(7)
     _, model, _ = boosted(plain("torch's", "torch's"), mode, loader)
@@ -199,13 +183,16 @@ class Failing(Drawn):
 
 
 def boosts(mode):
-    for loader in (loader_of(1), loader_of(2, samples=2), DataLoader(Drawn()), DataLoader(Failing())):
+    for loader in (loader_of(1), loader_of(2, samples=2), DataLoader(Drawn())):
         boosted(plain("torch's"), mode, loader)
         boosted(tiny_llama(num_hidden_layers=2), mode, loader)
+    boosted(tiny_llama(num_hidden_layers=2), mode, DataLoader(Failing()))
+    with pytest.raises(ConfigError, match=r"could not be checked.*there was no batch"):
+        boosted(plain("torch's"), mode, DataLoader(Failing()))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_that_shows_nothing_is_no_reason(mode):
+def test_a_batch_that_shows_little_is_no_reason(mode):
     """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
     run_on_ranks(boosts, 2, mode)
 
@@ -215,7 +202,7 @@ def compiled(mode):
     model = plain("own scores")
     for layer in model.blocks:
         layer.compile(backend="eager")
-    with pytest.raises(ConfigError, match="computes something else from parts of a sequence"):
+    with pytest.raises(ConfigError, match="does not call its attention through"):
         boosted(model, mode, loader_of(16))
 
 

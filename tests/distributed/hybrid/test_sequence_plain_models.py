@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -87,7 +85,10 @@ def boosted(kind, mode, before=None):
     if before is not None:
         before(model)
     plugin = HybridParallelPlugin(
-        sp_size=2, sequence_parallelism_mode=mode, custom_policy=ShardingPolicy(layers=("blocks",))
+        sp_size=2,
+        sequence_parallelism_mode=mode,
+        custom_policy=ShardingPolicy(layers=("blocks",)),
+        example_batch=torch.arange(60).view(3, 20) % 32,
     )
     booster = Booster("cpu", plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -135,7 +136,7 @@ def run_once(kind):
 
 @pytest.mark.parametrize("kind", ["makes positions", "sums positions", "checkpoints a function", "multiplies"])
 def test_layers_that_differ_on_parts_of_a_sequence_are_refused(kind):
-    message = "'Layer' of Model (computes something else from parts of a sequence|does not call its attention)"
+    message = "(changes what Model computes|'Layer' of Model does not call its attention)"
     expect_on_ranks(ConfigError, message, run_once, 2, kind)
 
 
@@ -154,16 +155,3 @@ def run_square():
 
 def test_as_many_samples_as_positions_are_refused():
     expect_on_ranks(ConfigError, "16 samples of 16 positions", run_square, 2)
-
-
-def keeps_random_states():
-    _, model, _ = boosted("takes none", "ring_attn")
-    before = torch.get_rng_state()
-    original = copy.deepcopy(dict(model.unwrap().named_buffers()))
-    model(torch.zeros(3, 16, dtype=torch.long))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert original.keys() == dict(model.unwrap().named_buffers()).keys()
-
-
-def test_the_check_draws_no_random_numbers():
-    run_on_ranks(keeps_random_states, 2)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_hybrid.probe.lengths import Lengths
     from booster_runtime.lazy import HostValues, Recording
 
 
@@ -130,6 +131,7 @@ class HybridSetup:
         self._spread = SpreadExperts()
         self._entries_seen: list[dict[str, int]] = []
         self._lists: list[str] = []
+        self._lengths: list[Lengths] = []
         self._gathering: dict[tuple[int, ...], Axis] = {}
         self._is_on_host = False
         self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
@@ -236,12 +238,6 @@ class HybridSetup:
             _refuse_compiled(model)
         self._lists = self._known_lists(is_pipeline=config.size > 1)
         if config.size == 1 and self._lists:
-            if self._options.example_batch is not None:
-                msg = (
-                    f"`example_batch` is for finding the layers of a model, and a policy names those of "
-                    f"{type(model).__name__}. Leave it out."
-                )
-                raise ConfigError(msg)
             return None
         found: Any = None
         seen: list[dict[str, int]] = []
@@ -271,31 +267,37 @@ class HybridSetup:
         config = self._config.sequence
         if config.mode in (None, "split_gather"):
             return
-        from booster_hybrid.probe.sequences import check_sequences
+        from booster_hybrid.probe.sequences import NotComparedError, check_sequences
 
-        with self._context.coordinator.together("boost"):
-            device, batches = self._context.device, self._batches()
-            reason = check_sequences(
-                self._model, self._lists_to_split(), str(config.mode), config.size, device, batches
-            )
-            if reason is not None and self._options.unchecked == "raise":
-                msg = (
-                    f"It could not be checked whether {type(self._model).__name__} computes the same from parts of "
-                    f"sequences (`sequence_parallelism_mode={config.mode!r}`): {reason}. Pass the data loader to "
-                    "`boost`, or `HybridParallelPlugin(example_batch=...)` with a batch that the model takes; "
-                    "`unchecked='allow'` trusts the model instead."
-                )
-                raise ConfigError(msg)
+        coordinator, device, lists = self._context.coordinator, self._context.device, self._lists_to_split()
+        with coordinator.together("boost"):
+            batches = self._batches()
+            try:
+                sizes = config.size, self._config.tensor.size
+                self._lengths = check_sequences(self._model, lists, str(config.mode), sizes, device, batches)
+            except NotComparedError as error:
+                if self._options.unchecked == "raise":
+                    msg = (
+                        f"It could not be checked whether {type(self._model).__name__} computes the same from parts of "
+                        f"sequences (`sequence_parallelism_mode={config.mode!r}`): {error}. Pass the data loader to "
+                        "`boost`, or `HybridParallelPlugin(example_batch=...)` with a batch that the model takes; "
+                        "`unchecked='allow'` trusts the model instead."
+                    )
+                    raise ConfigError(msg) from error
+        # What a rank has seen depends on its batch.
+        self._lengths = coordinator.broadcast_object(self._lengths, name="boost")
+        if self._options.unchecked == "allow":
+            self._lengths = []
 
     def _batches(self) -> list[Any]:
         """Return batches that the model may take: the user's, and the model's own dummy."""
-        from booster_hybrid.probe.sequences import longer
+        from booster_hybrid.probe.sequences import with_choices
 
         found = []
         with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
             found.append(batch_at_hand(self._objects.dataloader, self._options.example_batch))
         with contextlib.suppress(ConfigError):
-            found += longer(example_batch(self._model, None))
+            found += with_choices(example_batch(self._model, None))
         place = torch.device("cpu") if self._is_on_host else self._context.device
         return [move_batch(each, place) for each in found if each is not None]
 
@@ -501,9 +503,8 @@ class HybridSetup:
             mode,
             self._sequence_group,
             rings=self._rings,
-            tensor_size=self._config.tensor.size,
             parallel_output=self._options.parallel_output,
-            has_stages=self._config.pipeline.size > 1,
+            lengths=self._lengths,
         )
 
     def _lists_to_split(self) -> list[str]:

@@ -8,6 +8,7 @@ training. Outputs and the gradients of all parameters are compared. Nothing is c
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,14 @@ from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
-from booster_hybrid.rank_group import AloneRank
 from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
-from booster_hybrid.sequence_parallel.layers import refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.ulysses import head_ranges
+from booster_hybrid.tensor_parallel.split import cut_units
 from booster_runtime.data import taken_by
 
 if TYPE_CHECKING:
@@ -33,61 +37,72 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.probe.calls import Call
+    from booster_hybrid.sequence_parallel.stack import Stack
 
-_LONGEST, _DUMMY, _FEWEST = 128, 32, 4
-"""Most positions of a sequence, those of a dummy, and the fewest for each rank."""
+_ENOUGH = 32
+"""Positions of a shorter sequence that is repeated."""
 _MOST_RANKS = 4
 
 
 def check_sequences(
-    model: nn.Module, lists: Sequence[str], mode: str, size: int, device: torch.device, batches: Iterable[Any]
-) -> str | None:
+    model: nn.Module,
+    lists: Sequence[str],
+    mode: str,
+    sizes: tuple[int, int],
+    device: torch.device,
+    batches: Iterable[Any],
+) -> list[Lengths]:
     """Raise if a model computes something else, or has other gradients, where sequences are split between its layers.
 
     Args:
         model: The user's model, whole; everything that is changed for the check is put back.
         lists: Names of its lists of layers.
         mode: ``"all_to_all"`` or ``"ring_attn"``.
-        size: Number of sequence parallel ranks.
+        sizes: Numbers of sequence parallel ranks, and of tensor parallel ranks, over which heads are split as well.
         device: Where the model is run.
         batches: What its forward may take; the first one on which it runs is taken.
 
     Returns:
-        Why it could not be checked; ``None`` where it was, or where layers attend by torch's function, which is looked
-        at in their first call.
+        For which lengths that was found out, for each list that the model has.
 
     Raises:
+        NotComparedError: If it could not be found out.
         ConfigError: If the layers can't be split, naming the difference and the remedy.
     """
     inner = inner_model(model)
     inner = compiled_module(inner) or inner
     reasons = []
-    with restored(inner, device):
-        is_plain = all(stack.is_plain for stack, _ in split_layers(inner, lists, mode, AloneRank(None, 0, size)))
+    size, tensor_size = sizes
+    lists_of_layers(inner, lists, mode)
     with restored(inner, device):
         for batch in batches:
             probe = _Probe(inner, lists, mode, size, device)
-            for is_short in (True, False):
-                reason = probe.run(batch, is_short=is_short)
-                if reason is None:
-                    return None
-                reasons.append(reason)
-    if is_plain:
-        return None
-    return reasons[0] if reasons else "there was no batch"
+            for call in _calls_of(inner, batch, probe.size):
+                for is_short in (True, False):
+                    reason = probe.run(call, is_short=is_short)
+                    if reason is None:
+                        if mode == "all_to_all":
+                            _check_heads(probe.heads, size, tensor_size)
+                        probe.run_as_long(batch, size)
+                        return probe.lengths
+                    reasons.append(reason)
+    raise NotComparedError(reasons[0] if reasons else "there was no batch")
+
+
+class NotComparedError(Exception):
+    """It could not be found out whether a model computes the same from parts of sequences; the message says why."""
 
 
 class _Probe:
     def __init__(self, model: nn.Module, lists: Sequence[str], mode: str, size: int, device: torch.device) -> None:
         self._model, self._lists, self._mode, self._device = model, lists, mode, device
         few = next(number for number in range(2, size + 1) if size % number == 0)
-        self._size = size if size <= _MOST_RANKS else few
+        self.size = size if size <= _MOST_RANKS else few
+        self.lengths: list[Lengths] = []
+        self.heads: set[tuple[int, int]] = set()
 
-    def run(self, batch: Any, *, is_short: bool) -> str | None:
+    def run(self, call: Call, *, is_short: bool) -> str | None:
         """Compare on a batch, with one layer of each kind or with all; return why that could not be done."""
-        call = _call_of(self._model, batch, self._size)
-        if call is None:
-            return "no batch has sequences that are long enough"
         changes = Changes()
         if is_short:
             self._leave_out(changes)
@@ -99,6 +114,19 @@ class _Probe:
             return reason
         finally:
             changes.undo()
+
+    def run_as_long(self, batch: Any, size: int) -> None:
+        """Compare on a batch as it is, where layers may compute something else than from a shorter one."""
+        known = self.lengths
+        samples, length = _sizes_of(self._model, batch)
+        parts = SequenceLayout(length, size, zigzag=self._mode == "ring_attn").lengths
+        if length < size or all(each.doubt(samples, length, parts) is None for each in known):
+            return
+        self.lengths, self.size = [], size  # with fewer ranks, each would have more positions
+        is_compared = self.run(_call(taken_by(self._model, batch)), is_short=True) is None
+        longer, self.lengths = self.lengths, known
+        for own, more in zip(known, longer, strict=True) if is_compared else ():
+            own.compared |= more.compared
 
     def _leave_out(self, changes: Changes) -> None:
         """Leave one layer of each kind in each list."""
@@ -129,14 +157,26 @@ class _Probe:
             return None
         return reason
 
+    def _split(self, rank: InProcessRank) -> list[Stack]:
+        """Split sequences for a rank, and watch what layers ask about their lengths."""
+        self._model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+        self._model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
+        split = split_layers(self._model, self._lists, self._mode, rank)
+        self.lengths = self.lengths or [Lengths() for _ in split]
+        for (stack, layers), lengths in zip(split, self.lengths, strict=True):
+            stack.drops = False
+            watch = LengthWatch(lengths)
+            for layer in layers:
+                vars(layer)["forward"] = functools.partial(watch.run, layer=layer, forward=layer.forward)
+        return [stack for stack, _ in split]
+
     def _compare(self, whole: Result, runner: Runner, values: Mapping[int, Tensor], setting: Setting) -> None:
-        def run(rank: InProcessRank) -> Result:
+        def run(rank: InProcessRank) -> tuple[Result, list[int]]:
             with restored(self._model, self._device):
-                self._model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-                self._model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
-                for stack, _ in split_layers(self._model, self._lists, self._mode, rank):
-                    stack.drops = False
-                return runner.run(values)
+                stacks = self._split(rank)
+                result = runner.run(values)
+                self.heads |= {heads for stack in stacks for heads in stack.heads}
+                return result, [stack.length for stack in stacks]
 
         what = f"`sequence_parallelism_mode={self._mode!r}` changes what {type(self._model).__name__} computes"
         remedy = (
@@ -145,22 +185,34 @@ class _Probe:
             "whole."
         )
         try:
-            found = on_ranks(self._size, run)
+            found = on_ranks(self.size, run)
         except ConfigError:
             raise
         except Exception as error:
             msg = f"{what}: on a part of a sequence it fails with {type(error).__name__}: {error}. {remedy}"
             raise ConfigError(msg) from error
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for each in found:
+        mean = _mean([result.gradients for result, _ in found])
+        for each, _ in found:
             # What every rank computes from its positions is trained on in the mean.
-            merged = Result(each.output, _mean([result.gradients for result in found]))
+            merged = Result(each.output, mean)
             difference = merged.differs_from(whole, setting.tolerance, lambda _, wanted: wanted)
             if difference is not None:
                 key, text = difference
                 subject = "" if key is None else f"the gradient of '{names.get(key, f'(input {key})')}' "
                 msg = f"{what}: {subject}{text}. {remedy}"
                 raise ConfigError(msg)
+        for lengths, length in zip(self.lengths, found[0][1], strict=True):
+            lengths.compared |= {length} - {0}
+
+
+def _check_heads(found: Iterable[tuple[int, int]], size: int, tensor_size: int) -> None:
+    """Check the heads that every tensor parallel rank will have, so that all ranks raise or none does."""
+    for heads, units in sorted(found):
+        is_shared = units < tensor_size  # several ranks have the same key/value head
+        for start, stop in cut_units(heads if is_shared else units, tensor_size):
+            number = stop - start
+            head_ranges(number if is_shared else number * (heads // units), 1 if is_shared else number, size)
 
 
 @contextlib.contextmanager
@@ -186,50 +238,62 @@ def _mean(gradients: Sequence[Mapping[int, Tensor | None]]) -> dict[int, Tensor 
     return found
 
 
-def _call_of(model: nn.Module, batch: Any, size: int) -> Call | None:
-    """Return a call of a model with sequences of a batch, neither too long nor as long as there are samples.
+def _rows_of(given: Any) -> Tensor | None:
+    """Return the tensor of a batch that tells how many samples and positions it has."""
+    rows = (each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor) and each.dim() > 1)
+    return next(rows, None)
+
+
+def _sizes_of(model: nn.Module, batch: Any) -> tuple[int, int]:
+    """Return the numbers of samples and positions of a batch of tokens; 0 for others."""
+    rows = _rows_of(taken_by(model, batch))
+    return (0, 0) if rows is None or rows.is_floating_point() else (rows.shape[0], rows.shape[-1])
+
+
+def _calls_of(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
+    """Yield calls of a model with the sequences of a batch: as many positions as can be told from other sizes.
 
     Masks hide nothing in it: what positions compute that see no other one is nobody's business, and may differ.
     """
     given = taken_by(model, batch)
-    rows = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor) and each.dim() > 1]
-    if not rows:
-        return None
-    samples, length, is_tokens = rows[0].shape[0], rows[0].shape[-1], not rows[0].is_floating_point()
-    if is_tokens and length < _FEWEST * size:
-        return None
+    rows = _rows_of(given)
+    if rows is None:
+        return
+    if rows.is_floating_point():
+        yield _call(given)
+        return
+    samples, length = max(rows.shape[0], 2), rows.shape[-1]
+    sizes = {samples} | {size for each in model.parameters() for size in each.shape if size}
+    for longest in (min(max(length, _ENOUGH), MOST_POSITIONS), min(length, MOST_POSITIONS)):
+        primes = (each for each in range(longest // size, 2, -1) if all(each % factor for factor in range(2, each)))
+        clear = next((each for each in primes if all(other % each for other in sizes)), None)
+        if clear is not None:
+            yield _call(pytree.tree_map_only(torch.Tensor, functools.partial(_with, length, clear * size), given))
 
-    def part(value: Tensor) -> Tensor:
-        if value.dim() > 0 and value.shape[0] == samples and samples == length:
-            value = value[:1]
-        if is_tokens and value.dim() > 1 and value.shape[-1] == length:
-            value = value[..., :_LONGEST]
-            is_mask = not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
-            return torch.ones_like(value) if is_mask else value
+
+def _with(length: int, wanted: int, value: Tensor) -> Tensor:
+    """Return an argument for another number of positions: some of these, or these again and again."""
+    if value.dim() < 2:
         return value
+    if value.shape[0] == 1:
+        value = torch.cat([value, value])  # or what there is for each token can't be told from what is for a position
+    for dim, size in enumerate(value.shape):
+        if dim > 0 and size == length:
+            value = torch.cat([value] * -(-wanted // length), dim).narrow(dim, 0, wanted)
+    is_mask = not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+    return torch.ones_like(value) if is_mask else value
 
-    given = pytree.tree_map_only(torch.Tensor, part, given)
+
+def _call(given: Any) -> Call:
     if hasattr(given, "keys"):
         return (), {**given}
     return (tuple(given), {}) if isinstance(given, (list, tuple)) else ((given,), {})
 
 
-def longer(batch: Any) -> list[Any]:
-    """Return batches with longer sequences, made of one with a few positions, as dummies are: plain, and of choices.
+def with_choices(batch: Any) -> list[Any]:
+    """Return a batch, and another one that has several choices for each sample.
 
     Args:
         batch: What a model's forward takes, whose token indices are of shape ``(samples, positions)``.
     """
-    tokens = [
-        each for each in pytree.tree_leaves(batch) if isinstance(each, torch.Tensor) and not each.is_floating_point()
-    ]
-    if not tokens or tokens[0].dim() != 2:
-        return [batch]
-    length = tokens[0].shape[1]
-    times = -(-_DUMMY // length)
-
-    def repeated(value: Tensor) -> Tensor:
-        return value.repeat(1, times)[:, :_DUMMY] if value.shape[1:] == (length,) else value
-
-    plain = pytree.tree_map_only(torch.Tensor, repeated, batch)
-    return [plain, pytree.tree_map_only(torch.Tensor, lambda each: torch.stack([each, each], 1), plain)]
+    return [batch, pytree.tree_map_only(torch.Tensor, lambda each: torch.stack([each, each], 1), batch)]

@@ -26,12 +26,12 @@ from booster_hybrid.sequence_parallel.positions import LogitsOfPositions, head_o
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
-from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.rank_group import RankGroup
 
 
@@ -42,9 +42,8 @@ def split_sequences(
     group: RankGroup,
     *,
     rings: Sequence[RankGroup] | None = None,
-    tensor_size: int = 1,
     parallel_output: bool = False,
-    has_stages: bool = False,
+    lengths: Sequence[Lengths] = (),
 ) -> None:
     """Let a model's layers work on this rank's positions, in place.
 
@@ -54,9 +53,8 @@ def split_sequences(
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         rings: The rings that they form for ``"ring_attn"``; see `ring_attention`.
-        tensor_size: Tensor parallel ranks, over which attention heads are split as well.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
-        has_stages: Whether other ranks run some of the layers.
+        lengths: For which lengths the layers of each list were compared; none where that does not matter.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -65,8 +63,9 @@ def split_sequences(
     """
     model = compiled_module(model) or model
     num_threads = _most_threads(group) if mode == "ring_attn" else 1
-    options: dict[str, Any] = {"tensor_size": tensor_size, "has_stages": has_stages, "num_threads": num_threads}
-    stacks = split_layers(model, lists, mode, group, rings=rings, **options)
+    stacks = split_layers(model, lists, mode, group, rings=rings, num_threads=num_threads)
+    for (stack, _), known in zip(stacks, lengths, strict=False):
+        stack.lengths = known
     if parallel_output and has_causal_loss(model):
         LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
@@ -80,8 +79,6 @@ def split_layers(
     group: RankGroup,
     *,
     rings: Sequence[RankGroup] | None = None,
-    tensor_size: int = 1,
-    has_stages: bool = False,
     num_threads: int = 1,
 ) -> list[tuple[Stack, list[nn.Module]]]:
     """Let the layers alone work on this rank's positions, in place.
@@ -92,8 +89,6 @@ def split_layers(
         mode: ``"all_to_all"`` or ``"ring_attn"``.
         group: The sequence parallel ranks.
         rings: The rings that they form.
-        tensor_size: Tensor parallel ranks.
-        has_stages: Whether other ranks run some of the layers.
         num_threads: The most threads with which one of the ranks computes, for ``"ring_attn"``.
 
     Returns:
@@ -105,14 +100,9 @@ def split_layers(
     name = type(model).__name__
     stacks = [(Stack(mode, group, name, rings, num_threads), layers) for layers in lists_of_layers(model, lists, mode)]
     for stack, layers in stacks:
-        _check_layers(model, layers, mode)
-        _refuse_counting(model, layers, mode)
         if not (replace_attention(layers) or _uses_registry(model, layers)):
-            _refuse_stages(model, mode, has_stages=has_stages)
             stack.is_plain = True
             enter_through_sdpa(stack, layers)
-    if mode == "all_to_all":
-        _check_heads(model, [layer for _, layers in stacks for layer in layers], group.size, tensor_size)
     _install_attention(model, stacks)
     for stack, layers in stacks:
         for index, layer in enumerate(layers):
@@ -142,35 +132,6 @@ def has_causal_loss(model: nn.Module) -> bool:
     return is_causal and takes_it and head_of(model) is not None
 
 
-def _check_layers(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
-    """Refuse layers with parts that see other positions without attention."""
-    modules = [module for layer in layers for module in layer.modules()]
-    mixing = [type(module).__name__ for module in modules if _mixes_positions(module)]
-    if mixing:
-        msg = (
-            f"The layers of {type(model).__name__} have a '{mixing[0]}', which sees other positions of a sequence than "
-            f"its own: `sequence_parallelism_mode={mode!r}` splits sequences for attention only. Use 'split_gather' "
-            "with `tp_size`."
-        )
-        raise ConfigError(msg)
-
-
-def _refuse_counting(model: nn.Module, layers: Sequence[nn.Module], mode: str) -> None:
-    """Refuse layers that would count a part of a sequence from zero."""
-    if any(_counts_positions(module) for layer in layers for module in layer.modules()):
-        msg = (
-            f"`attn_temperature_tuning` of {type(model).__name__} scales queries by positions that each layer counts "
-            f"itself, from 0 on every rank where `sequence_parallelism_mode={mode!r}` splits sequences. Set it to "
-            "False, or use 'split_gather' with `tp_size`."
-        )
-        raise ConfigError(msg)
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """Return whether attention counts the positions that it is given itself, as Llama 4 does to scale its queries."""
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-
-
 def _uses_registry(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
     """Return whether layers call their attention through transformers' registry of such functions."""
     return getattr(model, "_supports_attention_backend", False) or any(
@@ -178,39 +139,6 @@ def _uses_registry(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
         for layer in layers
         for module in layer.modules()
     )
-
-
-def _refuse_stages(model: nn.Module, mode: str, *, has_stages: bool) -> None:
-    if has_stages:
-        msg = (
-            f"The layers of {type(model).__name__} don't attend through transformers' attention interface. "
-            f"`sequence_parallelism_mode={mode!r}` checks such layers before their first call, which other stages of a "
-            "pipeline don't make. Use `pp_size=1`."
-        )
-        raise ConfigError(msg)
-
-
-def _mixes_positions(module: nn.Module) -> bool:
-    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-        return any(size > 1 for size in module.kernel_size)
-    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._BatchNorm))  # noqa: SLF001 - all
-
-
-def _check_heads(model: nn.Module, layers: Sequence[nn.Module], size: int, tensor_size: int) -> None:
-    """Check the heads of every tensor parallel rank, so that all ranks raise or none does."""
-    from booster_hybrid.tensor_parallel.split import cut_units
-
-    config: Any = getattr(model, "config", None)
-    configs = [config.get_text_config() if hasattr(config, "get_text_config") else config]
-    # A composed model's parts have configurations of their own.
-    configs += [vars(module).get("config") for layer in layers for module in layer.modules()]
-    for config in {id(each): each for each in configs}.values():
-        for name in ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"):
-            heads = getattr(config, name, None)
-            if isinstance(heads, int):
-                units = getattr(config, "num_key_value_heads", None) or heads
-                for start, stop in cut_units(units, tensor_size):
-                    head_ranges((stop - start) * (heads // units), stop - start, size)
 
 
 def _install_attention(model: nn.Module, stacks: Sequence[tuple[Stack, Sequence[nn.Module]]]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 import torch
 
 from booster_core.errors import ConfigError
+from booster_hybrid.sequence_parallel.layer_code import not_of_the_layer
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, whole_mask
 from booster_hybrid.sequence_parallel.relative_bias import own_bias
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
@@ -83,6 +84,7 @@ def set_attention_context(module: nn.Module, stack: Stack | None) -> None:
 
 
 @outside_of_graphs
+@not_of_the_layer
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -128,6 +130,7 @@ def attention(
     if asked:
         _refuse(f"asks its attention for '{asked[0]}'", stack)
     stack.num_attentions += 1
+    stack.heads.add((query.shape[1], key.shape[1]))
     layout, key_layout = _layouts(query, key, attention_mask, context)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     causal = causal and not context.is_across

@@ -1,12 +1,10 @@
 """Layers that attend by ``torch.nn.functional.scaled_dot_product_attention``, as plain PyTorch models do.
 
-While such a layer runs, the function attends from this rank's positions to those of all ranks. What else the layer does
-with positions is checked by `SdpaProbe`.
+While such a layer runs, the function attends from this rank's positions to those of all ranks.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -32,8 +30,6 @@ def enter_through_sdpa(stack: Stack, layers: Sequence[nn.Module]) -> None:
 
     Raises:
         ConfigError: If a layer's forward is replaced already.
-
-    Collective: none; the group, in the first call of each layer.
     """
     for layer in layers:
         if "forward" in vars(layer):
@@ -42,49 +38,24 @@ def enter_through_sdpa(stack: Stack, layers: Sequence[nn.Module]) -> None:
                 f"`sequence_parallelism_mode={stack.mode!r}`, enable it after `boost`."
             )
             raise ConfigError(msg)
-        vars(layer)["forward"] = _Forward(layer, stack)
+        vars(layer)["forward"] = _Forward(layer)
 
 
 class _Forward:
     """The forward of a layer in which torch's attention function attends across ranks."""
 
-    def __init__(self, layer: nn.Module, stack: Stack) -> None:
-        self._layer, self._stack = layer, stack
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._run(*args, **kwargs)
-        except RuntimeError as error:
-            if not self._stack.is_probing:
-                raise
-            msg = (
-                f"A {type(self._layer).__name__} of {self._stack.model_name} can't be given a part of a sequence: "
-                f"{error}. Split sequences need layers that attend by "
-                "`torch.nn.functional.scaled_dot_product_attention` or transformers' attention interface alone. "
-                f"Leave `sequence_parallelism_mode` out, or change the layer.{_advice(self._layer)}"
-            )
-            raise ConfigError(msg) from error
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        own = type(self._layer).forward
-        if self._stack.is_alone:
-            return own(self._layer, *args, **kwargs)
-        with _AcrossRanks(self._layer, self._stack):
-            return own(self._layer, *args, **kwargs)
-
-
-def _advice(layer: nn.Module) -> str:
-    """Return what else may help with a layer of transformers, for a message."""
-    if not type(layer).__module__.startswith("transformers."):
-        return ""
-    version = sys.modules["transformers"].__version__
-    return f" This is transformers {version}; in later releases more layers attend so, those of T5 from 5.15 on."
+        with _AcrossRanks(self._layer):
+            return type(self._layer).forward(self._layer, *args, **kwargs)
 
 
 class _AcrossRanks(TorchFunctionMode):
-    def __init__(self, layer: nn.Module, stack: Stack) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self._layer, self._stack = layer, stack
+        self._layer = layer
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -92,13 +63,12 @@ class _AcrossRanks(TorchFunctionMode):
         """Attend across ranks, or call any other function as it is."""
         del types
         if func is nn.functional.scaled_dot_product_attention:
-            return _attend(self._layer, self._stack, *args, **(kwargs or {}))
+            return _attend(self._layer, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _attend(
     layer: nn.Module,
-    stack: Stack,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -115,6 +85,5 @@ def _attend(
             f"`scaled_dot_product_attention` was given {tuple(query.shape)} and {tuple(key.shape)}."
         )
         raise ConfigError(msg)
-    dropout = 0.0 if stack.is_probing else dropout_p
-    outputs, _ = attention(layer, query, key, value, attn_mask, dropout=dropout, scaling=scale, is_causal=is_causal)
+    outputs, _ = attention(layer, query, key, value, attn_mask, dropout=dropout_p, scaling=scale, is_causal=is_causal)
     return outputs.transpose(1, 2)

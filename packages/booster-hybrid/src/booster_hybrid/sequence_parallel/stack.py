@@ -7,7 +7,6 @@ likewise, each by the split of its own sequence.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -23,14 +22,14 @@ from booster_hybrid.sequence_parallel.exchange import gather_sequence
 from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.sequence_parallel.probe import SdpaProbe, is_of_keys, position_dims
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
+    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.rank_group import RankGroup
 
 HIDDEN_STATES = "hidden_states"
@@ -54,9 +53,9 @@ class Stack:
         key_length: That of the other sequences which it also attends to, 0 where there are none.
         num_attentions: Calls of attention in the layer which is running.
         is_plain: Whether the layers attend by torch's function, and know nothing of transformers' conventions.
-        is_probing: Whether a layer is checked, which gets what it is given as it is.
-        is_alone: Whether a layer that is checked attends to what it has itself.
-        widths: Numbers of dimensions and last sizes of arguments that were cut; see `position_dims`.
+        lengths: For which lengths the layers were compared; ``None`` where that does not matter.
+        widths: Numbers of dimensions and last sizes of arguments that were cut; see `_position_dims`.
+        heads: Numbers of query and key/value heads of attention that was called.
         drops: Whether attention drops weights where it is asked to.
     """
 
@@ -70,7 +69,9 @@ class Stack:
     ) -> None:
         self.mode, self.group, self.model_name, self.num_threads = mode, group, model_name, num_threads
         self.rings = (group,) if rings is None else tuple(rings)
-        self.is_plain = self.is_probing = self.is_alone = False
+        self.is_plain = False
+        self.lengths: Lengths | None = None
+        self.heads: set[tuple[int, int]] = set()
         self.drops = True
         self.widths: set[tuple[int, int]] = set()
         self.length, self.key_length = 0, 0
@@ -83,15 +84,6 @@ class Stack:
         """Return how a sequence of a length is split."""
         return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
 
-    @contextlib.contextmanager
-    def probing(self) -> Iterator[None]:
-        """Let layers run on what they are given, in this context."""
-        self.is_probing = True
-        try:
-            yield
-        finally:
-            self.is_probing = False
-
     def cut(self, values: Any, length: int) -> Any:
         """Return this rank's part of what layers are given for whole sequences.
 
@@ -102,16 +94,18 @@ class Stack:
         layout = self.layout(length)
 
         def part(value: Tensor) -> Tensor:
-            dims = position_dims(value, length, self.widths) if self.is_plain else _sequence_dims(value, length)
+            dims = _position_dims(value, length, self.widths) if self.is_plain else _sequence_dims(value, length)
             if value.dim() > 1 and len(dims) == 1:
                 self.widths.add((value.dim(), value.shape[-1]))
-            is_whole = len(dims) != 1 or is_of_keys(value, length)
+            is_whole = len(dims) != 1 or _is_of_keys(value, length)
             return value if is_whole else layout.take(value, dims[0], self.group.rank)
 
         return pytree.tree_map_only(torch.Tensor, part, values)
 
-    def check_length(self, length: int) -> None:
-        """Check that each rank gets a part of a sequence: models' own code can't shape tensors without elements.
+    def check_length(self, samples: int, length: int) -> None:
+        """Check that each rank gets a part of a sequence, and that layers compute the same from parts of that length.
+
+        Models' own code can't shape tensors without elements.
 
         Raises:
             ConfigError: If not, on every rank.
@@ -121,6 +115,15 @@ class Stack:
                 f"{self.model_name} was given sequences of {length} position(s), which can't be split over "
                 f"{self.group.size} ranks (`sequence_parallelism_mode={self.mode!r}`). Pad them to {self.group.size} "
                 "positions and mask the padding, or use a smaller `sp_size`."
+            )
+            raise ConfigError(msg)
+        doubt = None if self.lengths is None else self.lengths.doubt(samples, length, self.layout(length).lengths)
+        if doubt is not None:
+            msg = (
+                f"{self.model_name} was given sequences of {length} positions, and it is not known whether its layers "
+                f"compute the same from parts of these (`sequence_parallelism_mode={self.mode!r}`): {doubt}. Pass "
+                "`HybridParallelPlugin(example_batch=...)` with a batch of that length, for which `boost` finds it "
+                "out; `unchecked='allow'` trusts the model instead."
             )
             raise ConfigError(msg)
 
@@ -182,7 +185,7 @@ class Stack:
         Raises:
             ConfigError: If the sequence is too short to be split.
         """
-        self.check_length(states.shape[1])
+        self.check_length(*states.shape[:2])
         self.key_length = states.shape[1]
         if self._cut is not None and self._cut[0]() is states and (known := self._cut[1]()) is not None:
             return known
@@ -203,7 +206,6 @@ class LayerHooks:
 
     def __init__(self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
         self._stack, self._is_first, self._is_last = stack, is_first, is_last
-        self._probe = SdpaProbe(layer, stack) if stack.is_plain else None
         self._names = argument_names(layer)
 
     @outside_of_graphs
@@ -212,23 +214,20 @@ class LayerHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace what belongs to whole sequences by this rank's part."""
         stack = self._stack
-        if stack.is_probing:
-            return args, kwargs
         names = dict(enumerate(self._names))
         named = {names.get(index, f"/{index}"): value for index, value in enumerate(args)}
         first = next(iter(named)) if args else HIDDEN_STATES
         named.update(kwargs)
         hidden = named.pop(first)
         if self._is_first:
-            stack.check_length(hidden.shape[1])
+            stack.check_length(*hidden.shape[:2])
             stack.enter(hidden.shape[1])
         else:
             stack.resume(hidden.shape[1], named.values())
         stack.key_length = 0
         layout, rank = stack.layout(stack.length), stack.group.rank
-        if self._probe is not None:
+        if stack.is_plain:
             _check_batch(hidden, named, stack)
-            self._probe(hidden, args[1:], kwargs if args else named, stack.length)
         for name, value in named.items():
             if name in OTHER_STATES and isinstance(value, torch.Tensor):
                 named[name] = stack.part_of_other(value)
@@ -246,8 +245,6 @@ class LayerHooks:
         """Put the parts together after the last layer."""
         del args
         stack = self._stack
-        if stack.is_probing:
-            return output
         stack.stream.leave()
         if output is None:  # the layer has raised
             return None
@@ -292,3 +289,17 @@ def _sequence_dims(value: Tensor, length: int) -> list[int]:
     if value.dim() == 4 and value.shape[3] != length:  # what is multiplied with heads, and not a mask
         return [dim for dim in (1, 2) if value.shape[dim] == length]
     return [0] if value.dim() == 1 and value.shape[0] == length else []
+
+
+def _position_dims(value: Tensor, length: int, widths: Collection[tuple[int, int]]) -> list[int]:
+    """Return which dimensions of an argument run over whole sequences: the first of this size, or a mask's last two."""
+    last = value.dim() - 1
+    is_known = (value.dim(), value.shape[-1] if value.dim() else 0) in widths
+    if last > 0 and tuple(value.shape[-2:]) == (length, length) and not is_known:
+        return [last - 1, last]
+    return [last] if _is_of_keys(value, length) else [dim for dim, size in enumerate(value.shape) if size == length][:1]
+
+
+def _is_of_keys(value: Tensor, length: int) -> bool:
+    """Return whether an argument is a mask of keys, alike for all queries, which attention needs whole."""
+    return value.dim() == 4 and tuple(value.shape[-2:]) == (1, length)
