@@ -83,7 +83,7 @@ class Group:
 
     def meet(self, booster: Booster, folder: Path) -> None:
         """Wait until all groups are known to the lighthouse, so that they take their first step together."""
-        _ = booster.plugin.groups.manager
+        booster.plugin.groups.join()
         say(folder, f"met-{self.index}")
         for other in range(self.num_groups * self.ranks):
             hear(folder, f"met-{other}")

@@ -126,7 +126,7 @@ def main() -> None:
     launch(verbose=False, timeout_seconds=30)
     rank = Rank(options)
     if options["together"]:
-        _ = rank.plugin.groups.manager  # a quorum waits for those that are known
+        rank.plugin.groups.join()  # a quorum waits for those that are known
     rank.say(event="boosted")
     pattern = f"*-rank{os.environ['RANK']}.jsonl"
     while len(list(rank.folder.glob(pattern))) < options["together"]:

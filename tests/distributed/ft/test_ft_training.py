@@ -171,18 +171,18 @@ def _announce(group, folder, precision):
     if group.replica_id:
         from booster_ft import groups
 
-        join = groups.ReplicaGroups._join
+        join = groups.ReplicaGroups._connect
 
         def joined(self):
             manager = join(self)
             say(folder, "coming")
             return manager
 
-        groups.ReplicaGroups._join = joined
+        groups.ReplicaGroups._connect = joined
         try:
             return _come_back(group, folder, precision)
         finally:
-            groups.ReplicaGroups._join = join
+            groups.ReplicaGroups._connect = join
     return _come_back(group, folder, precision)
 
 
@@ -208,7 +208,7 @@ def _spare(group, folder):
         booster.backward(loss_of(model, batch_of(_number(group.index, step, 0))), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return state_of(booster, model), booster.plugin.groups.manager.participating_rank() == 0
+    return state_of(booster, model), booster.plugin.groups.join().participating_rank() == 0
 
 
 def test_spares_keep_the_global_batch(tmp_path):

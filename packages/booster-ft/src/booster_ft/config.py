@@ -80,9 +80,7 @@ class FaultToleranceConfig:
     @property
     def place(self) -> tuple[int, int]:
         """This group's number and that of all."""
-        assert self.replica_id is not None
-        assert self.num_replicas is not None
-        return self.replica_id, self.num_replicas
+        return self.replica_id or 0, self.num_replicas or 1
 
 
 def _number(name: str, default: int) -> int:
@@ -106,8 +104,7 @@ def require_torchft() -> None:
     except ImportError as error:
         msg = (
             f"Plugin 'ft' needs torchft, which can't be imported: {error}. Run `pip install 'torchft>=0.2'`; there are "
-            "wheels for Linux on x86_64 and Python 3.9 to 3.13. Elsewhere, use the inner plugin itself and resume from "
-            "checkpoints by `booster.load_checkpoint(folder, ..., resume=True)`."
+            "wheels for Linux on x86_64 and Python 3.9 to 3.13. Elsewhere, restart from checkpoints (`resume=True`)."
         )
         raise ConfigError(msg) from error
     finally:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from booster_ft.config import FaultToleranceConfig
     from booster_ft.state import GroupState
 
-_PAUSE_SECONDS = 0.5
 _present: list[ReplicaGroups] = []
 """The training of this process that takes part; at most one."""
 
@@ -78,15 +77,12 @@ class ReplicaGroups:
         for before in _present:
             before.close()
         _present[:] = [self]
-        loads = _Loads(self._restart)
-        register_hooks(loads)
-        current_world().at_close += [partial(unregister_hooks, loads), self.close]
+        register_hooks(self)
+        self._closing.callback(unregister_hooks, self)
+        current_world().at_close.append(self.close)
 
-    # ---- what others ask
-
-    @property
-    def manager(self) -> Manager:
-        """The manager of torchft, made when it is first needed; from then on other groups wait for this one.
+    def join(self) -> Manager:
+        """Return the manager of torchft, made at the first call; from then on other groups wait for this one.
 
         Raises:
             ConfigError: If another model was boosted since, such as in a notebook.
@@ -97,7 +93,7 @@ class ReplicaGroups:
             if self not in _present:
                 msg = "Another model was boosted in this process since, and takes part instead. Boost this one again."
                 raise ConfigError(msg)
-            self._joined = self._join()
+            self._joined = self._connect()
         return self._joined
 
     @property
@@ -117,8 +113,6 @@ class ReplicaGroups:
         self._joined = None
         _present[:] = [each for each in _present if each is not self]
 
-    # ---- a step
-
     def begin(self) -> None:
         """Agree with the other groups on who takes part in the next step, and catch up with those that are ahead.
 
@@ -130,7 +124,7 @@ class ReplicaGroups:
         """
         if not self._is_begun:
             self._is_begun, self._is_averaged = True, False
-            self.manager.start_quorum()  # which calls `_meet`
+            self.join().start_quorum()  # which calls `_meet`
 
     def average(self) -> None:
         """Average the gradients over the groups that take part, unless that is done.
@@ -146,7 +140,7 @@ class ReplicaGroups:
         self._is_averaged = True
         self._compare(f"{self._settings()} {self._optimizer.gradient_layout()}", _different_gradients())
         for gradients in self._optimizer.gradients_in_parts():
-            average(self.manager, gradients, self._device)
+            average(self.join(), gradients, self._device)
 
     def commits(self) -> bool:
         """Return whether this group takes the step; all of its ranks, or none.
@@ -159,7 +153,7 @@ class ReplicaGroups:
         self.average()
         self._is_begun = self._is_averaged = False
         try:
-            is_committed: bool = self.manager.should_commit()
+            is_committed: bool = self.join().should_commit()
         except RuntimeError as error:
             msg = (
                 f"A rank of replica group {self._config.replica_id} did not come to the end of a step within "
@@ -174,35 +168,31 @@ class ReplicaGroups:
         return is_committed
 
     def step_apart(self, model: ModelWrapper, outer_optimizer: Callable[[Any], Optimizer] | None) -> None:
-        """Let groups synchronize parameters after some steps, in place of gradients in each: LocalSGD and DiLoCo.
-
-        Args:
-            model: The boosted model.
-            outer_optimizer: Makes the optimizer that steps at a synchronization (DiLoCo); ``None`` averages (LocalSGD).
+        """Synchronize the model's parameters after some steps, in place of gradients in each: LocalSGD, or DiLoCo.
 
         Collective: every rank of the group, which joins the others.
         """
         self._first_values = self._state.digest()
         module, optimizer, sync_every = unwrap_model(model), self._optimizer.unwrap(), self._config.sync_every
         if outer_optimizer is None:
-            LocalSGD(self.manager, module, optimizer, sync_every).__enter__()
+            LocalSGD(self.join(), module, optimizer, sync_every).__enter__()
         else:
             outer = outer_optimizer([each for each in module.parameters() if each.requires_grad])
             pin = torch.cuda.is_available()
-            DiLoCo(self.manager, [module], optimizer, outer, sync_every, pin_memory=pin).__enter__()
+            DiLoCo(self.join(), [module], optimizer, outer, sync_every, pin_memory=pin).__enter__()
 
     def forget(self) -> None:
         """Learn that the gradients were dropped, or are about to be added to."""
         self._is_averaged = False
 
-    # ---- parts
-
-    def _restart(self) -> None:
-        """Forget the step, since values were loaded: groups that are ahead send theirs at the next step."""
-        self._is_begun = self._is_averaged = False
-        self.num_commits, self._first_values = 0, ""
-        if self._joined is not None:
-            self._joined.load_state_dict({"step": 0, "batches_committed": 0})
+    @hookimpl
+    def after_load(self, kind: str) -> None:
+        """Forget the step: what was loaded is as old as the file, and groups that are ahead send theirs."""
+        if kind in ("checkpoint", "model", "lora", "optimizer"):
+            self._is_begun = self._is_averaged = False
+            self.num_commits, self._first_values = 0, ""
+            if self._joined is not None:
+                self._joined.load_state_dict({"step": 0, "batches_committed": 0})
 
     def _no_quorum(self, error: Exception) -> LaunchError:
         config = self._config
@@ -231,7 +221,7 @@ class ReplicaGroups:
         with self._coordinator.together("step"):
             is_one_awaited = self._coordinator.rank == 0 and self._awaits_others()
         if self._coordinator.broadcast_object(is_one_awaited, name="step"):
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(0.5)
             return False
         self._first_values = self._first_values or self._state.digest()
         self._compare(f"start {self._facts} {self._first_values}", _different_values())
@@ -242,7 +232,7 @@ class ReplicaGroups:
 
         Collective: every rank of the group.
         """
-        manager = self.manager
+        manager = self.join()
         failed = manager.errored() is not None
         counts = torch.tensor([failed, received is not None], dtype=torch.int32, device=self._device)
         if self._coordinator.world_size > 1:
@@ -265,7 +255,7 @@ class ReplicaGroups:
         Raises:
             LaunchError: If it has not come within the time limit of a quorum.
         """
-        config, manager = self._config, self.manager
+        config, manager = self._config, self.join()
         if config.lighthouse is None or manager.errored() is not None:
             return False
         try:
@@ -294,19 +284,18 @@ class ReplicaGroups:
 
     def _settings(self) -> str:
         """Return what the step does with the average."""
-        options = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
-        ]
+        groups = self._optimizer.param_groups
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         scaler = self._optimizer.loss_scaler
         return repr((self._facts, options, None if scaler is None else scaler.state_dict()))
 
     def _compare(self, text: str, problem: Exception) -> None:
         """Note a problem, which the step's end raises, unless all groups say the same."""
-        if not agree(self.manager, text, self._device):
+        if not agree(self.join(), text, self._device):
             self._problem = problem
-            self.manager.report_error(problem)
+            self.join().report_error(problem)
 
-    def _join(self) -> _GroupManager:
+    def _connect(self) -> _GroupManager:
         """Connect this rank to the lighthouse and to its peers of other groups.
 
         Collective: every rank of the group.
@@ -358,10 +347,9 @@ class _GroupManager(Manager):  # type: ignore[misc] # torchft has no types
     torchft hands each rank what it has received, also where another rank of the group has received nothing.
 
     Args:
-        on_quorum: Called with the manager's own state before the quorum, and what it has received; returns whether the
-            quorum counts, or another one is asked for.
+        on_quorum: `ReplicaGroups._meet`.
         no_quorum: Returns what to raise in place of an error of the quorum.
-        **options: As for torchft's manager.
+        **options: Those of torchft's manager.
     """
 
     def __init__(
@@ -375,8 +363,7 @@ class _GroupManager(Manager):  # type: ignore[misc] # torchft has no types
 
     def start_quorum(self, *arguments: Any, **options: Any) -> None:
         """Wait for the quorum of the next step, and for what follows it."""
-        counts = False
-        while not counts:
+        while True:
             before, self._received = self.state_dict(), None
             try:
                 with warnings.catch_warnings():
@@ -385,26 +372,14 @@ class _GroupManager(Manager):  # type: ignore[misc] # torchft has no types
                     super().start_quorum(*arguments, **options)
             except Exception as error:
                 raise self._no_quorum(error) from error
-            counts = self._on_quorum(before, self._received)
-
-
-class _Loads:
-    """Hears of loads: what was loaded is as old as the file, whatever step this group was at."""
-
-    def __init__(self, restart: Callable[[], None]) -> None:
-        self._restart = restart
-
-    @hookimpl
-    def after_load(self, kind: str) -> None:
-        if kind in ("checkpoint", "model", "lora", "optimizer"):
-            self._restart()
+            if self._on_quorum(before, self._received):
+                return
 
 
 def _different_values() -> ConfigError:
     return ConfigError(
-        "Replica groups start with different values, options or numbers of ranks, so that their averages would mean "
-        "nothing. Seed all groups alike (`launch(seed=...)` does), start them by the same script, and load the same "
-        "checkpoint in each."
+        "Replica groups start with different values, options or numbers of ranks. Seed all groups alike "
+        "(`launch(seed=...)` does), start them by the same script, and load the same checkpoint in each."
     )
 
 

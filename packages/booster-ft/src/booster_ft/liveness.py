@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
 
-_EXIT_CODE = 77
 _LIVES = re.compile(r'<li class="heartbeat\s*">\s*(\S+): seen')
 _MEMBER = re.compile(r"<b>(\S+)</b>")
 
@@ -36,8 +35,8 @@ class RankWatch:
     """
 
     def __init__(self, coordinator: DistCoordinator, timeout_seconds: float) -> None:
-        size, self._num_ticks, self._end = coordinator.world_size, max(3, int(timeout_seconds / 3)), threading.Event()
-        self._before = (coordinator.rank - 1) % size
+        size, self._num_ticks = coordinator.world_size, max(3, int(timeout_seconds / 3))
+        self._before, self._end = (coordinator.rank - 1) % size, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="booster-ft rank watch", daemon=True)
         if size == 1:
             return
@@ -73,7 +72,7 @@ class RankWatch:
                 if num_silent >= self._num_ticks:
                     why = f"rank {self._before} gave no sign of life for {num_silent} s. Restart it: it catches up."
                     print(f"Booster: this replica group ends, since {why}", file=sys.stderr, flush=True)  # noqa: T201 - the process ends here
-                    os._exit(_EXIT_CODE)
+                    os._exit(77)
 
 
 def groups_outside(address: str, own_name: str, timeout_seconds: float) -> list[str]:
@@ -83,8 +82,8 @@ def groups_outside(address: str, own_name: str, timeout_seconds: float) -> list[
 
     Args:
         address: Of the lighthouse, as a URL.
-        own_name: Of this group. Where the page does not show it as one that lives and takes part, as when others have
-            met again without it, or if the page is another, nobody knows who is missing, and its name is returned.
+        own_name: Of this group. Where the page does not show it as one that lives and takes part, nobody knows who is
+            missing, and its name is returned.
         timeout_seconds: How long to wait for an answer.
 
     Raises:

@@ -11,15 +11,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import (
-    Boosted,
-    Capability,
-    PipelinePlugin,
-    Plugin,
-    as_tuple,
-    load,
-    unwrap_model,
-)
+from booster_core.plugin import Boosted, Capability, PipelinePlugin, Plugin, as_tuple, load, unwrap_model
 from booster_core.state import ReplicatedStateAdapter
 from booster_ft.config import FaultToleranceConfig, require_torchft
 from booster_ft.state import GroupState
@@ -66,8 +58,7 @@ class FaultTolerantPlugin(PipelinePlugin):
         ConfigError: If torchft can't be imported, a value is out of range, or the inner plugin can't be used.
 
     Memory per rank and step: that of the inner plugin; while a group comes back, a copy of its state on the host.
-    Communication per rank and step: that of the inner plugin, and one all-reduce of its part of the gradients over the
-    groups.
+    Communication per rank and step: that of the inner plugin, and an all-reduce of its gradients over the groups.
     Reference: https://github.com/pytorch/torchft; Douillard et al. 2023, "DiLoCo" (arXiv:2311.08105).
     """
 
@@ -118,8 +109,6 @@ class FaultTolerantPlugin(PipelinePlugin):
         vars(self)["prepare_dataloader"] = self._everyone.prepare_dataloader
         self._groups: ReplicaGroups | None = None
 
-    # ---- the run
-
     @property
     def groups(self) -> ReplicaGroups:
         """This group among the others, once a model is boosted with its optimizer."""
@@ -139,14 +128,11 @@ class FaultTolerantPlugin(PipelinePlugin):
         if objects.optimizer is None:
             return
         if self._groups is not None:
-            msg = (
-                "Plugin 'ft' trains one model in a run, and one is boosted already. Boost others without an optimizer."
-            )
+            msg = "Plugin 'ft' trains one model in a run, and one is boosted. Boost others without an optimizer."
             raise ConfigError(msg)
         for name, module in objects.model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                remedy = "are not averaged between replica groups. Make it with `sparse=False`."
-                msg = f"The gradients of '{name}' are sparse, and {remedy}"
+                msg = f"The gradients of '{name}' are sparse, and not averaged between groups. Pass `sparse=False`."
                 raise ConfigError(msg)
         for name, parameter in objects.model.named_parameters():
             if parameter.requires_grad and parameter.is_complex():
@@ -195,8 +181,6 @@ class FaultTolerantPlugin(PipelinePlugin):
         replica_id, num_replicas = self.config.place
         return replica_id * size + index, num_replicas * size
 
-    # ---- the inner plugin's own
-
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return a parameter's gradient, averaged over ranks and groups."""
         if self._groups is not None and self.config.sync_every is None and model.boosted_optimizers:
@@ -230,16 +214,10 @@ class FaultTolerantPlugin(PipelinePlugin):
     ) -> Mapping[str, Any]:
         """Run a batch through the inner plugin's pipeline; see `PipelinePlugin.execute_pipeline`.
 
-        Raises:
-            ConfigError: If the inner plugin has no pipeline.
-
         Collective: every rank of the group.
         """
         if not isinstance(self.inner, PipelinePlugin):
-            msg = (
-                f"The inner plugin '{self.inner.name}' has no pipeline to execute. Call the model, `booster.backward` "
-                "and `optimizer.step`, or choose `inner='hybrid'`."
-            )
+            msg = f"The inner plugin '{self.inner.name}' has no pipeline. Call the model, or choose `inner='hybrid'`."
             raise ConfigError(msg)
         if optimizer is not None and self._groups is not None:
             self._groups.begin()
@@ -248,12 +226,7 @@ class FaultTolerantPlugin(PipelinePlugin):
 
 
 def _inner_plugin(inner: object, options: Mapping[str, Any] | None, precision: Any) -> Plugin:
-    """Return the plugin inside of each group.
-
-    Raises:
-        ConfigError: If it can't be used there.
-        TypeError: If it is none.
-    """
+    """Return the plugin inside of each group, or raise what is wrong with it."""
     if isinstance(inner, str):
         kind = load(inner)
         given = {**(options or {}), **({} if precision is None else {"precision": precision})}

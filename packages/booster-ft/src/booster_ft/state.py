@@ -17,14 +17,7 @@ import xxhash
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError, shorten
 from booster_core.ranks import seed_everything
-from booster_core.state import (
-    OptimizerInfo,
-    TensorMeta,
-    TensorShard,
-    copy_part,
-    scheduler_from_json,
-    scheduler_to_json,
-)
+from booster_core.state import OptimizerInfo, TensorMeta, TensorShard, copy_part, scheduler_from_json, scheduler_to_json
 from booster_runtime.whole_tensors import assembled
 
 if TYPE_CHECKING:

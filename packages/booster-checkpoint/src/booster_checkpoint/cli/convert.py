@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import click
 
-from booster_core.errors import BoosterError
-
 
 @click.command()
 @click.argument("source")
@@ -28,10 +26,7 @@ def command(*, source: str, target: str, form: str, size_per_shard: int, dtype: 
     from booster_checkpoint.tools.convert import convert
 
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    try:
-        written = convert(locate(source), locate(target), form, size_per_shard=size_per_shard, dtype=dtypes[dtype])
-    except BoosterError as error:
-        raise click.ClickException(str(error)) from error
+    written = convert(locate(source), locate(target), form, size_per_shard=size_per_shard, dtype=dtypes[dtype])
     click.echo(f"{target}:")
     for name, nbytes in written.items():
         click.echo(f"  {nbytes:>15,} bytes  {name}")

@@ -11,8 +11,6 @@ from typing import Any
 
 import click
 
-from booster_core.errors import BoosterError
-
 
 @click.command()
 @click.argument("path")
@@ -30,13 +28,10 @@ def command(*, path: str, as_json: bool, is_checked: bool) -> None:
     from booster_checkpoint.storage import locate
     from booster_checkpoint.tools.inspection import check, inspect
 
-    try:
-        if is_checked:
-            _show_check(path, *check(locate(path)), as_json=as_json)
-            return
-        found = inspect(locate(path))
-    except BoosterError as error:
-        raise click.ClickException(str(error)) from error
+    if is_checked:
+        _show_check(path, *check(locate(path)), as_json=as_json)
+        return
+    found = inspect(locate(path))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2, default=str))
         return

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+from typing import Any
 
 import click
 
 from booster_core.cli import _installed
+from booster_core.errors import BoosterError
 from booster_core.plugin.hooks import entry_points_by_name
 
 
@@ -32,6 +34,13 @@ class _Verbs(click.Group):
             return command
         entries = entry_points_by_name(_installed.COMMAND_GROUP).get(cmd_name)
         return None if entries is None else _installed.load(cmd_name, entries)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb, whose errors are told without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except BoosterError as error:
+            raise click.ClickException(str(error)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with the first lines of their modules' docstrings, read without importing them."""

@@ -12,24 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from booster_core.errors import BoosterError
+from booster_ft.config import require_torchft
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 def start_lighthouse(bind: str, min_replicas: int, *, join_timeout: float, heartbeat_timeout: float = 5.0) -> Any:
-    """Return torchft's server, which runs until its ``shutdown``.
-
-    Raises:
-        click.ClickException: If torchft can't be imported.
-    """
-    from booster_ft.config import require_torchft
-
-    try:
-        require_torchft()
-    except BoosterError as error:
-        raise click.ClickException(str(error)) from error
+    """Return torchft's server, which runs until its ``shutdown``."""
+    require_torchft()
     from torchft.coordination import LighthouseServer
 
     milliseconds = round(1000 * join_timeout), round(1000 * heartbeat_timeout)
@@ -55,13 +46,6 @@ def run_groups(
     num_groups: int, command: Sequence[str], variables: Mapping[str, str], *, min_replicas: int, join_timeout: float
 ) -> None:
     """Start a lighthouse and, for each group, a command, and wait for them: `booster run --groups`.
-
-    Args:
-        num_groups: Number of groups.
-        command: What starts the ranks of a group.
-        variables: The command's environment.
-        min_replicas: Groups that a step needs.
-        join_timeout: Seconds for which groups wait for others that live.
 
     Raises:
         click.ClickException: If torchft can't be imported, or a group fails for good.
