@@ -468,7 +468,9 @@ class Reducer:
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
     def take(parameter: nn.Parameter) -> None:
         owner = reducer()
-        if owner is None:
+        with DisableTorchFunctionSubclass():
+            is_trained = parameter.requires_grad  # what was frozen after forward gets no gradient
+        if owner is None or not is_trained:
             return
         if not torch.is_grad_enabled():  # which is quicker to ask than to change
             owner.on_gradient(index, parameter)
