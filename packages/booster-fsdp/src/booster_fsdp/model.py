@@ -204,18 +204,30 @@ class Forwards:
     def _after(self, state: Any, groups: Sequence[Any], register: Any, gather: Any, output: Any) -> Any:
         """Let torch register its hooks on a unit's output, behind a check for parameters that are newer."""
         if torch.is_grad_enabled():
-            state._pre_backward = functools.partial(self._check_age, groups, self._version_of(groups), gather)  # noqa: SLF001
+            trained = [inner for group in groups for inner in group.fsdp_params if inner.sharded_param.requires_grad]
+            state._pre_backward = functools.partial(  # noqa: SLF001
+                self._check_age, groups, self._version_of(groups), trained, gather
+            )
         hidden = hidden_tensors(output)
         if hidden:
             register(hidden)
         return register(output)
 
-    def _check_age(self, groups: Sequence[Any], made_at: object, gather: Any, gradient: Tensor) -> Tensor:
+    def _check_age(
+        self, groups: Sequence[Any], made_at: object, trained: Sequence[Any], gather: Any, gradient: Tensor
+    ) -> Tensor:
         if self._version_of(groups) != made_at:
             msg = (
                 "The parameters were modified by an inplace operation, such as `optimizer.step()` or loading a "
                 "checkpoint, after the forward that this backward goes through, so its gradients would be wrong. Run "
                 "backward before the step, or forward again after it."
+            )
+            raise GradientError(msg)
+        frozen = next((inner for inner in trained if not inner.sharded_param.requires_grad), None)
+        if frozen is not None:
+            msg = (
+                f"Parameter '{frozen._param_fqn}' was frozen after the forward that this backward goes through, which "  # noqa: SLF001
+                "would give it a gradient all the same. Freeze it before forward, or after backward."
             )
             raise GradientError(msg)
         return cast("Tensor", gather(gradient))

@@ -123,6 +123,11 @@ class Layout:
         """Return the ranks that share a parameter."""
         return self._formats[index].ranks or self.ranks
 
+    def optimizer_of(self, index: int) -> int | None:
+        """Return which of the model's optimizers steps on a parameter; ``None`` for one that is in no bucket."""
+        format_ = self._formats.get(index)
+        return None if format_ is None else format_.optimizer
+
     def order(self) -> list[int]:
         """Return all parameters in the order in which they are laid out."""
         return [slot.index for bucket in self.buckets for slot in bucket.plan.slots]

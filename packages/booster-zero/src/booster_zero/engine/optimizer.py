@@ -182,7 +182,7 @@ class ZeroOptimizer(OptimizerWrapper):
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether gradients of a parameter are reduced for this optimizer: it is trained, or in a group."""
         index = self.engine.index_of.get(id(parameter))
-        return index in self.layout.parameters and self.layout.bucket_of(index).format.optimizer == self.number
+        return index is not None and self.layout.optimizer_of(index) == self.number
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of a parameter's whole gradient, without loss scale; ``None`` where no rank used it.

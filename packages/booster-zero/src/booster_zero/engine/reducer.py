@@ -272,14 +272,21 @@ class Reducer:
             return
         self.watch()
         self._is_open = True
-        self._has_local = False
-        repeated = self._buckets_of(self.repeated)
+        waiting = self._buckets_of(self.repeated)
         with DisableTorchFunctionSubclass():
+            # What was frozen since may have a gradient of the pause, which no bucket is complete without.
+            frozen = self._buckets_frozen_later() if self._has_local else set()
+            self._has_local = False
             self._round = Round(
-                (bucket, Filling(missing, bucket in repeated))
+                (bucket, Filling(missing, bucket in waiting or bucket in frozen))
                 for bucket in self._in_order()
-                if (missing := bucket.num_trained)
+                if (missing := bucket.num_trained) or bucket in frozen
             )
+
+    def _buckets_frozen_later(self) -> set[Bucket]:
+        """Return the buckets of parameters that were trained at some time, and are frozen now; alike on every rank."""
+        places = (self._place[index] for index in self._hooks if index in self._place)
+        return {bucket for bucket, _, parameter in places if not parameter.requires_grad}
 
     def _in_order(self) -> list[Bucket]:
         """Return the buckets in the order of the next round: those that others would wait for come last."""
@@ -461,7 +468,9 @@ class Reducer:
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
     def take(parameter: nn.Parameter) -> None:
         owner = reducer()
-        if owner is None:
+        with DisableTorchFunctionSubclass():
+            is_trained = parameter.requires_grad  # what was frozen after forward gets no gradient
+        if owner is None or not is_trained:
             return
         if not torch.is_grad_enabled():  # which is quicker to ask than to change
             owner.on_gradient(index, parameter)
