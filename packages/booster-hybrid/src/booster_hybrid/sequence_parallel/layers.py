@@ -63,7 +63,7 @@ def check_lengths(model_name: str, mode: str, known: Lengths | None, samples: in
         remedy = (
             "Leave `sequence_parallelism_mode` out for this model"
             if mode == "split_gather"
-            else "Pass `HybridParallelPlugin(example_batch=...)` with a batch of that length, for which `boost` finds out"
+            else "Pass `HybridParallelPlugin(example_batch=...)` with a batch of that length, which `boost` compares"
         )
         msg = (
             f"{model_name} was given sequences of {layout.length} positions, and it is not known whether its layers "
