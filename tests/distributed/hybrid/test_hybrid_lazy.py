@@ -51,14 +51,10 @@ def make(zoo, *, lazily):
 
 
 def boosted(zoo, options, precision=None, *, lazily):
-    booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
+    booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
     model, optimizer = make(zoo, lazily=lazily)
     model, optimizer, *_ = booster.boost(model, optimizer)
     return booster, model, optimizer
-
-
-def example(zoo, options):
-    return {"example_batch": zoo.share(0, 0, 2)} if options.get("pp_size", 1) > 1 else {}
 
 
 def held(model):
@@ -190,7 +186,7 @@ def without_optimizer(precision):
     for options in CUT:
         found = []
         for lazily in (False, True):
-            booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
+            booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
             model, _ = make(zoo, lazily=lazily)
             model.model.layers[0].requires_grad_(requires_grad=False)
             model, *_ = booster.boost(model)
@@ -208,7 +204,7 @@ def frozen_in_part(options):
     zoo = MODELS["transformers/gpt2_lm"]
     both = []
     for lazily in (False, True):
-        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, **example(zoo, options)))
+        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
         with LazyInitContext() if lazily else contextlib.nullcontext():
             model = zoo.seeded()
             model.transformer.h[0].requires_grad_(requires_grad=False)
@@ -234,7 +230,7 @@ def pretrained(folder, name, options, dtype, precision):
     zoo = MODELS[f"transformers/{name}"]
     found = []
     for lazily in (False, True):
-        booster = Booster("cpu", precision, HybridParallelPlugin(**options, **example(zoo, options)))
+        booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
         with LazyInitContext() if lazily else contextlib.nullcontext():
             model = type(zoo.seeded()).from_pretrained(folder, dtype=dtype)
         model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
@@ -265,7 +261,7 @@ def with_adapters(options, *, inside):
     zoo = MODELS["transformers/llama"]
     both = []
     for lazily in (False, True):
-        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, **example(zoo, options)))
+        booster = Booster("cpu", "bf16", HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], lora_alpha=8, modules_to_save=["lm_head"])
         torch.manual_seed(4)
         with LazyInitContext() if lazily else contextlib.nullcontext():

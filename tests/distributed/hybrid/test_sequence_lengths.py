@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
@@ -114,8 +114,9 @@ def make(change):
 
 def boosted(model, mode, **options):
     policy = ShardingPolicy(layers=("blocks",)) if isinstance(model, Model) else None
-    plugin = HybridParallelPlugin(sp_size=2, sequence_parallelism_mode=mode, custom_policy=policy, **options)
-    loader = None if options else DataLoader([torch.arange(40) % 32 for _ in range(4)], batch_size=4)
+    sizes = {} if "tp_size" in options else {"sp_size": 2}
+    plugin = HybridParallelPlugin(**{"sequence_parallelism_mode": mode, "custom_policy": policy} | sizes | options)
+    loader = DataLoader([torch.arange(40) % 32 for _ in range(4)], batch_size=4) if isinstance(model, Model) else None
     return Booster("cpu", plugin=plugin).boost(model, None, dataloader=loader)[0]
 
 
@@ -200,18 +201,44 @@ class Scaled(LlamaDecoderLayer):
         return super().forward(branch(hidden_states, None), *args, **kwargs)
 
 
-def of_transformers(mode):
-    model = tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG)
-    plain_model = boosted(tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG), mode, unchecked="raise")
-    model.model.layers[1].__class__ = Scaled
-    model = boosted(model, mode, unchecked="raise")
-    plain_model(tokens_of(LONG))
-    with pytest.raises(ConfigError, match="a 'Scaled' asks whether positions > 200"):
-        model(tokens_of(LONG))
+class Sloped(LlamaDecoderLayer):
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(slopes(hidden_states, None), *args, **kwargs)
 
 
-def test_layers_of_transformers_are_watched_too():
-    run_on_ranks(of_transformers, 2, "all_to_all")
+def of_transformers(mode, options):
+    """Layers that ask are refused where sequences are long, and others are not."""
+    kinds = {Scaled: "a 'Scaled' asks whether positions > 200", Sloped: "a 'Sloped' counts positions by `arange`"}
+    for kind in (LlamaDecoderLayer, *kinds):
+        model = tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG)
+        model.model.layers[1].__class__ = kind
+        model = boosted(model, mode, **options)
+        message = message_of(model, tokens_of(LONG))
+        assert kinds.get(kind, "nothing") in message, message
+
+
+@pytest.mark.parametrize(("mode", "options"), [("all_to_all", {"sp_size": 2}), ("split_gather", {"tp_size": 2})])
+def test_layers_of_transformers_are_watched_too(mode, options):
+    run_on_ranks(of_transformers, 2, mode, options)
+
+
+class OfWhole(LlamaMLP):
+    def forward(self, x):
+        return super().forward(slopes(branch(x, None), None))
+
+
+def whole_blocks():
+    model, whole = (tiny_llama(num_hidden_layers=2, max_position_embeddings=2 * LONG) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    for layer in (*model.model.layers, *whole.model.layers):
+        layer.mlp.__class__ = OfWhole
+    model = boosted(model, "split_gather", tp_size=2, parallel_output=False)
+    found, expected = model(tokens_of(LONG)).logits, whole(tokens_of(LONG)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_that_get_whole_sequences_may_ask_for_their_length():
+    run_on_ranks(whole_blocks, 2)
 
 
 @pytest.mark.parametrize(("sizes", "text"), [((8, 1), "4 heads are no multiple of 8"), ((2, 4), "1 heads are no mul")])

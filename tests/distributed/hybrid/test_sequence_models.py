@@ -64,7 +64,8 @@ DEFAULT = {
 
 def compare(name, options):
     zoo = find(name)
-    plugin = HybridParallelPlugin(**options)
+    # Some have layers that take more than hidden states: the example shows how they are called.
+    plugin = HybridParallelPlugin(**options, example_batch=in_format(zoo, zoo.share(0, 0, 2)))
     booster = Booster("cpu", plugin=plugin)
     replica = plugin.config.tensor.size * plugin.config.sequence.size
     data_size, data_rank = dist.get_world_size() // replica, dist.get_rank() // replica

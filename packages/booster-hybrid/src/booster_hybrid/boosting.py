@@ -32,6 +32,7 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import layer_lists
 from booster_hybrid.probe.experts import check_experts
+from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_hybrid.probe.lengths import Lengths
     from booster_runtime.lazy import HostValues, Recording
 
 
@@ -190,6 +190,8 @@ class HybridSetup:
             return {}
         from booster_hybrid.sequence_parallel.split_gather import split_layers
 
+        is_gathered = self._config.sequence.mode == "split_gather"
+        lengths = Lengths()
         with self._context.coordinator.together("boost"):
             check = functools.partial(
                 check_policy,
@@ -197,7 +199,8 @@ class HybridSetup:
                 size=size,
                 device=self._context.device,
                 batch=self._example_batch,
-                split_sequence=split_layers if self._config.sequence.mode == "split_gather" else None,
+                split_sequence=split_layers if is_gathered else None,
+                lengths=lengths,
             )
             try:
                 unchecked = check(self._policy())
@@ -209,7 +212,14 @@ class HybridSetup:
                 unchecked = check(self._policy())
             if unchecked and self._options.unchecked == "raise":
                 raise _not_checked(self._model, unchecked)
+        if is_gathered:
+            self._note_lengths([lengths])
         return unchecked
+
+    def _note_lengths(self, lengths: list[Lengths]) -> None:
+        """Note for which lengths layers were compared, alike on all ranks: what one has seen depends on its batch."""
+        lengths = self._context.coordinator.broadcast_object(lengths, name="boost")
+        self._lengths = [] if self._options.unchecked == "allow" else lengths
 
     def _find_experts(self, size: int) -> None:
         with self._context.coordinator.together("boost"):
@@ -271,10 +281,10 @@ class HybridSetup:
 
         coordinator, device, lists = self._context.coordinator, self._context.device, self._lists_to_split()
         with coordinator.together("boost"):
-            batches = self._batches()
+            batches, lengths = self._batches(), []
             try:
                 sizes = config.size, self._config.tensor.size
-                self._lengths = check_sequences(self._model, lists, str(config.mode), sizes, device, batches)
+                lengths = check_sequences(self._model, lists, str(config.mode), sizes, device, batches)
             except NotComparedError as error:
                 if self._options.unchecked == "raise":
                     msg = (
@@ -284,14 +294,11 @@ class HybridSetup:
                         "`unchecked='allow'` trusts the model instead."
                     )
                     raise ConfigError(msg) from error
-        # What a rank has seen depends on its batch.
-        self._lengths = coordinator.broadcast_object(self._lengths, name="boost")
-        if self._options.unchecked == "allow":
-            self._lengths = []
+        self._note_lengths(lengths)
 
     def _batches(self) -> list[Any]:
         """Return batches that the model may take: the user's, and the model's own dummy."""
-        from booster_hybrid.probe.sequences import with_choices
+        from booster_hybrid.probe.batches import with_choices
 
         found = []
         with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
@@ -495,7 +502,8 @@ class HybridSetup:
         model, lists = inner_model(self._model), self._lists_to_split()
         mode = str(self._config.sequence.mode)
         if mode == "split_gather":
-            split_between_blocks(model, lists, self._tensor_group, split)
+            known = next((each for each in self._lengths if each.compared), None)
+            split_between_blocks(model, lists, self._tensor_group, split, known)
             return
         split_sequences(
             model,

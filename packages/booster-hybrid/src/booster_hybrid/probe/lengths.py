@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from booster_hybrid.sequence_parallel.layer_code import is_of_the_layer
+from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, is_of_the_layer
 from booster_hybrid.sequence_parallel.stack import HIDDEN_STATES
 from booster_hybrid.whole import name_of
 
@@ -63,14 +63,16 @@ class Lengths:
         counts: A layer that makes something of the number of its positions, and what: nothing is known beyond the
             longest length that was compared. ``None`` where none does.
         samples: Number of samples that were compared.
-        is_watched: Whether all of that is known.
+        watched: Classes of layers of which all of that is known.
+        unwatched: Those of which a number of positions could not be told from other sizes.
     """
 
     compared: set[int] = field(default_factory=set)
     conditions: set[Condition] = field(default_factory=set)
     counts: tuple[str, str] | None = None
     samples: int = 1
-    is_watched: bool = True
+    watched: set[str] = field(default_factory=set)
+    unwatched: set[str] = field(default_factory=set)
 
     def doubt(self, samples: int, length: int, parts: Collection[int]) -> str | None:
         """Return why layers may compute something else from parts of sequences; ``None`` where they don't.
@@ -82,7 +84,7 @@ class Lengths:
         """
         if length in self.compared:
             return None
-        if not self.compared or not self.is_watched:
+        if not self.compared or not self.unwatched <= self.watched:
             return f"only sequences of {sorted(self.compared)} positions were compared" if self.compared else "none ran"
         for layer, question, answer in sorted(self.conditions, key=repr):
             # A multiple of the number of positions may be that of all samples.
@@ -205,13 +207,16 @@ class LengthWatch(TorchFunctionMode):
 
     Args:
         lengths: Where it is noted.
+
+    Attributes:
+        here: Number of positions of the layer that ran last.
     """
 
     def __init__(self, lengths: Lengths) -> None:
         super().__init__()
         self.lengths = lengths
         self._layer = ""
-        self._here = 0
+        self.here = 0
         self._without: dict[int, tuple[Tensor, int]] = {}
         self._given: dict[int, Tensor] = {}
 
@@ -225,13 +230,16 @@ class LengthWatch(TorchFunctionMode):
             **kwargs: What it is called with.
         """
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        give_whole_sequences(to_what_follows=False)
         samples, here = (args[0] if args else kwargs[HIDDEN_STATES]).shape[:2]
+        self.here = here
         sizes = {size for each in layer.parameters() for size in each.shape if size}
         if here < 2 or any(size % here == 0 for size in (samples, *sizes)):
-            self.lengths.is_watched = False  # a size can't be told from a number of positions
+            self.lengths.unwatched.add(type(layer).__name__)
             return forward(*args, **kwargs)
         self.lengths.samples = samples
-        self._layer, self._here = type(layer).__name__, here
+        self._layer = type(layer).__name__
+        self.lengths.watched.add(self._layer)
         self._without = {}
         self._given = {id(each): each for each in tensors if not each.is_floating_point() and self._has_positions(each)}
         with self, _Constants(self, here):
@@ -264,13 +272,13 @@ class LengthWatch(TorchFunctionMode):
         return result
 
     def _marked(self, size: int) -> Any:
-        times = size // self._here
-        if type(size) is not int or not times or size % self._here:
+        times = size // self.here
+        if type(size) is not int or not times or size % self.here:
             return size
         return _made(size, _POSITIONS if times == 1 else ("mul", _POSITIONS, times), self)
 
     def _has_positions(self, tensor: Tensor) -> bool:
-        return any(size and size % self._here == 0 for size in tensor.shape)
+        return any(size and size % self.here == 0 for size in tensor.shape)
 
     def _is_without_data(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made without any of the layer's hidden states, and not filled with them since."""
@@ -282,7 +290,7 @@ class LengthWatch(TorchFunctionMode):
 
     def _look_at(self, output: Tensor, inputs: Sequence[Tensor], function: str, lengths: Sequence[Length]) -> None:
         """Note what a function has made of the number of positions, or of what tells positions, alone."""
-        dims = [dim for dim, size in enumerate(output.shape) if size == self._here]
+        dims = [dim for dim, size in enumerate(output.shape) if size == self.here]
         if lengths and dims and inputs and not any(map(self._has_positions, inputs)):
             own = {each.untyped_storage().data_ptr() for each in inputs}
             if output.untyped_storage().data_ptr() in own and any(output.stride(dim) for dim in dims):

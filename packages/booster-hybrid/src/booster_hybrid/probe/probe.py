@@ -19,9 +19,11 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import Style
+from booster_hybrid.probe.batches import calls_of_model, clear_number
 from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
+from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored, return_memory
@@ -65,6 +67,10 @@ class ReadOutsideError(ConfigError):
         self.policy: ShardingPolicy | None = replace(plan.policy, rules=kept) if is_table else None
 
 
+_SAMPLES = 2
+"""In batches of random hidden states."""
+
+
 class _UncheckableError(Exception):
     """A unit can't be compared; the message says why."""
 
@@ -77,6 +83,7 @@ def check_policy(
     *,
     batch: Callable[[], Any] | None = None,
     split_sequence: SplitSequence | None = None,
+    lengths: Lengths | None = None,
 ) -> dict[str, str]:
     """Raise if a policy changes what a layer computes, or its gradients.
 
@@ -88,6 +95,7 @@ def check_policy(
         batch: Returns a batch, for layers whose forward needs more than hidden states; ``None`` where there is none.
         split_sequence: Splits the sequences of lists of layers, as ``"split_gather"`` does, given the model, the lists,
             the rank, the result of the installed plan, and what notes the changes; ``None`` leaves them whole.
+        lengths: Where it is noted for which lengths of sequences layers were compared, if these are split.
 
     Returns:
         What could not be checked, by name, with the reasons.
@@ -98,7 +106,7 @@ def check_policy(
     plan = TensorPlan(model, policy, size, parallel_output=False)
     try:
         with restored(plan.model, device):
-            return _Probe(plan, device, batch, split_sequence).run()
+            return _Probe(plan, device, batch, split_sequence, lengths or Lengths()).run()
     finally:
         return_memory()
 
@@ -110,8 +118,10 @@ class _Probe:
         device: torch.device,
         batch: Callable[[], Any] | None,
         split_sequence: SplitSequence | None,
+        lengths: Lengths,
     ) -> None:
         self._plan, self._device, self._batch, self._split_sequence = plan, device, batch, split_sequence
+        self._lengths = lengths
         self._model_name = type(plan.model).__name__
         whole, lists = plan.policy.whole_sequences, plan.policy.layers
         self._whole_sequences = tuple(f"{name}." for name in whole)
@@ -192,6 +202,12 @@ class _Probe:
             holding(model, values, self._device, torch.float32) if values else contextlib.nullcontext(),
             torch.autocast(self._device.type, enabled=False),
         ):
+            # Where sequences are split, of lengths that can be told from other sizes.
+            clear = () if self._split_sequence is None else calls_of_model(model, batch, self._plan.size)
+            for args, kwargs in clear:
+                recording = record_calls(model, copied(kwargs or args), watched, alike, split)
+                if recording.failure is None:
+                    return recording
             return record_calls(model, copied(batch), watched, alike, split)
 
     def _check_in_place(self, unit: Unit, kinds: Sequence[Sequence[Unit]], recording: Recording) -> set[str]:
@@ -217,7 +233,7 @@ class _Probe:
             return {unit.name}
         reasons = []
         try:
-            for call in calls_of(self._plan, unit, recording.calls.get(unit.name), self._device):
+            for call in calls_of(self._plan, unit, recording.calls.get(unit.name), self._device, self._length(unit)):
                 for setting in settings_of(unit.module):
                     comparison = _Comparison(self._plan, unit, call, setting, self._device, self._splits)
                     try:
@@ -238,6 +254,12 @@ class _Probe:
             msg = reasons[0] if reasons else f"it can't be called on random hidden states, and {shown}"
         raise _UncheckableError(msg)
 
+    def _length(self, unit: Unit) -> int:
+        """Return a number of positions for random hidden states."""
+        size = self._plan.size
+        clear = None if self._split_sequence is None else clear_number(unit.module, _SAMPLES, MOST_POSITIONS // size)
+        return 2 * size + 1 if clear is None else clear * size
+
     def _compare(self, comparison: _Comparison, whole: Result, unit: Unit) -> set[str]:
         what = f"The sharding policy of {self._model_name} changes what {unit.title} computes"
         called = comparison.compare(whole, what, _remedy(self._plan, unit, self._splits), self._of_gradients(unit))
@@ -252,9 +274,29 @@ class _Probe:
             "Move that into a module of its own with submodules, which gets whole sequences, or leave "
             "`sequence_parallelism_mode` out."
         )
-        split = functools.partial(self._split_sequence, self._plan.model, layers)
+        watches: dict[tuple[int, int], LengthWatch] = {}
+        split = functools.partial(self._split, layers, watches)
         comparison.compare(whole, what, remedy, lambda found: f"{what}: {found}. {remedy}", split)
+        ranks = range(self._plan.size)
+        compared = (sum(watches[place, rank].here for rank in ranks) for place in range(len(layers)))
+        self._lengths.compared |= {*compared} - {0}
         return called
+
+    def _split(
+        self,
+        layers: Sequence[Sequence[nn.Module]],
+        watches: dict[tuple[int, int], LengthWatch],
+        rank: InProcessRank,
+        split: TensorParallelModel,
+        changes: Changes,
+    ) -> None:
+        """Split the sequences of layers, and watch what these ask about their lengths."""
+        assert self._split_sequence is not None, "there is nothing to watch otherwise"
+        self._split_sequence(self._plan.model, layers, rank, split, changes)
+        for place, each in enumerate(layers):
+            watch = watches[place, rank.rank] = LengthWatch(self._lengths)
+            for layer in each:
+                changes.forward(layer, functools.partial(watch.run, layer=layer, forward=layer.forward))
 
     def _with_split_sequences(self, unit: Unit) -> list[tuple[nn.Module, ...]]:
         """Return the layers of a unit whose sequences would be split, list by list."""

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
+from booster_hybrid.probe.batches import as_call, calls_of_model, sizes_of
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
-from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch
+from booster_hybrid.probe.lengths import Lengths, LengthWatch
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
 from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from booster_hybrid.probe.calls import Call
     from booster_hybrid.sequence_parallel.stack import Stack
 
-_ENOUGH = 32
-"""Positions of a shorter sequence that is repeated."""
 _MOST_RANKS = 4
 
 
@@ -77,7 +75,7 @@ def check_sequences(
     with restored(inner, device):
         for batch in batches:
             probe = _Probe(inner, lists, mode, size, device)
-            for call in _calls_of(inner, batch, probe.size):
+            for call in calls_of_model(inner, batch, probe.size):
                 for is_short in (True, False):
                     reason = probe.run(call, is_short=is_short)
                     if reason is None:
@@ -118,12 +116,12 @@ class _Probe:
     def run_as_long(self, batch: Any, size: int) -> None:
         """Compare on a batch as it is, where layers may compute something else than from a shorter one."""
         known = self.lengths
-        samples, length = _sizes_of(self._model, batch)
+        samples, length = sizes_of(self._model, batch)
         parts = SequenceLayout(length, size, zigzag=self._mode == "ring_attn").lengths
         if length < size or all(each.doubt(samples, length, parts) is None for each in known):
             return
         self.lengths, self.size = [], size  # with fewer ranks, each would have more positions
-        is_compared = self.run(_call(taken_by(self._model, batch)), is_short=True) is None
+        is_compared = self.run(as_call(taken_by(self._model, batch)), is_short=True) is None
         longer, self.lengths = self.lengths, known
         for own, more in zip(known, longer, strict=True) if is_compared else ():
             own.compared |= more.compared
@@ -236,64 +234,3 @@ def _mean(gradients: Sequence[Mapping[int, Tensor | None]]) -> dict[int, Tensor 
         present = [each for each in known if each is not None]
         found[key] = torch.stack(present).sum(0) / len(known) if present else None
     return found
-
-
-def _rows_of(given: Any) -> Tensor | None:
-    """Return the tensor of a batch that tells how many samples and positions it has."""
-    rows = (each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor) and each.dim() > 1)
-    return next(rows, None)
-
-
-def _sizes_of(model: nn.Module, batch: Any) -> tuple[int, int]:
-    """Return the numbers of samples and positions of a batch of tokens; 0 for others."""
-    rows = _rows_of(taken_by(model, batch))
-    return (0, 0) if rows is None or rows.is_floating_point() else (rows.shape[0], rows.shape[-1])
-
-
-def _calls_of(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
-    """Yield calls of a model with the sequences of a batch: as many positions as can be told from other sizes.
-
-    Masks hide nothing in it: what positions compute that see no other one is nobody's business, and may differ.
-    """
-    given = taken_by(model, batch)
-    rows = _rows_of(given)
-    if rows is None:
-        return
-    if rows.is_floating_point():
-        yield _call(given)
-        return
-    samples, length = max(rows.shape[0], 2), rows.shape[-1]
-    sizes = {samples} | {size for each in model.parameters() for size in each.shape if size}
-    for longest in (min(max(length, _ENOUGH), MOST_POSITIONS), min(length, MOST_POSITIONS)):
-        primes = (each for each in range(longest // size, 2, -1) if all(each % factor for factor in range(2, each)))
-        clear = next((each for each in primes if all(other % each for other in sizes)), None)
-        if clear is not None:
-            yield _call(pytree.tree_map_only(torch.Tensor, functools.partial(_with, length, clear * size), given))
-
-
-def _with(length: int, wanted: int, value: Tensor) -> Tensor:
-    """Return an argument for another number of positions: some of these, or these again and again."""
-    if value.dim() < 2:
-        return value
-    if value.shape[0] == 1:
-        value = torch.cat([value, value])  # or what there is for each token can't be told from what is for a position
-    for dim, size in enumerate(value.shape):
-        if dim > 0 and size == length:
-            value = torch.cat([value] * -(-wanted // length), dim).narrow(dim, 0, wanted)
-    is_mask = not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
-    return torch.ones_like(value) if is_mask else value
-
-
-def _call(given: Any) -> Call:
-    if hasattr(given, "keys"):
-        return (), {**given}
-    return (tuple(given), {}) if isinstance(given, (list, tuple)) else ((given,), {})
-
-
-def with_choices(batch: Any) -> list[Any]:
-    """Return a batch, and another one that has several choices for each sample.
-
-    Args:
-        batch: What a model's forward takes, whose token indices are of shape ``(samples, positions)``.
-    """
-    return [batch, pytree.tree_map_only(torch.Tensor, lambda each: torch.stack([each, each], 1), batch)]

@@ -142,7 +142,7 @@ def place_of(name: str) -> int | None:
     return numbers[-1] if numbers else None
 
 
-def calls_of(plan: TensorPlan, unit: Unit, recorded: Call | None, device: torch.device) -> Iterator[Call]:
+def calls_of(plan: TensorPlan, unit: Unit, recorded: Call | None, device: torch.device, length: int) -> Iterator[Call]:
     """Yield calls of a unit to try: as the model calls it for a batch, or on random hidden states alone.
 
     Args:
@@ -150,9 +150,9 @@ def calls_of(plan: TensorPlan, unit: Unit, recorded: Call | None, device: torch.
         unit: The unit.
         recorded: Its first call in a run of the model; ``None`` where there was none.
         device: Where the tensors are made.
+        length: Number of positions of random ones.
     """
     generator = torch.Generator(device).manual_seed(_SEED)
-    length = 2 * plan.size + 1
     if unit.targets == (unit.name,) and plan.targets[unit.name].style is Style.VOCABULARY:
         table: Any = plan.names.modules[unit.name]
         rows: int = table.weight.shape[0]

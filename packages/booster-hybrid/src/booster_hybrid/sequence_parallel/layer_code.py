@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _running: list[None] = []
+_whole: list[None] = []
 
 
 def not_of_the_layer(function: Callable[P, T]) -> Callable[P, T]:
@@ -31,6 +32,15 @@ def not_of_the_layer(function: Callable[P, T]) -> Callable[P, T]:
     return apart
 
 
+def give_whole_sequences(*, to_what_follows: bool) -> None:
+    """Note whether what runs next inside of a layer gets whole sequences, whose lengths it may ask.
+
+    Args:
+        to_what_follows: Whether it does.
+    """
+    _whole[:] = [None] if to_what_follows else []
+
+
 def is_of_the_layer() -> bool:
-    """Return whether no such function runs."""
-    return not _running
+    """Return whether the layer's own code runs, on this rank's positions."""
+    return not (_running or _whole)

@@ -21,8 +21,10 @@ from booster_hybrid.layer_plan import Changes
 from booster_hybrid.random_streams import Stream
 from booster_hybrid.rank_group import AloneRank, RankGroup
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
+from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, not_of_the_layer
 from booster_hybrid.sequence_parallel.layers import (
     check_layer_output,
+    check_lengths,
     lists_of_layers,
     refuse_outputs_of_layers,
 )
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.tensor_parallel.plan import TensorParallelModel
 
 
@@ -100,6 +103,7 @@ def split_between_blocks(
     lists: Sequence[str],
     group: RankGroup,
     split: TensorParallelModel,
+    known: Lengths | None = None,
 ) -> None:
     """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
 
@@ -108,6 +112,7 @@ def split_between_blocks(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         group: The tensor parallel ranks.
         split: What has become of the model's parameters.
+        known: For which lengths layers were compared; ``None`` where that does not matter.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -115,6 +120,16 @@ def split_between_blocks(
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
+    name = type(model).__name__
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        layout = SequenceLayout(hidden.shape[1], group.size)
+        check_lengths(name, "split_gather", known, hidden.shape[0], layout)
+
+    if known is not None:
+        for layers in stacks:
+            layers[0].register_forward_pre_hook(lambda _, args, kwargs: check(args, kwargs), with_kwargs=True)
     split_layers(model, stacks, group, split, Changes())
 
 
@@ -323,6 +338,7 @@ class _Gathering:
         self._lengths, self._group, self._is_replica = lengths, group, is_replica
 
     @outside_of_graphs
+    @not_of_the_layer
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -330,6 +346,7 @@ class _Gathering:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         gather = join_replicas if self._is_replica else gather_sequence
         whole = gather(*self._lengths.of_part(hidden), self._group)
+        give_whole_sequences(to_what_follows=True)
         return _replaced(args, kwargs, whole if hidden.dim() == 3 else whole.flatten(0, 1))
 
 
@@ -340,9 +357,11 @@ class _Scattering:
         self._lengths, self._group = lengths, group
 
     @outside_of_graphs
+    @not_of_the_layer
     def __call__(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
         del module
         part = scatter_sum(*self._lengths.of_whole(output), self._group)
+        give_whole_sequences(to_what_follows=False)
         return part if output.dim() == 3 else part.flatten(0, 1)
 
 
@@ -353,8 +372,10 @@ class _Cutting:
         self._lengths, self._group = lengths, group
 
     @outside_of_graphs
+    @not_of_the_layer
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         del module
+        give_whole_sequences(to_what_follows=False)
         return _mapped(output, lambda hidden: cut_replica(*self._lengths.of_whole(hidden), self._group))
 
 

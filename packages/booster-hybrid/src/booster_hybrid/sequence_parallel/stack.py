@@ -19,7 +19,7 @@ from booster_core.state import compiled_module
 from booster_hybrid.pipeline.absent import is_absent
 from booster_hybrid.random_streams import Stream
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
-from booster_hybrid.sequence_parallel.layers import check_layer_output
+from booster_hybrid.sequence_parallel.layers import check_layer_output, check_lengths
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
@@ -117,15 +117,7 @@ class Stack:
                 "positions and mask the padding, or use a smaller `sp_size`."
             )
             raise ConfigError(msg)
-        doubt = None if self.lengths is None else self.lengths.doubt(samples, length, self.layout(length).lengths)
-        if doubt is not None:
-            msg = (
-                f"{self.model_name} was given sequences of {length} positions, and it is not known whether its layers "
-                f"compute the same from parts of these (`sequence_parallelism_mode={self.mode!r}`): {doubt}. Pass "
-                "`HybridParallelPlugin(example_batch=...)` with a batch of that length, for which `boost` finds it "
-                "out; `unchecked='allow'` trusts the model instead."
-            )
-            raise ConfigError(msg)
+        check_lengths(self.model_name, self.mode, self.lengths, samples, self.layout(length))
 
     def check_attention(self, layer: nn.Module) -> None:
         """Check that a layer which has run called an attention that sees the other ranks' positions.
