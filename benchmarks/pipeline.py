@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.policy.base import ShardingPolicy
+from booster_runtime.pictures import read_traces
 from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:
@@ -146,9 +146,12 @@ def computing(size: str, samples: int, folder: str, rounds: int) -> tuple[list[f
     booster = Booster("cpu", plugin=plugin)
     objects = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     seconds = _steps(booster, objects, batch, lambda outputs, _: outputs.loss, rounds)
-    lines = (Path(folder) / f"pipeline-rank{dist.get_rank()}.jsonl").read_text(encoding="utf-8").splitlines()
-    batches = [json.loads(line) for line in lines[2:]]
-    return seconds, [sum(stop - start for *_, start, stop in each["actions"]) for each in batches]
+    works: dict[int, float] = {}
+    for event in read_traces(Path(folder)):
+        if event["pid"] == dist.get_rank() and "stage" in event.get("args", {}):
+            batch_number = event["args"]["batch"]
+            works[batch_number] = works.get(batch_number, 0.0) + event["dur"] / 1e6
+    return seconds, [works[number] for number in sorted(works)[1:]]
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Make the pictures of docs/pictures.md: ``python tools/pictures.py`` runs each command of that page on a small model.
 
-Ranks of pipelines are processes of this machine. The pictures differ a little with every run, as times and memory do.
+The pictures differ a little with every run, as times and memory do.
 """
 
 from __future__ import annotations
@@ -38,20 +38,6 @@ with watch_memory(model, sys.argv[2]):
         optimizer.step()
         optimizer.zero_grad()
 """
-GEMINI = """
-from booster_gemini import GeminiPlugin
-booster_core.launch(verbose=False)
-model = network()
-state = 16 * sum(each.numel() for each in model.parameters())
-plugin = GeminiPlugin(placement_policy="auto", memory_budget_bytes=state // 2, min_chunk_bytes=2**22,
-                      offload_dir=sys.argv[1], memory_record=sys.argv[1])
-booster = Booster(plugin=plugin)
-model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-for _ in range(3):
-    booster.backward(model(torch.randn(1024, 1024)).square().mean(), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 CURVE = """
 model = torch.nn.Linear(16, 1)
 data = torch.randn(400, 16)
@@ -66,21 +52,6 @@ with track(optimizer, JsonLines(sys.argv[1])) as run:
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
-"""
-PIPELINE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-from booster_hybrid import HybridParallelPlugin
-booster_core.launch(verbose=False)
-config = LlamaConfig(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=8, use_cache=False,
-                     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128)
-numbers = torch.randint(1000, (16, 128))
-batch = {"input_ids": numbers, "labels": numbers}
-plugin = HybridParallelPlugin(pp_size=2, num_microbatches=8, example_batch=batch, pipeline_record=sys.argv[1])
-booster = Booster("cpu", plugin=plugin)
-model = LlamaForCausalLM(config)
-model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-for _ in range(3):
-    train_batch(booster, iter([batch]), model, None, optimizer)
 """
 PLAN = """
 def build():
@@ -103,7 +74,7 @@ def run(*arguments: str, ranks: int = 1) -> None:
 def main() -> None:
     """Make all pictures, or those that are named."""
     ASSETS.mkdir(parents=True, exist_ok=True)
-    wanted = set(sys.argv[1:]) or {"memory", "gemini", "pipeline", "curve", "plan"}
+    wanted = set(sys.argv[1:]) or {"memory", "curve", "plan"}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
 
@@ -117,14 +88,6 @@ def main() -> None:
                 run(script("memory", MEMORY), plugin, str(home / plugin), ranks=2)
                 copy = ASSETS / f"step-memory-{plugin}.svg"
                 copy.write_bytes((home / plugin / "step-memory-rank0.svg").read_bytes())
-        if "gemini" in wanted:
-            run(script("gemini", GEMINI), str(home / "chunks"))
-            run(*BOOSTER, "memory", str(home / "chunks"), "--png")
-            (ASSETS / "memory-gemini.png").write_bytes((home / "chunks" / "memory-rank0.png").read_bytes())
-        if "pipeline" in wanted:
-            run(script("pipeline", PIPELINE), str(home / "stages"), ranks=2)
-            run(*BOOSTER, "pipeline", str(home / "stages"), "--png")
-            (ASSETS / "pipeline.png").write_bytes((home / "stages" / "pipeline0.png").read_bytes())
         if "curve" in wanted:
             run(script("curve", CURVE), str(home / "metrics.jsonl"))
             run(*BOOSTER, "plot", str(home / "metrics.jsonl"), "loss", "--out", str(ASSETS))

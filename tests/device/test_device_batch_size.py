@@ -19,9 +19,9 @@ from booster_tools import find_batch_size
 START, FITTING, LENGTH = 24, 6, 24
 
 
-def booster_of(case):
+def booster_of(case, precision="fp32"):
     module, name = PLUGINS[case.plugin].split(":")
-    return Booster(NAME, "fp32", getattr(import_module(module), name)(**case.options))
+    return Booster(NAME, precision, getattr(import_module(module), name)(**case.options))
 
 
 def build():
@@ -85,10 +85,15 @@ def refuse(case, error, message, limit=1 << 34, start=START, own_step=step):
         find_batch_size(own_step, start, booster=booster_of(case), build=build)
 
 
-def fail(*_):
+def fail(*arguments):
     if DistCoordinator().rank == 1:
         msg = "tokens"
         raise KeyError(msg)
+    step(*arguments)
+
+
+def look(booster, model, optimizer, batch_size):
+    model(input_ids=torch.zeros(batch_size, LENGTH, dtype=torch.long, device=booster.device))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +108,33 @@ def fail(*_):
             {"limit": 1000},
         ),
         ("ddp", KeyError, "tokens", {"own_step": fail}),
+        ("ddp", ConfigError, "took no optimizer step", {"own_step": look}),
         ("ddp", ConfigError, "`start=0`", {"start": 0}),
         ("ddp", TypeError, "got `float`", {"start": 2.0}),
     ],
 )
 def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, options, simulated_device):
     run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
+
+
+def overflow(booster, model, optimizer, batch_size):
+    tokens = torch.zeros(batch_size, LENGTH, dtype=torch.long, device=booster.device)
+    booster.backward(model(input_ids=tokens, labels=tokens).loss * float("nan"), optimizer)
+    optimizer.step()
+    sizes.append(len(optimizer.state))
+    optimizer.zero_grad()
+
+
+sizes = []
+
+
+def find_under_fp16(case):
+    sizes.clear()
+    found = find_batch_size(overflow, START, booster=booster_of(case, "fp16"), build=build)
+    return found, min(sizes)
+
+
+def test_values_that_mean_nothing_skip_no_step_under_a_loss_scale(simulated_device):
+    for found, num_states in run_on_devices(find_under_fp16, 2, simulated_device, CASES["zero 1"]):
+        assert found == (START, 1)
+        assert num_states > 0

@@ -11,8 +11,8 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.pictures.reading import read_pipelines
 from booster_hybrid.pipeline.schedule import make_schedule
+from booster_runtime.pictures import read_traces
 from booster_testing import run_on_ranks
 
 
@@ -31,17 +31,22 @@ def train(folder):
 
 def test_the_record_has_all_actions_of_each_batch_in_their_order(tmp_path):
     run_on_ranks(train, 2, str(tmp_path))
-    (pipeline,) = read_pipelines(tmp_path)
+    slices = [event for event in read_traces(tmp_path) if event["ph"] == "X"]
     schedule = make_schedule("1f1b", 2, 3)
-    assert [batch.number for batch in pipeline.batches] == [0, 1]
-    for batch in pipeline.batches:
-        for index, rank in enumerate(batch.ranks):
-            done = [(each.work, each.stage, each.microbatch) for each in rank.slices]
-            assert done == [(each.work.value, each.stage, each.microbatch) for each in schedule.actions(index)]
-            times = [moment for each in rank.slices for moment in (each.start, each.stop)]
-            assert times == sorted(times)
-            assert times[-1] <= batch.seconds
-            assert 0 < rank.idle_share(batch.seconds) < 1
+    for rank, number in itertools.product(range(2), range(2)):
+        own = [each for each in slices if each["pid"] == rank and each["args"]["batch"] == number]
+        (batch,) = (each for each in own if "pipeline" in each["args"])
+        assert batch["args"] == {
+            "batch": number, "pipeline": 0, "index": rank, "stages": 2, "microbatches": 3,
+        }  # fmt: skip
+        works = [each for each in own if "stage" in each["args"]]
+        done = [(each["name"], each["args"]["stage"], each["args"]["microbatch"]) for each in works]
+        actions = schedule.actions(rank)
+        assert done == [(f"{each.work.value} {each.microbatch}", each.stage, each.microbatch) for each in actions]
+        times = [moment for each in works for moment in (each["ts"], each["ts"] + each["dur"])]
+        assert times == sorted(times)
+        assert batch["ts"] <= times[0]
+        assert times[-1] <= batch["ts"] + batch["dur"]
 
 
 def test_a_record_without_a_pipeline_is_refused(tmp_path):

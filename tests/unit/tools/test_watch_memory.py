@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import re
 import time
@@ -13,7 +12,7 @@ import torch
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime.pictures import Phase, draw_memory
+from booster_runtime.pictures import Phase, draw_memory, read_traces
 from booster_tools.tracking import watch_memory
 
 MIB = 1 << 20
@@ -69,7 +68,7 @@ def test_samples_show_what_forward_allocates_and_end_with_the_block(tmp_path):
     # 64 MiB, but for other memory that is freed meanwhile.
     assert 56 * MIB < most - least < 200 * MIB
     assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == num_hooks
-    trace = json.loads((tmp_path / "step-memory-rank0.trace.json").read_text())["traceEvents"]
+    trace = read_traces(tmp_path)
     assert [event["name"] for event in trace if event["ph"] == "X"] == [phase.name for phase in timeline.phases]
     assert sum(event["ph"] == "C" for event in trace) == len(timeline.samples)
     assert "peak" in (tmp_path / "step-memory-rank0.svg").read_text()

@@ -34,7 +34,7 @@ class GeminiConfig(ShardingOptions):
         offload_dir: Folder on a disk for offloaded chunks. On CPU runs, disk is the only offload target; with an
             accelerator, ``None`` offloads to host memory.
         pin_memory: Pin host memory, with an accelerator.
-        memory_record: Folder to which each rank writes where its chunks were, for ``booster memory``; ``None`` writes
+        memory_record: Folder to which each rank writes where its chunks were, for ``booster trace``; ``None`` writes
             nothing.
         shard_param_frac: Fraction of the parameters that is resharded after each use; the rest stays gathered until
             the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.

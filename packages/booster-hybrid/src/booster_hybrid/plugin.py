@@ -122,7 +122,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: How gradients are averaged under ``zero_stage=0``.
         zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
-        pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster pipeline``.
+        pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster trace``.
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.

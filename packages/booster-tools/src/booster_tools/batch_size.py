@@ -177,8 +177,19 @@ def _train(step: Callable[..., object], size: int, booster: Booster, build: Call
                 "of. Find the size with a Booster of the plugin inside of the group."
             )
             raise ConfigError(msg)
+        taken: list[bool] = []
+        optimizer.on_step.append(lambda _, metrics: taken.append(not metrics["skipped"]))
+        for each in optimizer.scaling.optimizers:
+            # What others send has no values, and a step that is skipped for them would make no state.
+            each.overflow_anywhere = lambda _: False  # type: ignore[method-assign,assignment]
         for _ in range(_STEPS):
             step(second, model, optimizer, size)
+        if not any(taken):
+            msg = (
+                "`step` of `find_batch_size` took no optimizer step, so that the optimizer's state is not there. It "
+                "must call `booster.backward` and `optimizer.step()` of what it is given, and leave no step out."
+            )
+            raise ConfigError(msg)
 
 
 def _copied(plugin: Plugin) -> Plugin:

@@ -1,51 +1,52 @@
-"""What was where at each moment of a run, written as JSON lines for ``booster memory`` to draw."""
+"""What was where at each moment of a run, written as a trace."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from booster_runtime.pictures import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from booster_zero.engine import Key
 
-_EVERY = 256
-"""Lines that are written at once."""
+_MOVES = {"coming": "moves in", "leaving": "moves out"}
+"""The places of blocks on their way, which take room in the memory that computes too, and the tracks of these moves."""
 
 
 class MemoryRecord:
-    """Writes a rank's record into a folder.
+    """Writes a rank's record into a folder: steps, phases and modules as slices, moves as spans, bytes as counters.
 
     Args:
-        folder: Where ``memory-rank0.jsonl`` and its like are written; made if it is not there.
+        folder: Where ``memory-rank0.trace.json`` and its like are written; made if it is not there.
         rank: This rank.
-        facts: What the first line tells: budget and the like.
+        facts: What each step's slice tells: budget and policy.
         device: The device that computes.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, facts: dict[str, Any], device: torch.device) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = (Path(folder) / f"memory-rank{rank}.jsonl").open("w", encoding="utf-8")
-        self._lines: list[str] = []
-        self._start = time.perf_counter()
-        self._moment = ""
+        self._trace = Trace(Path(folder) / f"memory-rank{rank}.trace.json", rank=rank)
+        self._facts, self._device = facts, device
+        self._origin = time.time() - time.perf_counter()
+        self._begun: dict[str, tuple[str, float]] = {}
         self._step = 0
-        self._device = device
         self._places: dict[Key, tuple[str, int]] = {}
+        self._since: dict[Key, float] = {}
         self._held = (-1, -1)
-        self._write({"kind": "start", "rank": rank, "device": device.type, **facts})
 
     def moment(self, name: str) -> None:
         """Note what the model is doing."""
-        if name != self._moment:
-            self._moment = name
-            self._write({"kind": "moment", "name": name})
+        now = self._now()
+        self._go_on("steps", f"step {self._step}", now)
+        self._go_on("phases", name if name in ("backward", "step") else "forward", now)
+        self._go_on("model", name, now)
 
     def note(self, places: Mapping[Key, tuple[str, int]], used_bytes: int, held_bytes: int) -> None:
         """Note what is where, if it has changed.
@@ -56,27 +57,55 @@ class MemoryRecord:
             held_bytes: What is allocated for them.
         """
         now = self._now()  # one moment for all, so that nobody sees a block come before another has gone
-        for key, place in places.items():
-            if self._places.get(key) != place:
-                self._write_block(now, key, *place)
-        for key in self._places.keys() - places.keys():
-            self._write_block(now, key, "nowhere", 0)
+        changed = {key for key in {**self._places, **places} if self._places.get(key) != places.get(key)}
+        for key in changed:
+            place, num_bytes = self._places.get(key, ("", 0))
+            if place in _MOVES:
+                chunk, role = key
+                name = f"{role.value} {chunk}"
+                self._trace.span(_MOVES[place], name, self._since[key], now, chunk=chunk, bytes=num_bytes)
+            self._since[key] = now
         self._places = dict(places)
         process_bytes = self._process_bytes()
-        if (used_bytes, process_bytes) != self._held:
-            self._held = (used_bytes, process_bytes)
-            self._write({"kind": "bytes", "used": used_bytes, "held": held_bytes, "process": process_bytes}, now)
+        if not changed and (used_bytes, process_bytes) == self._held:
+            return
+        self._held = (used_bytes, process_bytes)
+        found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for (_, role), (place, num_bytes) in places.items():
+            if place == "nowhere":  # without values
+                continue
+            found[self._device.type if place in _MOVES else place][role.value] += num_bytes
+        here = found[self._device.type]
+        here["gathered"] = max(used_bytes - sum(here.values()), 0)
+        for place, values in found.items():
+            self._trace.counter(f"bytes in {place}", now, values)
+        self._trace.counter("allocated for chunks", now, {"bytes": held_bytes})
+        if process_bytes:
+            self._trace.counter("bytes of the process", now, {"bytes": process_bytes})
 
     def end_step(self, num_unplanned: int) -> None:
         """Note that a step has ended."""
-        self._write({"kind": "step", "step": self._step, "unplanned": num_unplanned})
+        now = self._now()
+        for track in ("model", "phases"):
+            self._end(track, now)
+        self._end("steps", now, unplanned=num_unplanned, **self._facts)
         self._step += 1
-        self._flush()
+        self._trace.flush()
 
     def close(self) -> None:
         """Write what is left."""
-        self._flush()
-        self._file.close()
+        self._trace.flush()
+
+    def _go_on(self, track: str, name: str, now: float) -> None:
+        """Begin an activity of a track where another one ends, unless it is the same."""
+        if self._begun.get(track, ("", 0.0))[0] != name:
+            self._end(track, now)
+            self._begun[track] = name, now
+
+    def _end(self, track: str, now: float, **args: Any) -> None:
+        if track in self._begun:
+            name, start = self._begun.pop(track)
+            self._trace.slice(track, name, start, now, **args)
 
     def _process_bytes(self) -> int:
         """Return what the process has in the memory that computes, ours and others'; 0 where nobody tells."""
@@ -90,19 +119,4 @@ class MemoryRecord:
         return 0 if allocated is None else int(allocated(self._device))
 
     def _now(self) -> float:
-        return round(time.perf_counter() - self._start, 6)
-
-    def _write_block(self, now: float, key: Key, place: str, num_bytes: int) -> None:
-        number, role = key
-        self._write({"kind": "block", "chunk": number, "role": role.value, "place": place, "bytes": num_bytes}, now)
-
-    def _write(self, entry: dict[str, Any], now: float | None = None) -> None:
-        self._lines.append(json.dumps({"seconds": self._now() if now is None else now, **entry}))
-        if len(self._lines) >= _EVERY:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._lines and not self._file.closed:
-            self._file.write("\n".join(self._lines) + "\n")
-            self._file.flush()
-            self._lines.clear()
+        return self._origin + time.perf_counter()

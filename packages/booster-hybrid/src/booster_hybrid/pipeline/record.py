@@ -1,18 +1,19 @@
-"""`PipelineRecord`: when a rank did what in each batch, as a file that ``booster pipeline`` draws.
+"""`PipelineRecord`: when a rank did what in each batch, as a trace.
 
-The file has a line of JSON for each batch, written when the batch has ended. On devices that work through queues the
-times are the device's own, taken by events in the queue, so that recording never waits for it within a batch.
+A batch is written when it has ended. On devices that work through queues the times are the device's own, taken by
+events in the queue, so that recording never waits for it within a batch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from booster_runtime.pictures import Trace
 
 if TYPE_CHECKING:
     import os
@@ -25,7 +26,7 @@ class PipelineRecord:
     """Notes the times of one rank's actions.
 
     Args:
-        folder: Where ``pipeline-rank0.jsonl`` and its like are written; made if it does not exist.
+        folder: Where ``pipeline-rank0.trace.json`` and its like are written; made if it does not exist.
         rank: This rank, in the world.
         index: Its position in its pipeline.
         pipeline: Which of the world's pipelines it works in.
@@ -35,15 +36,13 @@ class PipelineRecord:
     def __init__(
         self, folder: str | os.PathLike[str], rank: int, index: int, pipeline: int, device: torch.device
     ) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._path = Path(folder) / f"pipeline-rank{rank}.jsonl"
+        self._trace = Trace(Path(folder) / f"pipeline-rank{rank}.trace.json", rank=rank)
+        self._place = {"pipeline": pipeline, "index": index}
         self._device = device
         self._number = 0
         self._began = 0.0
         self._origin: Any = None
         self._marks: list[tuple[Action, Any, Any]] = []
-        line = {"kind": "start", "rank": rank, "index": index, "pipeline": pipeline, "device": device.type}
-        self._path.write_text(json.dumps(line) + "\n", encoding="utf-8")
 
     def begin(self) -> None:
         """Note that a batch begins."""
@@ -68,24 +67,17 @@ class PipelineRecord:
 
         Collective: none; waits for the device.
         """
-        end = self._mark()
-        line = {
-            "kind": "batch",
-            "number": self._number,
-            "began": self._began,
-            "seconds": self._seconds(end),
-            "num_ranks": schedule.placement.num_ranks,
-            "num_stages": schedule.placement.num_stages,
-            "num_microbatches": schedule.num_microbatches,
-            "actions": [
-                [action.work.value, action.stage, action.microbatch, self._seconds(start), self._seconds(stop)]
-                for action, start, stop in self._marks
-            ],
-        }
+        end = self._began + self._seconds(self._mark())
+        parts = {"stages": schedule.placement.num_stages, "microbatches": schedule.num_microbatches}
+        about: dict[str, Any] = {"batch": self._number, **self._place, **parts}
+        self._trace.slice("batches", f"batch {self._number}", self._began, end, **about)
+        for action, start, stop in self._marks:
+            times = self._began + self._seconds(start), self._began + self._seconds(stop)
+            done = {"batch": self._number, "stage": action.stage, "microbatch": action.microbatch}
+            self._trace.slice(f"stage {action.stage}", f"{action.work.value} {action.microbatch}", *times, **done)
         self._marks = []
         self._number += 1
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._trace.flush()
 
     def _mark(self) -> Any:
         if self._device.type == "cpu":

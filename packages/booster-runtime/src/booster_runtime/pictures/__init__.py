@@ -10,7 +10,7 @@ from booster_runtime.pictures.curves import draw_curve
 from booster_runtime.pictures.png import write_png
 from booster_runtime.pictures.svg import Drawing
 from booster_runtime.pictures.timeline import Phase, draw_memory
-from booster_runtime.pictures.trace import Trace
+from booster_runtime.pictures.trace import Trace, read_traces
 
 __all__ = [
     "Drawing",
@@ -21,6 +21,7 @@ __all__ = [
     "draw_memory",
     "format_bytes",
     "format_seconds",
+    "read_traces",
     "ticks",
     "write_png",
 ]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _FONT = "font-family='DejaVu Sans, Helvetica, Arial, sans-serif'"
 
@@ -31,12 +27,6 @@ class Drawing:
         look = f"fill='{fill}'" + (f" fill-opacity='{opacity:g}'" if opacity < 1 else "")
         shape = f"<rect x='{_n(x)}' y='{_n(y)}' width='{_n(width)}' height='{_n(height)}' {look}"
         self._shapes.append(f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>")
-
-    def polygon(self, points: Iterable[tuple[float, float]], fill: str, *, title: str = "") -> None:
-        """Draw a filled outline."""
-        listed = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
-        shape = f"<polygon points='{listed}' fill='{fill}'"
-        self._shapes.append(f"{shape}><title>{escape(title)}</title></polygon>" if title else f"{shape}/>")
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1.0, dashes: str = ""

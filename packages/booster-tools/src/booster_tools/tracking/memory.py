@@ -108,13 +108,13 @@ class MemoryTimeline:
         where = str(self._device) if self._device is not None else "process"
         title = f"Memory of rank {rank} ({where})"
         stem.with_suffix(".svg").write_text(draw_memory(self.samples, self.phases, title=title), encoding="utf-8")
-        trace = Trace()
-        trace.name_process(rank, f"rank {rank}")
+        trace = Trace(stem.with_suffix(".trace.json"), rank=rank)
+        origin = time.time() - self._now()
         for phase in self.phases:
-            trace.slice(rank, "phases", phase.name, phase.start, phase.end)
+            trace.slice("phases", phase.name, origin + phase.start, origin + phase.end)
         for at, nbytes in self.samples:
-            trace.counter(rank, "memory", at, {"bytes": nbytes})
-        trace.write(stem.with_suffix(".trace.json"))
+            trace.counter("memory", origin + at, {"bytes": nbytes})
+        trace.flush()
 
     def _end_step(self, *_: Any) -> None:
         self._end_phase("backward and step")

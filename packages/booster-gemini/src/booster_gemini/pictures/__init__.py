@@ -1,1 +1,0 @@
-"""Pictures of where everything was during a step, drawn from the records of a run."""

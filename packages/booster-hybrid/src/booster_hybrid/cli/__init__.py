@@ -1,1 +1,0 @@
-"""Verbs of the ``booster`` command that this distribution brings."""

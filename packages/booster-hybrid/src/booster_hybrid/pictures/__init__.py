@@ -1,1 +1,0 @@
-"""Pictures of what pipelines did, drawn from the records of their ranks."""
