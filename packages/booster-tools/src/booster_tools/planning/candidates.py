@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -10,7 +11,7 @@ from booster_core.plugin import installed, load
 from booster_core.run_settings import RunSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -40,6 +41,26 @@ class Rehearses(Protocol):
 
     def rehearsing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which batches are shortened; they must leave behind what whole batches do."""
+
+
+@runtime_checkable
+class Probes(Protocol):
+    """A plugin that tries the user's layers on values before it splits them, unless ``unchecked`` is ``"allow"``."""
+
+    unchecked: str
+
+
+@contextlib.contextmanager
+def without_probes(plugin: Plugin) -> Iterator[None]:
+    """Let a plugin go on inside where its probes tell nothing: tensors of a plan have no values."""
+    if not isinstance(plugin, Probes):
+        yield
+        return
+    before, plugin.unchecked = plugin.unchecked, "allow"
+    try:
+        yield
+    finally:
+        plugin.unchecked = before
 
 
 def check_on_device(plugin: Plugin) -> None:

@@ -23,7 +23,7 @@ from booster_core.plugin import OptimizerWrapper, unwrap_model
 from booster_runtime import train_batch
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import local_of
-from booster_tools.planning.candidates import Rehearses, check_on_device
+from booster_tools.planning.candidates import Rehearses, check_on_device, without_probes
 from booster_tools.planning.relay import Relay
 from booster_tools.planning.world import counted, planned_world, planning, watching
 from booster_tools.verification.reference import share_of
@@ -223,10 +223,8 @@ def predict_training(training: Training, plugin: Plugin, world_size: int, rank: 
     def predict_one(plugin: Plugin, mailbox: Mailbox) -> Prediction:
         started = time.perf_counter()
         try:
-            with (
-                planned_world(world_size, mailbox, on_host=training.on_host),
-                watching(mailbox, computes=False) as ledger,
-            ):
+            world = planned_world(world_size, mailbox, on_host=training.on_host)
+            with world, without_probes(plugin), watching(mailbox, computes=False) as ledger:
                 rehearsing = plugin.rehearsing if isinstance(plugin, Rehearses) else None
                 try:
                     return _train(training, plugin, ledger, started, rehearsing)
