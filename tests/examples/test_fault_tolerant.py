@@ -23,8 +23,11 @@ def test_a_group_dies_and_comes_back(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (out / "killed").exists()
-    counts = [int(found) for found in re.findall(r"group 0: step \d+, (\d) group", done.stdout)]
-    died = counts.index(1, counts.index(2))
-    assert 2 in counts[died:], "it came back"
+    seen = {group: re.findall(rf"group {group}: step (\d+), (\d) group", done.stdout) for group in "01"}
+    steps = [int(step) for step, _ in seen["1"]]
+    assert steps == sorted(set(steps)), "it goes on where the other one is"
+    assert steps[-1] == 150
+    assert "exitcode: -9" in done.stderr
+    assert seen["0"][-1][1] == "2", "it came back"
     ours, theirs = (load_file(next((out / f"group{each}").glob("*.safetensors"))) for each in range(2))
     assert all(values.equal(theirs[name]) for name, values in ours.items())

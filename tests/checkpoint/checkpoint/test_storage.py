@@ -13,13 +13,13 @@ from folder_storage import FolderStorage, StorageHooks
 from matrix import matrix
 
 import booster_runtime
-from booster_checkpoint.cli import convert, inspect
 from booster_checkpoint.files.checksums import Block
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import leaves_folder, locate, storage_for
 from booster_checkpoint.storage.fsspec_storage import storage_of_driver
 from booster_core.checkpoint_io import local_path, scheme_of
+from booster_core.cli import main
 from booster_core.errors import CheckpointError, ConfigError, StorageUnreachableError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
@@ -449,13 +449,13 @@ def test_commands_take_urls(tmp_path):
     run.save(f"file://{tmp_path}/run")
     commands = CliRunner()
     for root in (f"file://{tmp_path}/run",):
-        assert "step-00000003" in commands.invoke(inspect.command, [root]).output
-        assert "whole" in commands.invoke(inspect.command, ["--check", f"{root}/step-00000003"]).output
+        assert "step-00000003" in commands.invoke(main, ["inspect", root]).output
+        assert "whole" in commands.invoke(main, ["inspect", "--check", f"{root}/step-00000003"]).output
         target = f"file://{tmp_path}/converted"
-        done = commands.invoke(convert.command, [f"{root}/step-00000003/model", target, "--to", "bin"])
+        done = commands.invoke(main, ["convert", f"{root}/step-00000003/model", target, "--to", "bin"])
         assert done.exit_code == 0, done.output
     assert (tmp_path / "converted" / "pytorch_model.bin.index.json").is_file()
-    done = commands.invoke(inspect.command, ["--check", "nope://x"])
+    done = commands.invoke(main, ["inspect", "--check", "nope://x"])
     assert done.exit_code == 1
     assert "No storage is known for 'nope://'" in done.output
 
@@ -465,23 +465,23 @@ def test_commands_at_a_storage(ours):
     run.step = 3
     run.save("ours://run")
     commands = CliRunner()
-    shown = commands.invoke(inspect.command, ["ours://run/step-00000003", "--json"])
+    shown = commands.invoke(main, ["inspect", "ours://run/step-00000003", "--json"])
     assert shown.exit_code == 0, shown.output
     assert "first.weight" in {row["name"] for row in json.loads(shown.output)["tensors"]}
-    assert "ours://run: root" in commands.invoke(inspect.command, ["ours://run"]).output
-    assert "whole" in commands.invoke(inspect.command, ["--check", "ours://run"]).output
+    assert "ours://run: root" in commands.invoke(main, ["inspect", "ours://run"]).output
+    assert "whole" in commands.invoke(main, ["inspect", "--check", "ours://run"]).output
     for form in ("safetensors", "bin", "dcp"):
         target = str(ours.base / form) if form == "dcp" else f"ours://{form}"  # torch writes to file systems
-        done = commands.invoke(convert.command, ["ours://run/step-00000003/model", target, "--to", form])
+        done = commands.invoke(main, ["convert", "ours://run/step-00000003/model", target, "--to", form])
         assert done.exit_code == 0, done.output
         fresh = Run(seed=1)
         fresh.booster.load_model(fresh.model, f"ours://{form}")
         assert same(run.model.state_dict(), fresh.model.state_dict())
-    done = commands.invoke(convert.command, ["ours://run/step-00000003/model", "ours://there", "--to", "dcp"])
+    done = commands.invoke(main, ["convert", "ours://run/step-00000003/model", "ours://there", "--to", "dcp"])
     assert done.exit_code == 1
     assert "upload it" in done.output
     path = ours.base / "run/step-00000003/model/model-00001-of-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    done = commands.invoke(inspect.command, ["--check", "ours://run"])
+    done = commands.invoke(main, ["inspect", "--check", "ours://run"])
     assert done.exit_code == 1
     assert "has the checksum" in done.output
