@@ -31,9 +31,9 @@ from booster_runtime.sharding import (
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Bucket
-from booster_zero.engine.engine import ShardedEngine
+from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.gathers import Gathers
-from booster_zero.engine.gradients import engine_of, holder_of, keeping_gradients, keeping_shards, set_gradient
+from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.home import Home
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters

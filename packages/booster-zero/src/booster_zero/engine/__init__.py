@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from booster_zero.engine.bucket import Bucket
-from booster_zero.engine.engine import ShardedEngine
+from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.gathers import Wholes
-from booster_zero.engine.gradients import engine_of, holder_of, keeping_gradients, keeping_shards, set_gradient
+from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.home import Home, Key, Role
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters

@@ -20,6 +20,7 @@ from booster_runtime.sharding import (
     raise_for_unused,
     refuse_gradient,
 )
+from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -382,3 +383,8 @@ class ShardedEngine:
         if not self._home_keeps_state:
             return False
         return any(RaisedAnywhere(bytearray([error is not None]), self.device).wait())
+
+
+def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:
+    """Return the engine that a model's boosted optimizers share; ``None`` where nothing is trained."""
+    return next((each.engine for each in optimizers if isinstance(each, ZeroOptimizer)), None)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_zero.engine.engine import ShardedEngine
-
 
 @contextlib.contextmanager
 def keeping_gradients(optimizer: Optimizer | None) -> Iterator[None]:
@@ -82,11 +80,6 @@ def set_gradient(optimizers: Sequence[Optimizer], parameter: nn.Parameter, value
         with bucket.in_use(Role.GRAD, changes=True):
             part = values.reshape(-1)[piece.start : piece.stop].view(piece.values.shape)
             write_gradient(bucket.slice_of(bucket.make_gradient(), piece), part, optimizer)
-
-
-def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:
-    """Return the engine that a model's boosted optimizers share; ``None`` where nothing is trained."""
-    return next((each.engine for each in optimizers if isinstance(each, ZeroOptimizer)), None)
 
 
 def holder_of(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> ZeroOptimizer | None:
