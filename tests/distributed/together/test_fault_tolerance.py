@@ -30,7 +30,7 @@ def _train(group, folder, name, options):
             say(folder, f"trained-{group.rank}")
             hear(folder, f"coming-{group.rank}")
         if group.replica_id and not took_part:
-            _ = booster.plugin.groups.manager
+            booster.plugin.groups.join()
             say(folder, f"coming-{group.rank}")
             booster.plugin.groups.begin()
             step = booster.plugin.step
