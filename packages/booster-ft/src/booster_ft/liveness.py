@@ -40,7 +40,9 @@ class RankWatch:
         self._thread = threading.Thread(target=self._watch, name="booster-ft rank watch", daemon=True)
         if size == 1:
             return
-        with socket.create_server(("", 0)) as server:
+        family = socket.AF_INET6 if (both := socket.has_dualstack_ipv6()) else socket.AF_INET
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
+            server.settimeout(timeout_seconds)
             address = socket.gethostname(), server.getsockname()[1]
             addresses = coordinator.all_gather_object(address, name="step")
             self._to_next = socket.create_connection(addresses[(coordinator.rank + 1) % size], timeout_seconds)
@@ -62,13 +64,11 @@ class RankWatch:
                 with suppress(BlockingIOError):  # one that reads nothing
                     self._to_next.send(b".")
                 try:
-                    is_open = bool(self._from_before.recv(1 << 16))
+                    if not self._from_before.recv(1 << 16):
+                        return
+                    num_silent = 0
                 except BlockingIOError:
                     num_silent += 1
-                else:
-                    num_silent = 0
-                    if not is_open:
-                        return
                 if num_silent >= self._num_ticks:
                     why = f"rank {self._before} gave no sign of life for {num_silent} s. Restart it: it catches up."
                     print(f"Booster: this replica group ends, since {why}", file=sys.stderr, flush=True)  # noqa: T201 - the process ends here
