@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from booster_runtime.pictures import Trace
+from booster_runtime.trace import Trace
 from booster_tools.cli.trace import command
 
 

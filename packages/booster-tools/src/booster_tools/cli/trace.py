@@ -25,7 +25,8 @@ def command(*, run: Path, out: Path | None) -> None:
 
     Prints the peak of each rank's memories and, of pipelines, which part of the last batch each rank did not compute.
     """
-    from booster_runtime.pictures import format_bytes, read_traces
+    from booster_runtime.trace import read_traces
+    from booster_tools.pictures import format_bytes
 
     try:
         events = read_traces(run)
