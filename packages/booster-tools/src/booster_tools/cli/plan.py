@@ -1,4 +1,4 @@
-"""Predict memory and communication of a script's training under the installed plugins, and rank them.
+"""Predict memory and time under each plugin, and rank them.
 
 The work is in `booster_tools.planning`.
 """
@@ -54,7 +54,7 @@ def command(
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
     FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
-    criterion); another one of that file returns the whole batch, as for `booster verify-plugin`. The plugins' own code
+    criterion); another one of that file returns the whole batch, as for `booster verify`. The plugins' own code
     runs on this machine, on tensors without values. The exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError

@@ -1,4 +1,4 @@
-"""Draw what a run left behind: tracked values, such as its loss and its steps per second, or memory over time.
+"""Draw what a run left: tracked values, or memory over time.
 
 The files are what `booster_tools.tracking.JsonLines`, `watch_memory` and Gemini's ``memory_record`` write.
 """
