@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
+from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
 from booster_hybrid.pipeline.skipped_layers import FixedDraws
@@ -377,9 +377,8 @@ def run_dry(
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode, quiet_fakes(), draws:
-                    make = functools.partial(fake_of, mode, narrow=narrow)
-                    run(make, pytree.tree_map_only(torch.Tensor, make, batch))
+                with Fakes(narrow=narrow) as fakes, quiet_fakes(), draws:
+                    run(fakes.like, pytree.tree_map_only(torch.Tensor, fakes.like, batch))
             except ConfigError:
                 raise
             except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
@@ -412,20 +411,6 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) or hides_tensors(leaf) for leaf in pytree.tree_leaves(value))
 
 
-def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
-    """Return a fake tensor like another one; contiguous where that only stands in for one without values.
-
-    Args:
-        mode: Makes it.
-        tensor: The other one.
-        narrow: Whether floating tensors become bf16.
-    """
-    dtype = torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
-    if is_repeated(tensor):
-        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    return mode.from_tensor(tensor).to(dtype)
-
-
 def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., torch.Tensor], batch: Any) -> None:
     tensors = stand_ins(model, make)
     recorder.start({name: tensors[name] for name, _ in model.named_parameters()})
@@ -446,12 +431,12 @@ def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, 
     """Return tensors in place of the model's, differentiable also where a parameter is frozen now."""
     state = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        values = tensor.detach()
-        if not isinstance(tensor, nn.Parameter):
-            values = values.clone(memory_format=torch.contiguous_format)  # some models write to their buffers
-        state[name] = make(values)
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            state[name].requires_grad_()
+        if isinstance(tensor, nn.Parameter):
+            state[name] = make(tensor)
+            if tensor.is_floating_point():
+                state[name].requires_grad_()
+        else:  # some models write to their buffers
+            state[name] = make(tensor.detach().clone(memory_format=torch.contiguous_format))
     return state
 
 
