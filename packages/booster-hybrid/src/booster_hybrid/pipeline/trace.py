@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 from collections import Counter
@@ -24,7 +25,7 @@ from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
-from booster_hybrid.pipeline.skipped_layers import FixedDraws
+from booster_hybrid.pipeline.skipped_layers import FixedDraws, host_states
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
 
@@ -91,12 +92,15 @@ class Trace:
             ran. A module that was not called has none.
         uncalled: Names of the layers that were not called.
         shared_outputs: Paths of outputs that have one entry for all samples; see `join_outputs`.
+        is_certain: Whether these layers are called in training whatever is drawn: no single number was, and no value
+            was looked at.
     """
 
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
     shared_outputs: frozenset[str] = frozenset()
+    is_certain: bool = False
 
 
 def is_carried(value: Any) -> bool:
@@ -162,12 +166,14 @@ def trace_flow(
         raise ConfigError(msg)
     recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()})
     recorder.watch()
+    before, draws = host_states(), draws or FixedDraws()
     try:
-        run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws or FixedDraws())
+        is_fake = run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws)
     finally:
         recorder.close()
     assert recorder.flow is not None, "the model has run"
-    return recorder.trace(), recorder.flow
+    is_certain = model.training and is_fake and not draws.count and host_states() == before
+    return dataclasses.replace(recorder.trace(), is_certain=is_certain), recorder.flow
 
 
 def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]:
@@ -358,7 +364,7 @@ def is_inside(name: str, layers: Collection[str]) -> bool:
 
 def run_dry(
     model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], None], draws: FixedDraws
-) -> None:
+) -> bool:
     """Run something on fake tensors; on real ones where it asks for values.
 
     Args:
@@ -367,6 +373,9 @@ def run_dry(
         run: Called with what makes a tensor's stand-in, and the batch made of such ones; up to three times, until it
             raises nothing.
         draws: What single random numbers are meanwhile.
+
+    Returns:
+        Whether it ran on fake tensors.
 
     Raises:
         ConfigError: What the function refuses, at once.
@@ -383,9 +392,10 @@ def run_dry(
                 raise
             except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
                 continue
-            return
+            return True
         with draws:
             run(torch.Tensor.detach, batch)
+    return False
 
 
 @contextlib.contextmanager
