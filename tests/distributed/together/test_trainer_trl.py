@@ -79,15 +79,16 @@ def _train(name, folder):
 
 
 @pytest.mark.slow
-def test_fine_tuning_equals_that_of_one_process(tmp_path):
+@pytest.mark.parametrize("name", ["zero", "fsdp", "gemini"])
+def test_fine_tuning_equals_that_of_one_process(name, tmp_path):
     [expected] = run_on_ranks(_train, 1, None, tmp_path / "plain", timeout_seconds=280, group_timeout_seconds=180)
-    for steps in run_on_ranks(_train, 2, "zero", tmp_path / "ours", timeout_seconds=280, group_timeout_seconds=180):
+    for steps in run_on_ranks(_train, 2, name, tmp_path / "ours", timeout_seconds=280, group_timeout_seconds=180):
         for own, plain in zip(steps, expected, strict=True):
             assert own == pytest.approx(plain, rel=1e-4)
     [before] = run_on_ranks(saved_parameters, 1, tmp_path / "plain" / "out")
     [found] = run_on_ranks(saved_parameters, 1, tmp_path / "ours" / "out")
-    for name, value in before.items():
-        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+    for key, value in before.items():
+        assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
 
 
 def _words(generator, number):
