@@ -112,8 +112,9 @@ class Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = None if key is None else self._known.get(key)
         if found is None:
             output = func(*args, **kwargs)
-            if key is not None and (forms := _forms_of(output, tensors)) is not None:
-                self._known[key] = forms
+            seen = None if key is None else _forms_of(output, tensors)
+            if seen is not None:
+                self._known[key] = seen
             return output
         kind, forms = found
         made = [None if form is None else self._new(form, tensors) for form in forms]
