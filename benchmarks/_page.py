@@ -11,6 +11,7 @@ import datetime as dt
 import json
 import os
 import platform
+import statistics
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from _results import Result, in_unit
 
-from booster_runtime.pictures import Drawing, write_png
+from booster_tools.pictures import picture
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
 
@@ -54,7 +55,8 @@ Each figure is a ratio of ours to a yardstick that was measured in the same run,
 load on the machine affects both: the median over the rounds, with the quartiles. Below 1 ours is faster or smaller,
 except for speeds and savings, whose bars say "at least".
 
-![Time and memory of a step, compared with other libraries](assets/peers.png)
+![Time and memory of a step, compared with other libraries](assets/peers.png#only-light)
+![Time and memory of a step, compared with other libraries](assets/peers-dark.png#only-dark)
 """
 _EMPTY = """
 Nothing has been measured yet. `nox -s bench` measures all of it, in about an hour, and writes this page.
@@ -78,8 +80,7 @@ _PEERS = (
     ("Gemini, memory, to FSDP2 by hand", "peak memory of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
 )
 """Bars of the first picture: their names, and what was measured against whom."""
-_TEXT, _ROW, _LEFT, _WIDTH, _TOP = 12, 20, 470, 420, 64
-_MET, _MISSED, _PLAIN, _GRID = "#2f7d4f", "#b3401f", "#1f5a94", "#e4e4e4"
+_MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
 
 
 def describe_machine() -> dict[str, Any]:
@@ -115,19 +116,19 @@ def write(run: dict[str, Any], docs: Path) -> None:
     gpu = read_gpu(docs)
     (docs / "performance.md").write_text(page(run["machine"], results, gpu), encoding="utf-8")
     barred = [result for result in results if result.bar is not None]
-    if barred:
-        write_png(picture(barred), assets / "performance.png", zoom=1.5)
     found = {
         name: result
         for name, what, yardstick in _PEERS
         for result in results
         if result.what == what and result.yardstick.startswith(yardstick)
     }
-    if len(found) == len(_PEERS):
-        write_png(peers(found), assets / "peers.png", zoom=1.5)
-    drawn = None if gpu is None else report.picture(gpu)
-    if drawn is not None:
-        (assets / "gpu-report.svg").write_text(drawn, encoding="utf-8")
+    for look, dark in (("", False), ("-dark", True)):
+        if barred:
+            draw_ratios(barred, assets / f"performance{look}.svg", dark=dark)
+        if len(found) == len(_PEERS):
+            draw_peers(found, assets / f"peers{look}.png", dark=dark)
+        if on_gpus := gpu_ratios(gpu):
+            draw_ratios(on_gpus, assets / f"gpu-report{look}.svg", dark=dark)
 
 
 def read_gpu(docs: Path) -> dict[str, Any] | None:
@@ -145,7 +146,10 @@ def page(machine: dict[str, Any], results: Sequence[Result], gpu: dict[str, Any]
 def _on_gpus(gpu: dict[str, Any] | None) -> str:
     if gpu is None:
         return _NO_GPU
-    lines = [*report.summary(gpu), "", *report.measured(gpu, "assets/gpu-report.svg", level=3)]
+    lines = [*report.summary(gpu), ""]
+    if gpu_ratios(gpu):
+        lines += _shown("Each ratio with its quartiles and its bar", "gpu-report")
+    lines += report.measured(gpu, level=3)
     for status, title in (("failed", "Failed"), ("left out", "Left out")):
         cases = [case for case in gpu["cases"] if case["status"] == status]
         if cases:
@@ -169,7 +173,8 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
     barred = [result for result in results if result.bar is not None]
     parts.append(f"{len(barred) - len(missed)} of {len(barred)} bars are met.\n")
     if barred:
-        parts.append("\n![Every ratio that has a bar, with its quartiles and its bar](assets/performance.png)\n")
+        lines = _shown("Every ratio that has a bar, with its quartiles and its bar", "performance")
+        parts += ["\n", *(f"{line}\n" for line in lines[:-1])]
     for name, group in groupby(results, key=lambda result: result.benchmark):
         parts += [
             f"\n## {TITLES.get(name, name)}\n\n",
@@ -197,47 +202,54 @@ def _row(result: Result) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def picture(results: Sequence[Result]) -> str:
-    """Return a drawing of ratios: the quartiles as a line, the median as a mark, the bar as a tick."""
-    highest = max(1.5, *(max(result.high, result.bar or 0.0) for result in results))
-
-    def x(ratio: float) -> float:
-        return _LEFT + _WIDTH * ratio / highest
-
-    bottom = _TOP + _ROW * len(results)
-    sheet = Drawing(_LEFT + _WIDTH + 40, bottom + 20)
-    sheet.text(20, 26, "Ours to the yardstick", size=16, color="#000000")
-    sheet.text(20, 46, "median and quartiles; the black tick is the bar; green is met, red is missed", size=_TEXT)
-    for tenth in range(int(highest * 2) + 1):
-        sheet.line(x(tenth / 2), _TOP - 4, x(tenth / 2), bottom, _GRID, width=2 if tenth == 2 else 1)
-        sheet.text(x(tenth / 2), bottom + 14, f"{tenth / 2:g}", anchor="middle")
-    for place, result in enumerate(results):
-        y = _TOP + _ROW * (place + 0.5)
-        what = result.what if len(result.what) < 70 else f"{result.what[:67]}..."
-        sheet.text(_LEFT - 10, y + 4, what, anchor="end")
-        color = _MET if result.is_met else _MISSED
-        sheet.line(x(result.low), y, x(result.high), y, color, width=3)
-        sheet.rectangle(x(result.median) - 4, y - 4, 8, 8, color, title=f"{result.median:.3f}, to {result.yardstick}")
-        assert result.bar is not None
-        sheet.line(x(result.bar), y - 8, x(result.bar), y + 8, "#000000", width=2)
-    return sheet.render()
+def gpu_ratios(gpu: dict[str, Any] | None) -> list[Result]:
+    """Return those results of a run on GPUs that have a yardstick."""
+    found = []
+    for case in [] if gpu is None else gpu["cases"]:
+        for each in case["figures"]:
+            if each["theirs"]:
+                medians = {key: statistics.median(each[key]) for key in ("ours", "theirs")}
+                kept = {
+                    key: each[key] for key in ("what", "yardstick", "median", "low", "high", "unit", "bar", "at_least")
+                }
+                found.append(Result(benchmark=case["name"], rounds=len(each["ours"]), **kept, **medians))
+    return found
 
 
-def peers(found: Mapping[str, Result]) -> str:
-    """Return a drawing of what a step takes here, as a part of what it takes elsewhere."""
-    left, width, row = 270, 440, 34
-    bottom = _TOP + row * len(found)
-    sheet = Drawing(left + width + 70, bottom + 20)
-    sheet.text(20, 26, "A step here, as a part of what it takes elsewhere", size=16, color="#000000")
-    sheet.text(20, 46, "time, and peak memory in the last row; two CPU processes; shorter is better", size=_TEXT)
-    for place, (name, result) in enumerate(found.items()):
-        y = _TOP + row * place
-        sheet.text(left - 10, y + row / 2 + 4, name, anchor="end")
-        sheet.rectangle(left, y + 5, width, row - 10, _GRID)
-        sheet.rectangle(left, y + 5, width * result.median, row - 10, _MET if "memory" not in name else _PLAIN)
-        sheet.text(left + width * max(result.median, 1.0) + 8, y + row / 2 + 4, f"{result.median:.2f}")
-    sheet.line(left + width, _TOP, left + width, bottom, "#000000", width=2)
-    return sheet.render()
+def draw_ratios(results: Sequence[Result], path: Path, *, dark: bool) -> None:
+    """Draw ratios: the quartiles as a line, the median as a mark, the bar as a tick."""
+    title = "Ours to the yardstick: median and quartiles; the tick is the bar; green is met, red is missed"
+    highest = max(1.5, *(min(max(result.high, result.bar or 0.0), 4.0) for result in results))
+    rows = range(len(results))
+    with picture(path, inches=(9.6, 0.8 + 0.2 * len(results)), title=title, dark=dark) as (axes,):
+        for row, result in enumerate(results):
+            color = _PLAIN if result.bar is None else _MET if result.is_met else _MISSED
+            axes.plot((result.low, result.high), (row, row), color=color, linewidth=3)
+            axes.plot(min(result.median, highest), row, "s", color=color)
+            if result.bar is not None:
+                axes.plot(result.bar, row, "|", color=axes.xaxis.label.get_color(), markersize=12, markeredgewidth=2)
+        named = [f"{result.what}, to {result.yardstick}" for result in results]
+        axes.set_yticks(rows, [name if len(name) < 90 else f"{name[:87]}..." for name in named], fontsize=7)
+        axes.axvline(1, color=axes.xaxis.label.get_color(), linewidth=1)
+        axes.grid(visible=False, axis="y")
+        axes.set(xlim=(0, 1.02 * highest), ylim=(len(results) - 0.5, -0.5))
+
+
+def draw_peers(found: Mapping[str, Result], path: Path, *, dark: bool) -> None:
+    """Draw what a step takes here, as a part of what it takes elsewhere."""
+    title = "A step here, as a part of what it takes elsewhere; two CPU processes; shorter is better"
+    with picture(path, inches=(8.0, 0.8 + 0.34 * len(found)), title=title, dark=dark) as (axes,):
+        colors = [_PLAIN if "memory" in name else _MET for name in found]
+        bars = axes.barh([*found], [result.median for result in found.values()], color=colors)
+        axes.bar_label(bars, fmt=" {:.2f}")
+        axes.axvline(1, color=axes.xaxis.label.get_color(), linewidth=1.5)
+        axes.grid(visible=False, axis="y")
+        axes.invert_yaxis()
+
+
+def _shown(words: str, name: str) -> list[str]:
+    """Return lines of Markdown that show a picture, light or dark as the page is."""
+    return [f"![{words}](assets/{name}.svg#only-light)", f"![{words}](assets/{name}-dark.svg#only-dark)", ""]
 
 
 def _memory_gib() -> float:

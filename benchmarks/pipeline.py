@@ -26,7 +26,7 @@ from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime.pictures import read_traces
+from booster_runtime.trace import read_traces
 from booster_testing import run_on_ranks
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from booster_core import Booster, launch_from_torch
-from booster_runtime.pictures import draw_curve, write_png
 
 VOCABULARY = 256  # one token per byte
 
@@ -150,7 +150,11 @@ def main() -> None:
         if args.losses:
             args.losses.write_text(json.dumps({"losses": losses, "validation": validation}))
         picture = args.out / "loss.png"
-        write_png(draw_curve(losses, title="Training loss", y_name="nats per byte"), picture)
+        figure = Figure()
+        figure.subplots().plot(losses)
+        figure.supxlabel("step")
+        figure.supylabel("training loss, nats per byte")
+        figure.savefig(picture)
         print(f"saved the model to {args.out}, and its loss curve to {picture}")
         print(f"the model continues 'def ':\n{sample(args.out)}")
 

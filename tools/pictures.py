@@ -6,6 +6,7 @@ The pictures differ a little with every run, as times and memory do.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,14 @@ def run(*arguments: str, ranks: int = 1) -> None:
     subprocess.run([sys.executable, *launcher, *arguments], check=True, env=environment)
 
 
+def draw(verb: str, *arguments: str) -> None:
+    """Run a verb that draws into a folder of its own, and keep what it draws, light and dark."""
+    for ending, more in (("", ()), ("-dark", ("--dark",))):
+        run(*BOOSTER, verb, *arguments, *more)
+        for path in Path(arguments[0].partition(":")[0]).parent.glob("*.png"):
+            shutil.move(path, ASSETS / f"{path.stem}{ending}.png")
+
+
 def main() -> None:
     """Make all pictures, or those that are named."""
     ASSETS.mkdir(parents=True, exist_ok=True)
@@ -86,16 +95,16 @@ def main() -> None:
         if "memory" in wanted:
             for plugin in ("ddp", "fsdp", "zero", "gemini"):
                 run(script("memory", MEMORY), plugin, str(home / plugin), ranks=2)
-                copy = ASSETS / f"step-memory-{plugin}.svg"
-                copy.write_bytes((home / plugin / "step-memory-rank0.svg").read_bytes())
+                (home / plugin / "step-memory-rank0.trace.json").rename(home / f"step-memory-{plugin}.trace.json")
+                draw("plot", str(home / f"step-memory-{plugin}.trace.json"))
         if "curve" in wanted:
             run(script("curve", CURVE), str(home / "metrics.jsonl"))
-            run(*BOOSTER, "plot", str(home / "metrics.jsonl"), "loss", "--out", str(ASSETS))
+            draw("plot", str(home / "metrics.jsonl"), "loss")
         if "plan" in wanted:
             devices = ("--devices", "64", "--memory", "6GiB", "--interconnect", "400Gbps")
             named = [argument for plugin in ("ddp", "zero", "gemini") for argument in ("--plugin", plugin)]
-            picture = ("--picture", str(ASSETS / "plan.svg"))
-            run(*BOOSTER, "plan", f"{script('plan', PLAN)}:build", *devices, *named, *picture)
+            picture = ("--picture", str(home / "plan.png"))
+            draw("plan", f"{script('plan', PLAN)}:build", *devices, *named, *picture)
 
 
 if __name__ == "__main__":

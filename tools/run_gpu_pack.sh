@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every case on this machine's CUDA devices, without a network, within eight minutes: bash run.sh [NAME ...]
-# Needs a python3 with torch, transformers and pip (or $PYTHON). Writes report/report.md, report.json and figures.svg,
-# also after each case. Ends with 0 if no case failed, or if there is no GPU.
+# Needs a python3 with torch, transformers and pip (or $PYTHON). Writes report/report.md and report.json, also
+# after each case. Ends with 0 if no case failed, or if there is no GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 python="${PYTHON:-python3}"

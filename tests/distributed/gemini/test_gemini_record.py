@@ -7,7 +7,7 @@ import torch
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
 from booster_gemini.memory import record_file
-from booster_runtime.pictures import read_traces
+from booster_runtime.trace import read_traces
 from booster_testing import run_on_ranks
 
 

@@ -12,7 +12,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_runtime.pictures import read_traces
+from booster_runtime.trace import read_traces
 from booster_testing import run_on_ranks
 
 

@@ -1,4 +1,4 @@
-"""``booster verify-plugin``: what it prints, and its exit status."""
+"""``booster verify``: what it prints, and its exit status."""
 
 import pytest
 from forked_scripts import torchrun_variables
@@ -34,7 +34,7 @@ def verify(scripts, tmp_path):
     """Return a function that runs the command."""
     command = tmp_path / "command.py"
     command.write_text("from booster_core.cli import main; main()")
-    return lambda *arguments: scripts.run(command, [["verify-plugin", *arguments]])
+    return lambda *arguments: scripts.run(command, [["verify", *arguments]])
 
 
 @pytest.mark.slow
@@ -62,11 +62,9 @@ def test_a_mistake_is_told_and_fails_the_command(script, verify):
 )
 def test_a_mistake_is_told_in_one_line(script, scripts, tmp_path, function, plugin, options, message):
     rank = tmp_path / "rank.py"  # what the command starts on each rank, by torchrun
-    rank.write_text(
-        "import sys\nfrom booster_tools.cli._verify_plugin_rank import main\nsys.exit(main(*sys.argv[1:]))\n"
-    )
+    rank.write_text("import sys\nfrom booster_tools.cli._verify_rank import main\nsys.exit(main(*sys.argv[1:]))\n")
     arguments = [f"{script}:{function}", "batch", plugin, "1", "", *options]
     done = scripts.run(rank, [arguments] * 2, torchrun_variables(2))
     assert done.codes == [2, 2], done.output
-    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify-plugin:"))
+    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify:"))
     assert message in line

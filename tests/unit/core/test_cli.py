@@ -51,7 +51,7 @@ def command(*, name):
 
 def install_verb(install, init="", **more):
     files = {"__init__.py": init, "cli.py": VERB}
-    return install("greet", files=files, group="booster.commands", **{"module": "booster_greet.cli", **more})
+    return install("greet", files=files, group="booster.commands", **{"module": "booster_greet.cli:command", **more})
 
 
 def test_another_distribution_brings_a_verb(install):
@@ -76,15 +76,15 @@ def test_a_verb_that_cannot_be_imported_is_told_by_its_distribution(install):
 
 
 def test_a_verb_whose_module_is_gone_is_told_in_the_listing(install):
-    install_verb(install, module="booster_greet.gone")
+    install_verb(install, module="booster_greet.gone:command")
     assert "Cannot be loaded: No module named 'booster_greet.gone'" in " ".join(run("--help").output.split())
 
 
 def test_a_verb_without_a_command_is_told(install):
-    install("greet", files={"cli.py": '"""Say nothing."""'}, group="booster.commands", module="booster_greet.cli")
+    install("greet", files={"cli.py": "command = 1"}, group="booster.commands", module="booster_greet.cli:command")
     result = run("greet")
     assert result.exit_code == 1
-    assert "has no click command named `command` in its module 'booster_greet.cli'" in result.output
+    assert "Verb 'greet' (booster-greet 1.2) is no click command: 'booster_greet.cli:command'." in result.output
 
 
 def test_a_verb_that_two_distributions_bring_is_refused(install):
@@ -97,9 +97,17 @@ def test_a_verb_that_two_distributions_bring_is_refused(install):
 
 
 def test_a_verb_of_core_is_not_replaced(install):
-    install("plugins", files={"cli.py": VERB}, group="booster.commands", module="booster_plugins.cli")
-    assert "hello" not in run("plugins").output
-    assert "List the installed plugins" in run("--help").output
+    install("plugins", files={"cli.py": VERB}, group="booster.commands", module="booster_plugins.cli:command")
+    result = run("plugins")
+    assert result.exit_code == 1
+    assert "hello" not in result.output
+    assert "Several distributions bring it: " in result.output
+
+
+def test_help_of_our_verbs_fits_a_screen():
+    lines = run("--help").output.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
 
 
 def test_plugins_lists_each_with_its_distribution_and_the_problem(install):

@@ -4,8 +4,8 @@ import json
 
 from click.testing import CliRunner
 
-from booster_runtime.pictures import Trace
-from booster_tools.cli.trace import command
+from booster_core.cli import main
+from booster_runtime.trace import Trace
 
 
 def write(folder, rank, pipeline=0, batches=2, late=0.0):
@@ -22,7 +22,7 @@ def write(folder, rank, pipeline=0, batches=2, late=0.0):
 
 
 def trace(*arguments):
-    result = CliRunner().invoke(command, [*map(str, arguments)])
+    result = CliRunner().invoke(main, ["trace", *map(str, arguments)])
     return result.exit_code, result.output.splitlines()
 
 

@@ -186,7 +186,6 @@ def test_bad_arguments_raise(tmp_path):
 
 
 def test_plot_draws_the_named_values(tmp_path):
-    pytest.importorskip("resvg_py", reason="PNG needs resvg-py")
     path = tmp_path / "a.jsonl"
     rows = [{"step": step, "seconds": 0.5, "loss": 1 / step, "lr/0": 0.1} for step in range(1, 5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Memory over steps: sampled under any plugin, with phases, as a plot and a trace."""
+"""Memory over steps: sampled under any plugin, with phases, as a trace."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime.pictures import Phase, draw_memory, read_traces
+from booster_runtime.trace import read_traces
+from booster_tools.cli.plot import command
 from booster_tools.tracking import watch_memory
 
 MIB = 1 << 20
@@ -71,6 +73,8 @@ def test_samples_show_what_forward_allocates_and_end_with_the_block(tmp_path):
     trace = read_traces(tmp_path)
     assert [event["name"] for event in trace if event["ph"] == "X"] == [phase.name for phase in timeline.phases]
     assert sum(event["ph"] == "C" for event in trace) == len(timeline.samples)
+    plotted = CliRunner().invoke(command, [str(tmp_path / "step-memory-rank0.trace.json"), "--svg", "--dark"])
+    assert plotted.output == f"{tmp_path / 'step-memory-rank0.svg'}\n"
     assert "peak" in (tmp_path / "step-memory-rank0.svg").read_text()
     booster.backward(model(torch.ones(2, 4)).sum(), optimizer)
     optimizer.step()
@@ -101,13 +105,3 @@ def test_what_cannot_be_watched_is_refused(tmp_path):
     model, *_ = Booster().boost(torch.nn.Linear(2, 1))
     with pytest.raises(ConfigError, match=r"`interval_seconds=0` is not a positive"):
         watch_memory(model, tmp_path, interval_seconds=0)
-
-
-def test_the_plot_has_a_line_at_its_peak_and_a_rectangle_for_each_phase():
-    samples = [(0.0, 10 * MIB), (1.0, 40 * MIB), (2.0, 20 * MIB)]
-    svg = draw_memory(samples, [Phase("forward", 0.5, 1.0), Phase("backward and step", 1.0, 2.0)], title="Rank 0")
-    assert "peak 40 MiB" in svg
-    assert "<title>forward: 500 ms</title>" in svg
-    assert "<title>backward and step: 1 s</title>" in svg
-    with pytest.raises(ConfigError, match=r"'Rank 0' has 1 samples"):
-        draw_memory(samples[:1], [], title="Rank 0")

@@ -1,4 +1,4 @@
-"""Write a model or an optimizer again as safetensors, as torch.save files, or as a DCP folder.
+"""Write a model or an optimizer again in another format.
 
 The work is in `booster_checkpoint.tools.convert`; torch is imported when it starts.
 """

@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds: tensors, shapes, dtypes, bytes, files, and what wrote it; with --check, read it all.
+"""Show what a checkpoint holds; with --check, read it all.
 
 The work is in `booster_checkpoint.tools.inspection`; torch is imported when it starts.
 """

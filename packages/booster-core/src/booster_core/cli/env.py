@@ -1,4 +1,4 @@
-"""Print what a bug report needs: machine, Python, torch, devices, backends, packages, plugins."""
+"""Print what a bug report needs: machine, versions, plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a training script on several ranks, with a plugin and precision chosen here.
+"""Run a script on several ranks, with a plugin chosen here.
 
 torchrun starts the ranks; `booster_core.run_settings` hands the settings to the script's ``Booster()``.
 """

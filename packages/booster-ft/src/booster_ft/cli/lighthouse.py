@@ -1,4 +1,4 @@
-"""Start the lighthouse at which replica groups of the plugin ft meet.
+"""Start the lighthouse at which replica groups of ft meet.
 
 It is torchft's. It holds no state of the run: restart it at the same address, and groups go on.
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_runtime.pictures import Trace
+from booster_runtime.trace import Trace
 
 if TYPE_CHECKING:
     import os

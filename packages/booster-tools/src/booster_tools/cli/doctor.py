@@ -1,4 +1,4 @@
-"""Try all that plugins need with two processes, and say what is slow or broken.
+"""Try all that plugins need, and say what is slow or broken.
 
 Each process runs `booster_tools.cli._doctor_rank`; this module starts them, ends them at the time limit, and reports.
 """

@@ -1,4 +1,4 @@
-"""Merge LoRA adapters into the model that they were trained on, and write it as a folder of its own.
+"""Merge LoRA adapters into their base model.
 
 peft merges, and transformers reads and writes; this puts them together, with what a folder needs to be served.
 """
@@ -27,16 +27,12 @@ def command(*, adapters: Path, out: Path, base: str | None, dtype: str | None, m
     ADAPTERS is a folder that `save_lora_as_pretrained` or peft wrote; OUT gets the model, its configuration and
     tokenizer, as `from_pretrained`, vLLM and lm_eval read them. The whole model is held in memory.
     """
-    from booster_core.errors import BoosterError
     from booster_tools.merging import merge_lora
 
     if out.exists() and any(out.iterdir()):
         msg = f"'{out}' is not empty. Choose another folder, or remove it."
         raise click.ClickException(msg)
-    try:
-        name, model = merge_lora(adapters, base=base, dtype=dtype)
-    except BoosterError as error:
-        raise click.ClickException(str(error)) from error
+    name, model = merge_lora(adapters, base=base, dtype=dtype)
     model.save_pretrained(out, max_shard_size=max_shard_size)
     for path in sorted(Path(name).glob("*")) if Path(name).is_dir() else ():
         is_weight = path.name.endswith(_WEIGHTS) or path.name.startswith(_ADAPTERS)

@@ -1,4 +1,4 @@
-"""Predict memory and communication of a script's training under the installed plugins, and rank them.
+"""Predict memory and time under each plugin, and rank them.
 
 The work is in `booster_tools.planning`.
 """
@@ -31,7 +31,10 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 )
 @click.option("--processes", type=click.IntRange(min=1), help="Plans made at a time.  [default: one for each core]")
 @click.option("--json", "as_json", is_flag=True, help="Print the best setting as a file for `booster run --settings`.")
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .svg or .png.")
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .png, .svg or .pdf."
+)
+@click.option("--dark", is_flag=True, help="Draw it for dark pages.")
 def command(
     *,
     build: str,
@@ -46,26 +49,26 @@ def command(
     processes: int | None,
     as_json: bool,
     picture: Path | None,
+    dark: bool,
 ) -> None:
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
     FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
-    criterion); another one of that file returns the whole batch, as for `booster verify-plugin`. The plugins' own code
+    criterion); another one of that file returns the whole batch, as for `booster verify`. The plugins' own code
     runs on this machine, on tensors without values. The exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError
     from booster_core.run_settings import option_value
-    from booster_runtime.pictures import write_png
-    from booster_tools.planning import Candidate, Devices, default_processes, draw_plan, plan
+    from booster_tools.pictures import check_picture, draw_plan
+    from booster_tools.planning import Candidate, Devices, default_processes, plan
     from booster_tools.verification.script import function_of, module_of
 
-    if picture is not None and picture.suffix not in (".svg", ".png"):
-        msg = f"`--picture {picture}` must end in .svg or .png."
-        raise click.BadParameter(msg)
     if options and len(plugins) != 1:
         msg = f"`--option {options[0]}` is an argument of one plugin. Name it, and no other, by `--plugin`."
         raise click.UsageError(msg)
     try:
+        if picture is not None:
+            check_picture(picture)
         given = dict(map(option_value, options))
         file, _, function = build.partition(":")
         module = module_of(Path(file))
@@ -85,11 +88,7 @@ def command(
             num_processes=processes or default_processes(),
         )
         if picture is not None:
-            drawing = draw_plan(found)
-            if picture.suffix == ".svg":
-                picture.write_text(drawing, encoding="utf-8")
-            else:
-                write_png(drawing, picture)
+            draw_plan(found, picture, dark=dark)
     except (BoosterError, TypeError) as error:
         click.echo(f"booster plan: {error}", err=True)
         sys.exit(2)

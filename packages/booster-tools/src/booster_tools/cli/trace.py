@@ -1,4 +1,4 @@
-"""Put the traces of a run's ranks into one file for Perfetto, and print peaks of memory and idle shares of pipelines.
+"""Join the traces of ranks; print peaks and idle shares.
 
 Traces are what `watch_memory`, Gemini's ``memory_record`` and hybrid's ``pipeline_record`` write.
 """
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from booster_core.errors import BoosterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,15 +23,13 @@ def command(*, run: Path, out: Path | None) -> None:
 
     Prints the peak of each rank's memories and, of pipelines, which part of the last batch each rank did not compute.
     """
-    from booster_runtime.pictures import format_bytes, read_traces
+    from booster_runtime.trace import read_traces
+    from booster_tools.pictures import format_bytes
 
-    try:
-        events = read_traces(run)
-        target = run / "trace.json" if out is None else out
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    except (BoosterError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    events = read_traces(run)
+    target = run / "trace.json" if out is None else out
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     click.echo(target)
     for (rank, name), peak in _peaks(events).items():
         click.echo(f"rank {rank}: {name}: at most {format_bytes(peak)}")

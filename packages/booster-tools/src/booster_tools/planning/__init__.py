@@ -9,7 +9,6 @@ from __future__ import annotations
 from booster_tools.planning.candidates import Candidate
 from booster_tools.planning.choice import choose_plugin
 from booster_tools.planning.ledger import Traffic
-from booster_tools.planning.picture import draw_plan
 from booster_tools.planning.prediction import Prediction, measure, predict, predict_ranks
 from booster_tools.planning.processes import default_processes
 from booster_tools.planning.ranking import Devices, Plan, Planned, plan
@@ -23,7 +22,6 @@ __all__ = [
     "Traffic",
     "choose_plugin",
     "default_processes",
-    "draw_plan",
     "measure",
     "plan",
     "predict",

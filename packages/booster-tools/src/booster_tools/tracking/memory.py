@@ -1,4 +1,4 @@
-"""`watch_memory`: what a rank's memory holds at each moment of some steps, under any plugin, as a plot and a trace."""
+"""`watch_memory`: what a rank's memory holds at each moment of some steps, under any plugin, as a trace."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.ranks import DistCoordinator
-from booster_runtime.pictures import Phase, Trace, draw_memory
+from booster_runtime.trace import Trace
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,11 +24,11 @@ _STATUS = Path("/proc/self/statm")
 
 
 def watch_memory(model: nn.Module, folder: str | Path, *, interval_seconds: float = 0.002) -> MemoryTimeline:
-    """Sample this rank's memory in a ``with``, and plot it over time with the phases of each step.
+    """Sample this rank's memory in a ``with``, and write it over time with the phases of each step.
 
     On CUDA devices it is what torch's allocator has allocated; else the anonymous resident memory of the process, which
     freed memory may stay in for a while. Watch a few steps: samples are kept until the end of the block. It writes
-    ``step-memory-rankN.svg`` and ``step-memory-rankN.trace.json``, which Perfetto (ui.perfetto.dev) opens.
+    ``step-memory-rankN.trace.json``, which Perfetto (ui.perfetto.dev) opens and ``booster plot`` draws.
 
     Example::
 
@@ -58,6 +58,14 @@ def watch_memory(model: nn.Module, folder: str | Path, *, interval_seconds: floa
         msg = f"Without a CUDA device, `watch_memory` reads {_STATUS}, which only Linux has."
         raise ConfigError(msg)
     return MemoryTimeline(model, Path(folder), interval_seconds, device)
+
+
+class Phase(NamedTuple):
+    """A part of a training step, in seconds since the first sample."""
+
+    name: str
+    start: float
+    end: float
 
 
 class MemoryTimeline:
@@ -93,7 +101,7 @@ class MemoryTimeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End sampling, and write the plot and the trace, unless the block raised."""
+        """End sampling, and write the trace, unless the block raised."""
         self._stop.set()
         self._thread.join()
         for optimizer in self._model.boosted_optimizers:
@@ -103,17 +111,13 @@ class MemoryTimeline:
         if kind is not None:
             return
         rank = DistCoordinator().rank
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stem = self._folder / f"step-memory-rank{rank}"
-        where = str(self._device) if self._device is not None else "process"
-        title = f"Memory of rank {rank} ({where})"
-        stem.with_suffix(".svg").write_text(draw_memory(self.samples, self.phases, title=title), encoding="utf-8")
-        trace = Trace(stem.with_suffix(".trace.json"), rank=rank)
+        trace = Trace(self._folder / f"step-memory-rank{rank}.trace.json", rank=rank)
+        where = "process" if self._device is None else f"device {self._device}"
         origin = time.time() - self._now()
         for phase in self.phases:
             trace.slice("phases", phase.name, origin + phase.start, origin + phase.end)
         for at, nbytes in self.samples:
-            trace.counter("memory", origin + at, {"bytes": nbytes})
+            trace.counter(f"memory of the {where}", origin + at, {"bytes": nbytes})
         trace.flush()
 
     def _end_step(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Train a script's model under a plugin and in one process, and say where the two differ.
+"""Train under a plugin and in one process, and compare.
 
 The work is in `booster_tools.verification`, on ranks that torchrun starts.
 """
@@ -35,7 +35,7 @@ def command(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     rank = [
         "-m",
-        "booster_tools.cli._verify_plugin_rank",
+        "booster_tools.cli._verify_rank",
         build,
         batch,
         plugin,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+__all__ = ["Trace", "read_trace", "read_traces"]
+
 _MICROSECONDS = 1e6
 _EVERY = 256
 """Events that are written at once."""
@@ -91,7 +93,16 @@ def read_traces(folder: Path) -> list[dict[str, Any]]:
             "...)`, or of `HybridParallelPlugin(pipeline_record=...)`."
         )
         raise ConfigError(msg)
-    return [event for path in paths for event in _read(path)]
+    return [event for path in paths for event in read_trace(path)]
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Return the events of one rank's trace; a last line that was cut off by a kill is left out.
+
+    Raises:
+        ConfigError: If it can't be read.
+    """
+    return list(_read(path))
 
 
 def _read(path: Path) -> Iterable[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``booster verify-plugin``: the ranks that it starts, what they print, and the exit status."""
+"""``booster verify``: the ranks that it starts, what they print, and the exit status."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from forked_scripts import torchrun_variables
 
-from booster_tools.cli.verify_plugin import command
+from booster_tools.cli.verify import command
 
 SCRIPT = """
 import torch
@@ -23,7 +23,7 @@ def batch():
 RANK = """
 import sys
 from booster_testing.mutants import ReferencePlugin
-from booster_tools.cli import _verify_plugin_rank as rank
+from booster_tools.cli import _verify_rank as rank
 rank.load = lambda name: ReferencePlugin
 sys.exit(rank.main(*sys.argv[1:]))
 """
@@ -50,7 +50,7 @@ def test_a_right_plugin_is_verified(verify):
 def test_options_and_mistakes_reach_the_plugin_and_the_user(verify):
     done = verify("absent", "batch", "reference", "1", "", "precision=bf16")
     assert done.codes == [2, 2], done.output
-    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify-plugin:"))
+    (line,) = (line for line in done.output.splitlines() if line.startswith("booster verify:"))
     assert "has no function 'absent'" in line
     done = verify("build", "batch", "reference", "1", "", "precision")
     assert done.codes == [2, 2], done.output
@@ -73,5 +73,5 @@ def test_the_command_starts_ranks_and_returns_their_status(monkeypatch):
     ((program, *arguments),) = started
     assert program == sys.executable
     assert arguments[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    rank = "booster_tools.cli._verify_plugin_rank"
+    rank = "booster_tools.cli._verify_rank"
     assert arguments[4:] == ["-m", rank, "train.py:build", "batch", "zero", "2", "bf16", "stage=2"]

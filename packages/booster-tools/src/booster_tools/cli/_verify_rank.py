@@ -1,4 +1,4 @@
-"""One of the ranks that ``booster verify-plugin`` starts."""
+"""One of the ranks that ``booster verify`` starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
         )
     except (BoosterError, TypeError) as error:
         if coordinator.is_master():
-            click.echo(f"booster verify-plugin: {error}", err=True)
+            click.echo(f"booster verify: {error}", err=True)
         return 2
     if coordinator.is_master():
         click.echo(str(report))
