@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from booster_hybrid.pipeline.skipped_layers import FixedDraws
+
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
@@ -57,13 +59,15 @@ class Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which tensors are fake.
 
     Args:
+        draws: What single random numbers are.
         narrow: Whether floating tensors become bf16.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, narrow: bool = False) -> None:
+    def __init__(self, draws: FixedDraws, *, narrow: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
         self._torch, self._narrow = FakeTensorMode(allow_non_fake_inputs=True), narrow
         self._known: dict[Any, tuple[type, tuple[_Form | None, ...]]] = {}
 
@@ -100,20 +104,17 @@ class Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].device
         if func is torch.ops.aten.lift_fresh.default and not args[0].numel():  # as what caches begin with
             return self._new(_Form(args[0].shape, args[0].stride(), args[0].dtype, args[0].device, 0), ())
+        drawn = self._draws.drawn(func, args, kwargs)
+        if drawn is not None:
+            return drawn
         tensors: list[Any] = []
-        try:
-            key = func, torch.get_default_dtype(), _key(args, tensors), *_key((*kwargs.items(),), tensors)
-        except _OtherError:
-            return func(*args, **kwargs)
-        if tensors and all(tensor.constant is not None for tensor in tensors):
-            return func(*args, **kwargs)  # torch knows the values
-        found = self._known.get(key)
+        key = _key_of(func, args, kwargs, tensors)
+        found = None if key is None else self._known.get(key)
         if found is None:
             output = func(*args, **kwargs)
-            if not func._schema.is_mutable and _DEPENDING.isdisjoint(func.tags):  # noqa: SLF001 - torch tells it nowhere else
-                found = _forms_of(output, tensors)
-                if found is not None:
-                    self._known[key] = found
+            seen = None if key is None else _forms_of(output, tensors)
+            if seen is not None:
+                self._known[key] = seen
             return output
         kind, forms = found
         made = [None if form is None else self._new(form, tensors) for form in forms]
@@ -127,6 +128,23 @@ class Fakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 values = torch.empty(0, dtype=form.dtype, device="meta")
                 values.set_(tensors[form.viewed].untyped_storage(), form.offset, form.shape, form.stride)
             return FakeTensor(self._torch, values, form.device)
+
+
+def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
+    """Return what an operation's result is remembered by, and add the tensors among its arguments to a list.
+
+    Returns:
+        ``None`` if it depends on more than forms, as torch knows the values of some tensors, or writes to a tensor.
+    """
+    if not isinstance(func, torch._ops.OpOverload):  # noqa: SLF001 - such as a loop, which takes functions
+        return None
+    try:
+        key = func, torch.get_default_dtype(), _key(args, tensors), *_key((*kwargs.items(),), tensors)
+    except _OtherError:
+        return None
+    is_constant = bool(tensors) and all(tensor.constant is not None for tensor in tensors)
+    is_mutable = func._schema.is_mutable  # noqa: SLF001 - torch tells it nowhere else
+    return None if is_constant or is_mutable or not _DEPENDING.isdisjoint(func.tags) else key
 
 
 def _key(values: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:

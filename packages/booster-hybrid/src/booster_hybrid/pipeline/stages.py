@@ -141,11 +141,13 @@ def find_crossings(
     crossings, idle, recordings = add_values(
         what, trace, ranges, crossings, is_held, lambda senders: record(model, trace, senders, batch)
     )
-    senders, mode = recordings[-1].senders, recordings[-1].is_training
-    for is_training in {True, False} - {mode}:
-        recordings += record_copy(model, trace, senders, batch, is_training=is_training)
-    for recording in (each for each in recordings if each.is_training is not None):
-        check_writes(what, trace, ranges, crossings, idle, is_held, recording, trains=trains)
+    known = recordings[-1].is_training
+    for mode in (True, False):  # stages that train are refused first
+        of_mode = [each for each in recordings if each.is_training is mode]
+        if mode is not known:
+            of_mode = record_copy(model, trace, recordings[-1].senders, batch, is_training=mode)
+        for recording in of_mode:
+            check_writes(what, trace, ranges, crossings, idle, is_held, recording, trains=trains)
     return crossings, idle
 
 

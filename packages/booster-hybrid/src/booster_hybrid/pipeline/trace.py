@@ -386,7 +386,7 @@ def run_dry(
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
-                with Fakes(narrow=narrow) as fakes, quiet_fakes(), draws:
+                with Fakes(draws, narrow=narrow) as fakes, quiet_fakes():
                     run(fakes.like, pytree.tree_map_only(torch.Tensor, fakes.like, batch))
             except ConfigError:
                 raise
