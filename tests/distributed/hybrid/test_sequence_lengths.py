@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +42,14 @@ def rounded(hidden, _):
     return hidden * (1 + int(hidden.shape[1] / LIMIT))
 
 
+def logarithm(hidden, _):
+    return hidden * max(1.0, math.log(hidden.shape[1]) / math.log(LIMIT))
+
+
+def of_numpy(hidden, _):
+    return hidden * float(np.maximum(1.0, np.log2(hidden.shape[1]) / np.log2(LIMIT)))
+
+
 def remainder(hidden, _):
     return hidden * 1.5 if hidden.numel() % (3 * HIDDEN * LONG) == 0 else hidden
 
@@ -73,7 +84,7 @@ def last_position(hidden, layer):
 
 KINDS = (
     *(branch, slopes, rotations, blocks, rounded, remainder, beginning, token_shift, windows),
-    *(counted, table, last_position),
+    *(counted, table, last_position, logarithm, of_numpy),
 )
 
 

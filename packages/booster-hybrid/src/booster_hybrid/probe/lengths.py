@@ -8,9 +8,12 @@ it counts, is noted. Batches of other lengths are then held against these facts 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import operator
 import sys
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 MOST_POSITIONS = 128
 """Most positions of the sequences in a probe, but where a layer asks for more."""
 Expression = Any
-"""A number, `_POSITIONS` for the number of positions, or a tuple of the name of a function and of expressions."""
+"""A number, `_POSITIONS` for the number of positions, or a tuple of a function, or its name, and of expressions."""
 _POSITIONS = "positions"
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -99,6 +102,32 @@ class Lengths:
         return None
 
 
+@contextlib.contextmanager
+def told_by_math() -> Iterator[None]:
+    """Let the functions of the module `math` tell what they make of the number of positions, in this context."""
+    kept = {name: value for name, value in vars(math).items() if isinstance(value, types.BuiltinFunctionType)}
+
+    def call(*args: Any, function: Callable[..., Any], **kwargs: Any) -> Any:
+        is_told = not kwargs and any(isinstance(each, _Told) for each in args)
+        return _called(function, args) if is_told else function(*args, **kwargs)
+
+    try:
+        for name, function in kept.items():
+            setattr(math, name, functools.partial(call, function=function))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(math, name, function)
+
+
+def _called(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call a function of numbers; what it returns tells so."""
+    watch = next(each.watch for each in args if isinstance(each, _Told))
+    value = function(*map(_plain, args))
+    told = tuple(each.told if isinstance(each, _Told) else each for each in args)
+    return _made(float(value) if isinstance(value, float) else value, (function, *told), watch)
+
+
 class _Told:
     """A number that was made of the number of positions, and tells what is asked about it.
 
@@ -116,6 +145,13 @@ class _Told:
     def __bool__(self) -> bool:
         return self.watch.ask(("ne", self.told, 0), answer=_plain(self) != 0)
 
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of NumPy; of what follows from its result nothing is known."""
+        if method == "__call__" and not kwargs and all(isinstance(each, (int, float)) for each in args):
+            made = _called(function, args)
+            return _forgotten(made) if isinstance(made, _Told) else made
+        return getattr(function, method)(*map(_plain, args), **kwargs)
+
 
 class Length(_Told, int):
     """Such an integer."""
@@ -127,6 +163,15 @@ class _Ratio(_Told, float):
     def __int__(self) -> int:
         self.watch.ask(("lt", self.told, 1), answer=_plain(self) < 1)
         return int(_plain(self))
+
+    def __float__(self) -> float:
+        return float(_forgotten(self))
+
+
+def _forgotten(value: _Told) -> Any:
+    """Return a number that tells nothing: it is known only where it is the same."""
+    value.watch.ask(("eq", value.told, _plain(value)), answer=True)
+    return _plain(value)
 
 
 def _plain(value: Any) -> Any:
@@ -190,7 +235,7 @@ for _name in _ROUNDINGS:
 def _value(expression: Expression, positions: float) -> Any:
     if isinstance(expression, tuple):
         name, *rest = expression
-        function = _ROUNDINGS.get(name) or getattr(operator, name)
+        function = name if callable(name) else _ROUNDINGS.get(name) or getattr(operator, name)
         return function(*(_value(each, positions) for each in rest))
     return positions if expression == _POSITIONS else expression
 
@@ -199,7 +244,9 @@ def _text(expression: Expression) -> str:
     if not isinstance(expression, tuple):
         return str(expression)
     name, *rest = expression
-    return f"({f' {_SIGNS[name]} '.join(map(_text, rest))})" if len(rest) > 1 else f"{name}{_text(rest[0])}"
+    if name in _SIGNS and len(rest) > 1:
+        return f"({f' {_SIGNS[name]} '.join(map(_text, rest))})"
+    return f"{getattr(name, '__name__', name)}({', '.join(map(_text, rest))})"
 
 
 class LengthWatch(TorchFunctionMode):

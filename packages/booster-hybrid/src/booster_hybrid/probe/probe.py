@@ -23,7 +23,7 @@ from booster_hybrid.probe.batches import calls_of_model, clear_number
 from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
-from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch
+from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch, told_by_math
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored, return_memory
@@ -383,7 +383,8 @@ class _Comparison:
         called: set[str] = set()
         run = functools.partial(self._on_rank, whole, called, split_sequence)
         try:
-            differences = on_ranks(self._plan.size, run)
+            with told_by_math():
+                differences = on_ranks(self._plan.size, run)
         except ConfigError:
             raise
         except Exception as error:

@@ -21,7 +21,7 @@ from booster_hybrid.layer_plan import Changes
 from booster_hybrid.probe.batches import as_call, calls_of_model, sizes_of
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
-from booster_hybrid.probe.lengths import Lengths, LengthWatch
+from booster_hybrid.probe.lengths import Lengths, LengthWatch, told_by_math
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
 from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
@@ -183,7 +183,8 @@ class _Probe:
             "whole."
         )
         try:
-            found = on_ranks(self.size, run)
+            with told_by_math():
+                found = on_ranks(self.size, run)
         except ConfigError:
             raise
         except Exception as error:
