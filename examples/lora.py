@@ -3,6 +3,7 @@
 python examples/lora.py
 torchrun --nproc-per-node 2 examples/lora.py --plugin zero --model FOLDER
 torchrun --nproc-per-node 2 examples/lora.py --plugin fsdp --resume adapters    # goes on with the adapters
+torchrun --nproc-per-node 2 examples/lora.py --plugin ddp --quantize    # QLoRA: the base in 4 bits, by bitsandbytes
 
 Without ``--model`` the base is a small Llama over bytes with random weights, so that nothing has to be downloaded.
 """
@@ -25,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plugin", help="name of an installed plugin; none on one device")
     parser.add_argument("--model", help="folder of a pretrained model over bytes")
     parser.add_argument("--resume", help="folder of adapters to go on with")
+    parser.add_argument("--quantize", action="store_true", help="keep the base in 4 bits")
     parser.add_argument("--out", default="adapters")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters' matrices")
     parser.add_argument("--steps", type=int, default=20)
@@ -47,7 +49,9 @@ def main() -> None:
     model = base_model(args.model)
     config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear")
     # Before the optimizer is made: the adapters are its parameters, the base is frozen.
-    model = booster.enable_lora(model, pretrained_dir=args.resume, lora_config=None if args.resume else config)
+    model = booster.enable_lora(
+        model, pretrained_dir=args.resume, lora_config=None if args.resume else config, quantize=args.quantize
+    )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     share = sum(map(torch.numel, trained)) / sum(map(torch.numel, model.parameters()))
     tokens = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()

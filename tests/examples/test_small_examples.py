@@ -48,6 +48,35 @@ def test_adapters_train_and_go_on(run, tmp_path):
     assert later.keys() == first.keys()
 
 
+@pytest.mark.slow  # bitsandbytes loads slowly; the plugins have tests of their own
+@pytest.mark.skipif(bool(missing_libraries(["bitsandbytes"])), reason="the base is quantised by bitsandbytes")
+def test_adapters_train_over_a_base_in_few_bits(run):
+    through = ROOT / "tests" / "examples" / "with_torchvision.py"
+    _, before, after = run("lora.py", "--plugin", "ddp", "--quantize", "--steps", 6, ranks=2, through=through)
+    assert after < before
+
+
+def test_a_stream_trains_alike_on_any_number_of_ranks(run):
+    options = ["--files", 1, "--length", 64, "--hidden", 32, "--layers", 1]
+    *_, before, after = run("pretrain_stream.py", "--steps", 4, "--batch-size", 4, *options)
+    assert after < before
+    split = ["--batch-size", 2, "--plugin", "zero", *options]
+    *_, first, last = run("pretrain_stream.py", "--steps", 4, *split, ranks=2)
+    assert [first, last] == pytest.approx([before, after], rel=1e-3)
+    *_, later, _ = run("pretrain_stream.py", "--steps", 5, "--resume", *split, ranks=2)
+    assert later < before
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [(["--images", 256, "--epochs", 1], 0), pytest.param([], 40, marks=pytest.mark.slow)]
+)
+def test_a_resnet_tells_shapes_apart(run, options, least):
+    batch = ["--plugin", "ddp", "--batch-size", 32]
+    loss, accuracy = run("resnet.py", *batch, *options, ranks=2)
+    assert loss < 3
+    assert accuracy > least  # percent, of ten shapes
+
+
 def test_answers_are_learned_alike_on_any_number_of_ranks(run):
     options = ["--steps", 6, "--length", 32]
     _, before, after = run("supervised_finetuning.py", "--batch-size", 4, *options)

@@ -321,7 +321,7 @@ def boost_and_run(name, options, **more):
         ("sam", RING, {}, "policy of SamModel names none of the model.s"),
         ("llama", ULYSSES, {"output_hidden_states": True}, "`output_hidden_states=True` asks for what the layers"),
         ("llama", ULYSSES, {"attention_mask": torch.ones(4, 1, 3, 3)}, r"shape \(4, 1, 3, 3\) does not fit a sequence"),
-        ("llama", {**RING, "parallel_output": True}, {"logits_to_keep": 1}, "`logits_to_keep=1` counts positions"),
+        ("llama", {**RING, "parallel_output": True}, {"logits_to_keep": 1}, "asked for with the logits of 1 positions"),
         ("llama", {**ULYSSES, "tp_size": 2, "sp_size": 2}, {"use_cache": True}, None),
     ],
 )

@@ -72,6 +72,38 @@ def test_positions_and_vocabulary_may_be_split_at_once(name):
     run_on_ranks(compare, 4, {**RING, "tp_size": 2}, name)
 
 
+def with_penalty(model):
+    """Let a model add to its loss what its last and its first positions predict most surely."""
+    whole = type(model)
+
+    class PenalizedForCausalLM(whole):
+        def forward(self, input_ids, labels):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+            return loss + weighted(logits, input_ids) + logits[:, -1].logsumexp(-1).square().sum()
+
+    model.__class__ = PenalizedForCausalLM
+    return model
+
+
+def compare_penalties(options):
+    plain, model = with_penalty(get_model(NAME).seeded()), with_penalty(get_model(NAME).seeded())
+    plugin = HybridParallelPlugin(**options, example_batch={"input_ids": TOKENS, "labels": TOKENS})
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected, found = plain(TOKENS, labels=TOKENS), model(TOKENS, labels=TOKENS)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    booster.backward(found, optimizer)
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(full_gradient(booster, model, key), parameter.grad, rtol=1e-4, atol=2e-6, msg=key)
+
+
+@MODES
+def test_a_model_sees_whole_logits_before_it_takes_its_loss(options):
+    run_on_ranks(compare_penalties, 2, options)
+
+
 def facts(options):
     _, model, _ = boosted(options)
     whole = get_model(NAME).seeded()(input_ids=TOKENS).logits

@@ -1,7 +1,4 @@
-"""A base in 8 or 4 bits in one process: which layers are packed, and what is refused.
-
-The product refuses this elsewhere than on CUDA; bitsandbytes has kernels for the CPU, by which tests call what packs.
-"""
+"""A base in 8 or 4 bits in one process: which layers are packed, and what is refused."""
 
 import pytest
 import torch
@@ -39,14 +36,12 @@ def train_packed():
     import_quietly(["bitsandbytes"])
     torch.manual_seed(3)
     booster, losses = Booster("cpu"), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantization, "check_quantization", lambda config, device: config)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        model = booster.enable_lora(tiny_llama(), lora_config=config, bnb_quantization_config=bits(4))
-        with LazyInitContext():
-            lazy = tiny_llama()
-        with pytest.raises(ConfigError, match="A lazy model has no values to quantise"):
-            booster.enable_lora(lazy, lora_config=config, bnb_quantization_config=bits(4))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = booster.enable_lora(tiny_llama(), lora_config=config, bnb_quantization_config=bits(4))
+    with LazyInitContext():
+        lazy = tiny_llama()
+    with pytest.raises(ConfigError, match="A lazy model has no values to quantise"):
+        booster.enable_lora(lazy, lora_config=config, bnb_quantization_config=bits(4))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
     packed = [p for p in model.unwrap().parameters() if not p.is_floating_point()]
     before = [p.clone() for p in packed]

@@ -76,8 +76,8 @@ class Plain(nn.Module):
         if labels is None:
             return hidden
         if by_chunks:
-            return linear_cross_entropy(hidden, self.head, labels)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+            return linear_cross_entropy(hidden, self.head, labels, label_smoothing=0.1)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
 def batch_of(booster, step):
@@ -137,7 +137,7 @@ def whole(*args):
 
 
 def in_criterion(booster, model, optimizer, tokens, labels):
-    loss = linear_cross_entropy(model(tokens), model.unwrap().head, labels)
+    loss = linear_cross_entropy(model(tokens), model.unwrap().head, labels, label_smoothing=0.1)
     booster.backward(loss, optimizer)
     return loss
 

@@ -1,7 +1,4 @@
-"""Adapters over a base in 8 or 4 bits, on the kernels that bitsandbytes has for the CPU.
-
-The product refuses this elsewhere than on CUDA, where those kernels are made for; the tests take that one check away.
-"""
+"""Adapters over a base in 8 or 4 bits, on the kernels that bitsandbytes has for the CPU."""
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from booster_core import Booster
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
-from booster_runtime import quantization
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
@@ -53,9 +49,7 @@ def enabled(booster, number):
     torch.manual_seed(3)
     model = tiny_llama()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantization, "check_quantization", lambda config, device: config)
-        return booster.enable_lora(model, lora_config=config, bnb_quantization_config=bits(number))
+    return booster.enable_lora(model, lora_config=config, bnb_quantization_config=bits(number))
 
 
 def train(number, plugin_class, options):

@@ -1,6 +1,7 @@
 """Streams that are read by shards: each sample once, and a run goes on with other numbers of ranks and workers."""
 
 import importlib.util
+import logging
 
 import pytest
 import torch
@@ -250,3 +251,42 @@ def test_a_rank_that_reads_alone_is_named():
     with pytest.raises(Exception, match="next batch of a stream") as caught:
         run_on_ranks(lonely, 2, group_timeout_seconds=2)
     assert MissingRanksError.__name__ in str(caught.value)
+
+
+class InTurn(IterableDataset):
+    """Numbers of which each rank takes its turn's, unless the data set takes a rank's share by itself."""
+
+    def __init__(self, *, splits_itself, kind):
+        self.splits_itself, self.kind = splits_itself, kind
+
+    def __iter__(self):
+        first = DistCoordinator().rank if self.splits_itself else 0
+        yield from (self.kind(number) for number in range(first, 24, 2 if self.splits_itself else 1))
+
+
+def what_is_said(splits_itself, kind, num_workers):
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("booster").addHandler(handler)
+    try:
+        booster = Booster("cpu", plugin=TorchDDPPlugin())
+        model = torch.nn.Linear(1, 1)
+        data = InTurn(splits_itself=splits_itself, kind=kind)
+        loader = DataLoader(data, batch_size=2, num_workers=num_workers)
+        _, _, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters()), dataloader=loader)
+        for _ in range(2):
+            for _ in loader:
+                DistCoordinator().block_all()
+    finally:
+        logging.getLogger("booster").removeHandler(handler)
+    return [text for text in texts if "begin with different samples" in text]
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [(torch.tensor, 0), (str, 1)])
+def test_a_stream_that_splits_itself_is_told_once_on_rank_0(kind, num_workers):
+    first, second = run_on_ranks(what_is_said, 2, True, kind, num_workers)
+    assert len(first) == 1
+    assert "one of every 2 of its own" in first[0]
+    assert second == []
+    assert run_on_ranks(what_is_said, 2, False, kind, num_workers) == [[], []]

@@ -1,6 +1,8 @@
-"""TRL's SFTTrainer under a plugin trains as it does in one process."""
+"""TRL's trainers under a plugin: SFT as in one process, DPO and GRPO as under Accelerate's DDP on as many ranks."""
 
+import os
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
-pytestmark = pytest.mark.skipif(
-    None in (find_spec("trl"), find_spec("datasets"), find_spec("transformers")),
-    reason="needs trl, datasets and transformers",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        None in (find_spec("trl"), find_spec("datasets"), find_spec("transformers")),
+        reason="needs trl, datasets and transformers",
+    ),
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),  # TRL 1.16
+]
 
 
 def _tokenizer():
@@ -74,15 +79,102 @@ def _train(name, folder):
 
 
 @pytest.mark.slow
-def test_fine_tuning_equals_that_of_one_process(tmp_path):
+@pytest.mark.parametrize("name", ["zero", "fsdp", "gemini"])
+def test_fine_tuning_equals_that_of_one_process(name, tmp_path):
     [expected] = run_on_ranks(_train, 1, None, tmp_path / "plain", timeout_seconds=280, group_timeout_seconds=180)
-    for steps in run_on_ranks(_train, 2, "zero", tmp_path / "ours", timeout_seconds=280, group_timeout_seconds=180):
+    for steps in run_on_ranks(_train, 2, name, tmp_path / "ours", timeout_seconds=280, group_timeout_seconds=180):
         for own, plain in zip(steps, expected, strict=True):
             assert own == pytest.approx(plain, rel=1e-4)
     [before] = run_on_ranks(saved_parameters, 1, tmp_path / "plain" / "out")
     [found] = run_on_ranks(saved_parameters, 1, tmp_path / "ours" / "out")
-    for name, value in before.items():
-        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+    for key, value in before.items():
+        assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
+
+
+def _words(generator, number):
+    return " ".join(f"w{int(word)}" for word in torch.randint(3, 64, (number,), generator=generator))
+
+
+def _preferences():
+    """Return a trainer of DPO, its settings, samples and further arguments; the reference model is a second one."""
+    from trl import DPOConfig, DPOTrainer
+
+    draw = torch.Generator().manual_seed(1)
+    samples = [
+        {"prompt": _words(draw, 3), "chosen": " " + _words(draw, 3 + i % 4), "rejected": " " + _words(draw, 2 + i % 3)}
+        for i in range(12)
+    ]
+    return DPOTrainer, DPOConfig, {"max_length": 32}, samples, {"ref_model": make_model()}
+
+
+def _rewards():
+    """Return the same of GRPO, which generates completions with the model that it trains."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    draw = torch.Generator().manual_seed(1)
+
+    def reward(completions, **_):
+        return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+    settings = {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+    samples = [{"prompt": _words(draw, 3 + i % 3)} for i in range(12)]
+    return GRPOTrainer, GRPOConfig, settings, samples, {"reward_funcs": reward}
+
+
+def _tune(kind, names, folder):
+    """Return the steps of trainings on as many ranks, one after the other; ``None`` is Accelerate's own."""
+    from datasets import Dataset
+
+    from booster_tools.integrations.transformers import with_booster
+
+    found = {}
+    rank, world_size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    for name in names:
+        forget_ranks()
+        # By these Accelerate knows of ranks.
+        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # not used: there is a process group
+        make, config, settings, samples, given = kind()
+        if name is not None:
+            make, given = with_booster(make), {**given, "booster": Booster(plugin=plugin_named(name))}
+        common = {
+            "output_dir": str(folder / str(name)),
+            "per_device_train_batch_size": 2,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+        }
+        with mock.patch.dict(os.environ, launched if name is None else {}):
+            trainer = make(
+                model=make_model(),
+                args=config(**common, **settings),
+                train_dataset=Dataset.from_list(samples),
+                processing_class=_tokenizer(),
+                **given,
+            )
+            trainer.train()
+        found[name] = steps_of(trainer)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [_preferences, _rewards])
+def test_preferences_and_rewards_train_as_under_accelerate(kind, tmp_path):
+    limits = {"timeout_seconds": 280, "group_timeout_seconds": 180}
+    names = ["zero", "fsdp", "gemini"]
+    for found in run_on_ranks(_tune, 2, kind, [None, *names], tmp_path, **limits):
+        expected = found[None]
+        assert len(expected) == 3
+        assert any(abs(step["grad_norm"]) > 0.1 for step in expected)
+        for name in names:
+            for own, plain in zip(found[name], expected, strict=True):
+                assert own == pytest.approx(plain, rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow

@@ -252,8 +252,8 @@ def without_skip_checks():
         yield
 
 
-def without_values(model, trace, ranges, crossings, is_held, batch):
-    return tuple(crossings), {}
+def without_values(model, trace, ranges, crossings, is_held, record):
+    return tuple(crossings), {}, record(frozenset())
 
 
 def without_scale(function):

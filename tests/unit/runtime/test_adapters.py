@@ -10,6 +10,7 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability
 from booster_runtime import full_gradient
+from booster_runtime.quantization import check_quantization
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
@@ -271,10 +272,9 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         booster.enable_lora(make_model(hidden_size=64), pretrained_dir=tmp_path)
 
 
-@pytest.mark.parametrize("arguments", [{"quantize": True}, {"bnb_quantization_config": {"load_in_8bit": True}}])
-def test_a_quantised_base_needs_cuda(arguments):
-    with pytest.raises(ConfigError, match="quantised on CUDA only, and this run's device is 'cpu'"):
-        Booster("cpu").enable_lora(make_model(), lora_config=make_config(), **arguments)
+def test_a_base_is_not_quantised_on_every_device():
+    with pytest.raises(ConfigError, match="on CUDA and the CPU, and this run's device is 'mps'"):
+        check_quantization(None, torch.device("mps"))
 
 
 def test_saving_without_adapters_is_refused(tmp_path):

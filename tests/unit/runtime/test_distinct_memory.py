@@ -47,3 +47,28 @@ def test_parts_of_one_memory_ties_and_empty_parameters_are_distinct(way):
         net.register_parameter("empty", nn.Parameter(torch.empty(0)))
         net.register_parameter("void", nn.Parameter(net.empty.data))
     check_distinct_memory(net)
+
+
+class Composed(torch.Tensor):
+    """A tensor made of others, by torch's protocol."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape)
+
+    def __init__(self, values):
+        self.values = values
+
+    def __tensor_flatten__(self):
+        return ["values"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls(args[0].values) if function is torch.ops.aten.detach.default else NotImplemented
+
+
+def test_a_parameter_that_is_made_of_others_is_named():
+    net = nn.Linear(4, 4)
+    net.weight = nn.Parameter(Composed(torch.zeros(4, 4)), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"'weight' is a `Composed`, made of several tensors"):
+        check_distinct_memory(net)

@@ -39,7 +39,16 @@ def whole(hidden, head, labels, **options):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"ignore_index": 3},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 1, "ignore_index": 3},
+    ],
+)
 def test_it_equals_that_of_whole_logits_to_rounding(options, bias):
     hidden, head, labels = make(bias=bias)
     labels[labels < 0] = options.get("ignore_index", -100)
@@ -52,9 +61,10 @@ def test_it_equals_that_of_whole_logits_to_rounding(options, bias):
 
 def test_gradients_are_those_of_finite_differences():
     hidden, head, labels = make()
+    of_label = vocabulary_loss._LabelLoss(-100, 0.2)
 
     def loss(hidden, weight, bias):
-        return vocabulary_loss._SumOfLosses.apply(hidden, weight, bias, labels.flatten(), -100, None, True)
+        return vocabulary_loss._SumOfLosses.apply(hidden, weight, bias, labels.flatten(), of_label, True)
 
     assert torch.autograd.gradcheck(loss, (hidden.detach().flatten(0, 1).requires_grad_(), *head.parameters()))
 
@@ -66,21 +76,24 @@ def test_the_sum_is_divided_by_what_trainers_count(count):
     torch.testing.assert_close(linear_cross_entropy(hidden, head, labels, num_items_in_batch=count), expected)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_formats_are_as_near_to_the_truth_as_whole_logits(dtype, scale):
+def test_narrow_formats_are_as_near_to_the_truth_as_whole_logits(dtype, scale, smoothing):
     hidden, head, labels = make(dtype, scale=scale)
     wide = copy.deepcopy(head).double()
     exact = hidden.detach().double().requires_grad_()
-    truth = gradients(whole(exact, wide, labels), exact, wide)
+    options = {"label_smoothing": smoothing}
+    truth = gradients(whole(exact, wide, labels, **options), exact, wide)
 
     def error(loss):
         found = gradients(loss, hidden, head)
         return [(one.double() - other).norm() / other.norm() for one, other in zip(found, truth, strict=True)]
 
     # As models of transformers do, with logits in fp32.
-    plain = functional.cross_entropy(head(hidden).float().flatten(0, -2), labels.flatten())
-    for by_chunks, by_whole in zip(error(linear_cross_entropy(hidden, head, labels)), error(plain), strict=True):
+    plain = functional.cross_entropy(head(hidden).float().flatten(0, -2), labels.flatten(), **options)
+    ours = linear_cross_entropy(hidden, head, labels, **options)
+    for by_chunks, by_whole in zip(error(ours), error(plain), strict=True):
         assert by_chunks < max(2 * by_whole, torch.finfo(dtype).eps)
 
 
@@ -136,24 +149,31 @@ def test_what_is_no_linear_head_is_refused():
         linear_cross_entropy(hidden, head, labels[:, 1:])
     with pytest.raises(ValueError, match="'none'` is none of"):
         linear_cross_entropy(hidden, head, labels, reduction="none")
+    with pytest.raises(ValueError, match=r"`label_smoothing=1\.5` is a share"):
+        linear_cross_entropy(hidden, head, labels, label_smoothing=1.5)
     head.forward = lambda hidden: hidden
     with pytest.raises(ConfigError, match="a forward of function"):
         linear_cross_entropy(hidden, head, labels)
 
 
-def test_it_needs_a_fraction_of_the_memory(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_needs_a_fraction_of_the_memory(monkeypatch, dtype):
     monkeypatch.undo()
     monkeypatch.setattr(vocabulary_loss, "_CHUNK_BYTES", 1 << 22)
-    head = nn.Linear(16, 1 << 14, bias=False)
-    hidden, labels = torch.randn(1024, 16, requires_grad=True), torch.randint(1 << 14, (1024,))
+    head = nn.Linear(16, 1 << 14, bias=False, dtype=dtype)
+    hidden, labels = torch.randn(1024, 16, dtype=dtype, requires_grad=True), torch.randint(1 << 14, (1024,))
 
     def train(loss):
-        with peak_memory() as peak:
-            loss(hidden, head, labels).backward()
-        head.zero_grad()
+        for _ in range(2):  # the first one loads kernels
+            head.zero_grad()
+            with peak_memory() as peak:
+                loss(hidden, head, labels).backward()
         return peak.peak_bytes
 
-    assert train(linear_cross_entropy) < 0.15 * train(whole)
+    def plain(hidden, head, labels):  # as models of transformers do
+        return functional.cross_entropy(head(hidden).float(), labels)
+
+    assert train(linear_cross_entropy) < 0.15 * train(plain)
 
 
 def batch():

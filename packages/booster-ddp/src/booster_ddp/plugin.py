@@ -24,7 +24,7 @@ from booster_core.plugin import (
 from booster_ddp.config import BY_DTYPE, DDPConfig
 from booster_ddp.model import DDPModel
 from booster_ddp.optimizer import DDPOptimizer
-from booster_runtime.sharding import note_reductions, refuse_renormalized
+from booster_runtime.sharding import note_reductions, refuse_composed, refuse_renormalized
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class TorchDDPPlugin(Strategy):
         model = objects.model
         if context.coordinator.world_size > 1:
             refuse_renormalized(model)
+            refuse_composed(model)
         refuse_ignored(model)
         if self.config.sync_batchnorm:
             check_sync_batchnorm(model, context.device)

@@ -24,10 +24,10 @@ def check_quantization(config: Any, device: torch.device) -> BitsAndBytesConfig:
 
     Raises:
         TypeError: If ``config`` is no ``transformers.BitsAndBytesConfig``.
-        ConfigError: If the device is not CUDA, or bitsandbytes or transformers are not installed.
+        ConfigError: If the device is neither CUDA nor the CPU, or bitsandbytes or transformers are not installed.
     """
-    if device.type != "cuda":
-        msg = f"A base can be quantised on CUDA only, and this run's device is '{device}'. Leave out `quantize`."
+    if device.type not in ("cuda", "cpu"):
+        msg = f"A base is quantised on CUDA and the CPU, and this run's device is '{device}'. Leave out `quantize`."
         raise ConfigError(msg)
     try:
         import bitsandbytes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401 - whether it is there

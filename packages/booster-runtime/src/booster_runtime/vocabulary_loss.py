@@ -11,6 +11,7 @@ splitting its vocabulary) happens as for logits.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -39,10 +40,12 @@ class SplitVocabulary(Protocol):
     """How tensor parallel ranks share the vocabulary of a head: what its ``forward`` has as ``vocabulary``.
 
     Attributes:
-        first: Index of this rank's first logit in the whole vocabulary.
+        size: Length of the whole vocabulary.
+        first: Index of this rank's first logit in it.
         largest_size: Length of the longest part, so that all ranks take chunks of equally many tokens.
     """
 
+    size: int
     first: int
     largest_size: int
 
@@ -56,6 +59,83 @@ class SplitVocabulary(Protocol):
         """Sum a tensor over the ranks, in place."""
 
 
+@dataclass(frozen=True)
+class _LabelLoss:
+    """The loss of one token.
+
+    Args:
+        ignore_index: Label of tokens that don't count.
+        smoothing: Share of each label that all words have evenly.
+        vocabulary: How ranks share the words; ``None`` if they don't.
+    """
+
+    ignore_index: int
+    smoothing: float = 0.0
+    vocabulary: SplitVocabulary | None = None
+
+    def differentiate(self, logits: Tensor, labels: Tensor, *, is_used: bool) -> Tensor:
+        """Return the sum of a chunk's losses, and put the gradient of this sum in the place of the logits.
+
+        Args:
+            logits: Shape ``(tokens, local vocabulary)``.
+            labels: Shape ``(tokens,)``, indices of the whole vocabulary.
+            is_used: Whether the gradient is used; else the logits are left in any state.
+        """
+        vocabulary, smoothing = self.vocabulary, self.smoothing
+        size = logits.shape[-1] if vocabulary is None else vocabulary.size
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        is_counted = labels != self.ignore_index
+        index, is_here = self._local(labels.masked_fill(~is_counted, 0), logits.shape[-1])
+        of_label = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(wide)
+        terms = torch.empty((3, labels.numel()), dtype=wide, device=logits.device)
+        terms[2] = of_label if is_here is None else of_label.masked_fill(~is_here, 0)
+        of_all = torch.zeros_like(terms[0])
+        for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
+            values = logits[rows].to(wide)
+            # Where all logits are -inf, their differences to it would be no numbers.
+            largest = values.amax(-1).clamp_(min=torch.finfo(wide).min)
+            values.sub_(largest.unsqueeze(-1))
+            if smoothing:
+                of_all[rows] = values.sum(-1)
+            values.exp_()
+            terms[0, rows], terms[1, rows] = largest, values.sum(-1)
+            if is_used and values.dtype != logits.dtype:
+                logits[rows] = values
+        of_ranks = terms.unsqueeze(0) if vocabulary is None else vocabulary.gather(terms)
+        largest = of_ranks[:, 0].amax(0)
+        normalizer = (of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp_()).sum(0)
+        # Not added to the largest logit first, where small differences would be lost.
+        losses = normalizer.log() - (1 - smoothing) * (of_ranks[:, 2].sum(0) - largest)
+        if smoothing:
+            of_all += logits.shape[-1] * (terms[0] - largest)
+            if vocabulary is not None:
+                vocabulary.sum(of_all)
+            losses -= smoothing / size * of_all
+        if is_used:
+            share = is_counted.to(wide).mul_(smoothing / size)
+            factor = (terms[0] - largest).exp_() / normalizer * is_counted
+            for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
+                logits[rows] *= factor[rows].unsqueeze(-1)  # the CPU has products of two formats in memory, whole
+                if smoothing:
+                    logits[rows] -= share[rows].unsqueeze(-1)
+            # Computed in the wide format: probabilities near 1 have few digits left in narrow ones.
+            at_label = ((of_label - largest).exp_() / normalizer - (1 - smoothing)).mul_(is_counted).sub_(share)
+            places = torch.arange(labels.numel(), device=logits.device), index
+            changed = at_label.to(logits.dtype)
+            # Not `scatter_`, which has narrow formats in memory in fp32, whole.
+            logits[places] = changed if is_here is None else torch.where(is_here, changed, logits[places])
+        return losses.masked_fill_(~is_counted, 0).sum()
+
+    def _local(self, index: Tensor, local_size: int) -> tuple[Tensor, Tensor | None]:
+        """Return the places of labels among the local logits, and which are there; ``None`` where all are."""
+        if self.vocabulary is None:
+            return index, None
+        self.vocabulary.check(index)
+        index = index - self.vocabulary.first
+        is_here = (index >= 0) & (index < local_size)
+        return index.masked_fill(~is_here, 0), is_here
+
+
 class _SumOfLosses(torch.autograd.Function):
     """Computes the sum of the counted tokens' losses, and with it all gradients of that sum."""
 
@@ -66,8 +146,7 @@ class _SumOfLosses(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        ignore_index: int,
-        vocabulary: SplitVocabulary | None,
+        loss: _LabelLoss,
         is_differentiated: bool,  # noqa: FBT001 - autograd functions take no keywords
     ) -> Tensor:
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
@@ -84,12 +163,13 @@ class _SumOfLosses(torch.autograd.Function):
             torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if wanted[2] else None,
         ]
         total = torch.zeros((), dtype=wide, device=hidden.device)
+        vocabulary = loss.vocabulary
         largest_size = weight.shape[0] if vocabulary is None else vocabulary.largest_size
         with torch.autocast(device_type, enabled=False):
             for tokens in _chunks(hidden, largest_size, hidden.dtype, _CHUNK_BYTES, _DEVICE_CHUNK_BYTES):
                 part = hidden[tokens]
                 logits = nn.functional.linear(part, weight, bias)
-                total += _differentiate(logits, labels[tokens], ignore_index, vocabulary, is_used=any(wanted))
+                total += loss.differentiate(logits, labels[tokens], is_used=any(wanted))
                 _add(gradients, tokens, logits, part, weight)
                 del logits  # before there are those of the next chunk
         if vocabulary is not None and gradients[0] is not None:
@@ -113,63 +193,13 @@ class _SumOfLosses(torch.autograd.Function):
                 ctx.gradients[index] = None
         if not is_kept:
             ctx.gradients = None
-        return *results, None, None, None, None
+        return *results, None, None, None
 
 
 def _chunks(of: Tensor, row_numel: int, dtype: torch.dtype, on_host: int, on_device: int) -> Iterator[slice]:
     """Cut the first dimension of a tensor, so that rows of some other length take a limited number of bytes."""
     step = max(block_bytes(of.device, on_host, on_device) // max(row_numel * dtype.itemsize, 1), 1)
     yield from (slice(start, min(start + step, of.shape[0])) for start in range(0, of.shape[0], step))
-
-
-def _differentiate(
-    logits: Tensor, labels: Tensor, ignore_index: int, vocabulary: SplitVocabulary | None, *, is_used: bool
-) -> Tensor:
-    """Return the sum of a chunk's losses, and put the gradient of this sum in the place of the logits.
-
-    Args:
-        logits: Shape ``(tokens, local vocabulary)``.
-        labels: Shape ``(tokens,)``, indices of the whole vocabulary.
-        ignore_index: Label of tokens that don't count.
-        vocabulary: Of which part the logits are.
-        is_used: Whether the gradient is used; else the logits are left in any state.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    is_counted = labels != ignore_index
-    index = labels.masked_fill(~is_counted, 0)
-    is_here = None
-    if vocabulary is not None:
-        vocabulary.check(index)
-        index = index - vocabulary.first
-        is_here = (index >= 0) & (index < logits.shape[-1])
-        index = index.masked_fill(~is_here, 0)
-    index = index.unsqueeze(-1)
-    of_label = logits.gather(-1, index).squeeze(-1).to(wide)
-    terms = torch.empty((3, labels.numel()), dtype=wide, device=logits.device)
-    terms[2] = of_label if is_here is None else of_label.masked_fill(~is_here, 0)
-    for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
-        values = logits[rows].to(wide)
-        # Where all logits are -inf, their differences to it would be no numbers.
-        largest = values.amax(-1).clamp_(min=torch.finfo(wide).min)
-        values.sub_(largest.unsqueeze(-1)).exp_()
-        terms[0, rows], terms[1, rows] = largest, values.sum(-1)
-        if is_used and values.dtype != logits.dtype:
-            logits[rows] = values
-    of_ranks = terms.unsqueeze(0) if vocabulary is None else vocabulary.gather(terms)
-    largest = of_ranks[:, 0].amax(0)
-    normalizer = (of_ranks[:, 1] * (of_ranks[:, 0] - largest).exp_()).sum(0)
-    # Not added to the largest logit first, where small differences would be lost.
-    losses = normalizer.log() - (of_ranks[:, 2].sum(0) - largest)
-    if is_used:
-        factor = ((terms[0] - largest).exp_() / normalizer * is_counted).unsqueeze(-1)
-        for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
-            logits[rows] *= factor[rows]  # the CPU has products of two formats in memory, whole
-        # Computed in the wide format: probabilities near 1 have few digits left in narrow ones.
-        at_label = ((of_label - largest).exp_() / normalizer - 1).mul_(is_counted).to(logits.dtype).unsqueeze(-1)
-        if is_here is not None:
-            at_label = torch.where(is_here.unsqueeze(-1), at_label, logits.gather(-1, index))
-        logits.scatter_(-1, index, at_label)
-    return losses.masked_fill_(~is_counted, 0).sum()
 
 
 def _add(gradients: list[Tensor | None], tokens: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -195,6 +225,7 @@ class HeadLoss:
         labels: Shape ``(...)``, the tokens that its inputs, of shape ``(..., hidden size)``, are to predict.
         ignore_index: Label of tokens that don't count.
         on_loss: Called with the loss.
+        label_smoothing: Share of each label that all words have evenly.
     """
 
     def __init__(
@@ -203,8 +234,10 @@ class HeadLoss:
         labels: Tensor,
         ignore_index: int,
         on_loss: Callable[[Tensor], object] = lambda _: None,
+        label_smoothing: float = 0.0,
     ) -> None:
-        self._head, self._labels, self._ignore_index, self._on_loss = head, labels, ignore_index, on_loss
+        self._head, self._labels, self._on_loss = head, labels, on_loss
+        self._ignore_index, self._smoothing = ignore_index, label_smoothing
 
     @_disable_dynamo  # the compiler would unroll the loop over chunks
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -230,8 +263,7 @@ class HeadLoss:
             weight,
             bias,
             self._labels.to(hidden.device).reshape(-1),
-            self._ignore_index,
-            getattr(self._forward, "vocabulary", None),
+            _LabelLoss(self._ignore_index, self._smoothing, getattr(self._forward, "vocabulary", None)),
             torch.is_grad_enabled(),
         )
         self._on_loss(total)
@@ -279,6 +311,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(head(hidden), labels)`` without having all logits in memory.
@@ -293,13 +326,14 @@ def linear_cross_entropy(
         labels: Shape ``(...)``, the token that each hidden state is to predict: shift them before.
         ignore_index: Label of tokens that don't count.
         reduction: ``"mean"`` over the counted tokens, or their ``"sum"``.
+        label_smoothing: Share of each label that all words have evenly, in ``[0, 1]``, as of `cross_entropy`.
         num_items_in_batch: What to divide the sum by instead, as the losses of transformers take it.
 
     Returns:
         The loss, without dimensions, in fp32 or wider.
 
     Raises:
-        ValueError: If ``reduction`` is another.
+        ValueError: If ``reduction`` or ``label_smoothing`` is another.
         ConfigError: If the head is another layer, or the shapes don't fit.
         IndexError: If a label that counts is outside of a split vocabulary; torch raises for a whole one.
 
@@ -311,7 +345,10 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         msg = f"`reduction={reduction!r}` is none of 'mean', 'sum'. For losses of each token, compute the logits."
         raise ValueError(msg)
-    loss = HeadLoss(head, labels, ignore_index)
+    if not 0 <= label_smoothing <= 1:
+        msg = f"`label_smoothing={label_smoothing}` is a share of each label, between 0 and 1."
+        raise ValueError(msg)
+    loss = HeadLoss(head, labels, ignore_index, label_smoothing=label_smoothing)
     total = loss.run(hidden)
     if num_items_in_batch is None and reduction == "sum":
         return total

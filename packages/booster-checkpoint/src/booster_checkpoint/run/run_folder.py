@@ -29,7 +29,13 @@ from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
 from booster_checkpoint.storage.location import LocalLocation, Location, StoredLocation, locate, sync_folder
 from booster_checkpoint.storage.temporary import temporary_name, temporary_pattern
 from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name, step_name
-from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError
+from booster_core.errors import (
+    CheckpointAbsentError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointUnreadableError,
+    StorageUnreachableError,
+)
 from booster_core.log import log
 from booster_core.state import decode_json
 
@@ -218,7 +224,7 @@ class RunFolder(ABC):
         """
         latest = self.latest_name()
         limit = parse_step_name(latest) if latest is not None else None
-        if latest is not None and limit is not None and self.is_complete(latest):
+        if latest is not None and limit is not None and self._may_be_complete(latest):
             # Others are asked for their manifests when they are tried: one that can't be read stops no run.
             names = sorted({*self._names(), latest}, key=lambda name: parse_step_name(name) or (0, 0))
         else:
@@ -229,6 +235,13 @@ class RunFolder(ABC):
             before = [name for name in names if limit is not None and (parse_step_name(name) or limit) <= limit]
             found = [*before[::-1], *(name for name in names[::-1] if name not in before)]
         return found or [self.find(LATEST)]  # which raises
+
+    def _may_be_complete(self, name: str) -> bool:
+        """Return whether a step has its manifest, or that can't be found out: whoever tries it says why."""
+        try:
+            return self.is_complete(name)
+        except (CheckpointUnreadableError, StorageUnreachableError):
+            return True
 
     def find(self, step: int | str) -> str:
         """Return the folder of a step.
@@ -278,7 +291,7 @@ class RunFolder(ABC):
             unusable: The step that cannot be used; older steps are looked at first.
         """
         try:
-            names = [name for name in reversed(self.steps()) if name != unusable]
+            names = [name for name in reversed(self._names()) if name != unusable]
         except CheckpointError:
             return ""
         limit = parse_step_name(unusable) if unusable else None

@@ -13,6 +13,7 @@ from torch import nn
 
 from booster_core.state import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
+from booster_hybrid.pipeline.recording import record, record_copy
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.values import add_values
 from booster_hybrid.pipeline.writes import check_writes
@@ -136,8 +137,17 @@ def find_crossings(
         is_held,
         type(model).__name__,
     )
-    crossings, idle = add_values(model, trace, ranges, crossings, is_held, batch)
-    check_writes(model, trace, ranges, crossings, idle, is_held, batch, trains=trains)
+    what = type(model).__name__
+    crossings, idle, recordings = add_values(
+        what, trace, ranges, crossings, is_held, lambda senders: record(model, trace, senders, batch)
+    )
+    known = recordings[-1].is_training
+    for mode in (True, False):  # stages that train are refused first
+        of_mode = [each for each in recordings if each.is_training is mode]
+        if mode is not known:
+            of_mode = record_copy(model, trace, recordings[-1].senders, batch, is_training=mode)
+        for recording in of_mode:
+            check_writes(what, trace, ranges, crossings, idle, is_held, recording, trains=trains)
     return crossings, idle
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 from collections import Counter
@@ -16,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
+from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
-from booster_hybrid.pipeline.skipped_layers import FixedDraws
+from booster_hybrid.pipeline.skipped_layers import FixedDraws, host_states
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
 
@@ -91,12 +92,15 @@ class Trace:
             ran. A module that was not called has none.
         uncalled: Names of the layers that were not called.
         shared_outputs: Paths of outputs that have one entry for all samples; see `join_outputs`.
+        is_certain: Whether these layers are called in training whatever is drawn: no single number was, and no value
+            was looked at.
     """
 
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
     shared_outputs: frozenset[str] = frozenset()
+    is_certain: bool = False
 
 
 def is_carried(value: Any) -> bool:
@@ -162,12 +166,14 @@ def trace_flow(
         raise ConfigError(msg)
     recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()})
     recorder.watch()
+    before, draws = host_states(), draws or FixedDraws()
     try:
-        run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws or FixedDraws())
+        is_fake = run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws)
     finally:
         recorder.close()
     assert recorder.flow is not None, "the model has run"
-    return recorder.trace(), recorder.flow
+    is_certain = model.training and is_fake and not draws.count and host_states() == before
+    return dataclasses.replace(recorder.trace(), is_certain=is_certain), recorder.flow
 
 
 def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]:
@@ -358,7 +364,7 @@ def is_inside(name: str, layers: Collection[str]) -> bool:
 
 def run_dry(
     model: nn.Module, batch: Any, run: Callable[[Callable[[torch.Tensor], torch.Tensor], Any], None], draws: FixedDraws
-) -> None:
+) -> bool:
     """Run something on fake tensors; on real ones where it asks for values.
 
     Args:
@@ -367,6 +373,9 @@ def run_dry(
         run: Called with what makes a tensor's stand-in, and the batch made of such ones; up to three times, until it
             raises nothing.
         draws: What single random numbers are meanwhile.
+
+    Returns:
+        Whether it ran on fake tensors.
 
     Raises:
         ConfigError: What the function refuses, at once.
@@ -377,16 +386,16 @@ def run_dry(
         # Some kernels' shapes are known for bf16 alone, such as those of products of groups.
         for narrow in (False, True):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode, quiet_fakes(), draws:
-                    make = functools.partial(fake_of, mode, narrow=narrow)
-                    run(make, pytree.tree_map_only(torch.Tensor, make, batch))
+                with Fakes(draws, narrow=narrow) as fakes, quiet_fakes():
+                    run(fakes.like, pytree.tree_map_only(torch.Tensor, fakes.like, batch))
             except ConfigError:
                 raise
             except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
                 continue
-            return
+            return True
         with draws:
             run(torch.Tensor.detach, batch)
+    return False
 
 
 @contextlib.contextmanager
@@ -412,20 +421,6 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) or hides_tensors(leaf) for leaf in pytree.tree_leaves(value))
 
 
-def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
-    """Return a fake tensor like another one; contiguous where that only stands in for one without values.
-
-    Args:
-        mode: Makes it.
-        tensor: The other one.
-        narrow: Whether floating tensors become bf16.
-    """
-    dtype = torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
-    if is_repeated(tensor):
-        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    return mode.from_tensor(tensor).to(dtype)
-
-
 def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., torch.Tensor], batch: Any) -> None:
     tensors = stand_ins(model, make)
     recorder.start({name: tensors[name] for name, _ in model.named_parameters()})
@@ -446,12 +441,12 @@ def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, 
     """Return tensors in place of the model's, differentiable also where a parameter is frozen now."""
     state = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        values = tensor.detach()
-        if not isinstance(tensor, nn.Parameter):
-            values = values.clone(memory_format=torch.contiguous_format)  # some models write to their buffers
-        state[name] = make(values)
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            state[name].requires_grad_()
+        if isinstance(tensor, nn.Parameter):
+            state[name] = make(tensor)
+            if tensor.is_floating_point():
+                state[name].requires_grad_()
+        else:  # some models write to their buffers
+            state[name] = make(tensor.detach().clone(memory_format=torch.contiguous_format))
     return state
 
 

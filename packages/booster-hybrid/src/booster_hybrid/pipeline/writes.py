@@ -9,114 +9,69 @@ looked at, as some models write in one of them alone.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.cut import given_names
-from booster_hybrid.pipeline.skipped_layers import FixedDraws
-from booster_hybrid.pipeline.trace import call_on, copy_of, replace_forward, run_dry, stand_ins
-from booster_runtime.data import leaves_by_path
+from booster_hybrid.pipeline.recording import (
+    LayerCall,
+    LayerReturn,
+    ModuleCall,
+    ModuleReturn,
+    Operation,
+    Recording,
+    SenderReturn,
+)
+from booster_hybrid.pipeline.values import sends
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from torch import Tensor, nn
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from booster_hybrid.pipeline.cut import StageRange
     from booster_hybrid.pipeline.flow import Crossing
+    from booster_hybrid.pipeline.recording import Memory
     from booster_hybrid.pipeline.trace import Trace
 
 
 def check_writes(
-    model: nn.Module,
+    model: str,
     trace: Trace,
     ranges: Sequence[StageRange],
     crossings: Sequence[Crossing],
     idle: Mapping[str, Collection[int]],
     is_held: Callable[[int, str], bool],
-    batch: Any,
+    recording: Recording,
     *,
     trains: bool,
 ) -> None:
-    """Raise if a stage writes to what it receives or lacks, in training or in evaluation.
+    """Raise if a stage writes to what it receives or lacks.
 
     Args:
-        model: The user's model, whole; its modes and attributes stay as they are.
+        model: What the model is called in errors.
         trace: What a dry run of it has seen.
         ranges: The layers of each stage.
         crossings: What each stage gets from the one before.
         idle: The stages on which a module outside of the layers is not run, by its name.
         is_held: Tells by stage and name whether a parameter is there, and used in its place.
-        batch: As its data loader yields it.
+        recording: Its forward in training, or in evaluation.
         trains: Whether there will be a backward.
 
     Raises:
         ConfigError: If so, naming the parameter or value.
     """
-    for mode in (True, False):
-        try:
-            other = copy_of(model)
-        except Exception:  # noqa: BLE001 - whatever a user's object raises when it is copied
-            return  # the first step that writes so raises then
-        for module in other.modules():
-            module.training = mode  # some models' `train` changes parameters, which are shared
-        found: list[ConfigError] = []
-
-        def run(
-            make: Callable[[Tensor], Tensor], example: Any, other: nn.Module = other, found: list[ConfigError] = found
-        ) -> None:
-            tensors = stand_ins(other, make)
-            what = type(other).__name__
-            writes = _Writes(what, trace, ranges, crossings, found, is_training=other.training, trains=trains)
-            for name, _ in other.named_parameters():
-                missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
-                writes.watch_parameter(tensors[name], name, missing)
-            with writes.watching(dict(other.named_modules()), idle), writes:
-                call_on(other, tensors, example)
-
-        with contextlib.suppress(Exception):  # of a mode that fails on the batch, that mode tells
-            run_dry(other, batch, run, FixedDraws())
-        if found:
-            raise found[0]
-
-
-def storage_key(tensor: Tensor) -> int | None:
-    """Return what tells a tensor's storage from others that exist; ``None`` where it has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as torch tells storages apart
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors have no storage
-
-
-def written_by(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes to, given its schema and arguments."""
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-class _StopError(ConfigError):
-    """Ends a dry run that has found an error, or would write to a parameter's own memory."""
+    walk = _Walk(model, trace, ranges, crossings, idle, is_training=bool(recording.is_training), trains=trains)
+    for name, memory in recording.parameters.items():
+        missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
+        walk.watch(memory, _Watched(f"parameter '{name}'", missing, is_parameter=True, is_kept=walk.has_backward))
+    walk.through(recording)
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A storage that some stages can't write to.
+    """Memory that some stages can't write to.
 
     Args:
-        reference: Keeps the address of a storage that is gone from being used again, and not its memory.
         what: What it holds.
         stages: The stages.
         is_parameter: Whether that is a parameter.
@@ -124,28 +79,15 @@ class _Watched:
         is_kept: Whether backward uses it.
     """
 
-    reference: StorageWeakRef
     what: str
     stages: Collection[int]
-    is_parameter: bool
-    is_sent: bool
-    is_kept: bool
+    is_parameter: bool = False
+    is_sent: bool = False
+    is_kept: bool = False
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the storages of parameters, and of what stages receive, in a dry run.
-
-    Args:
-        model: What the model is called in errors.
-        trace: What a dry run of it has seen.
-        ranges: The layers of each stage.
-        crossings: What each stage gets from the one before.
-        found: Where errors are put.
-        is_training: Whether the model is in training mode.
-        trains: Whether there will be a backward.
-    """
-
-    supports_higher_order_operators = True
+class _Walk:
+    """What may not be written to along a recording."""
 
     def __init__(
         self,
@@ -153,72 +95,54 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace: Trace,
         ranges: Sequence[StageRange],
         crossings: Sequence[Crossing],
-        found: list[ConfigError],
+        idle: Mapping[str, Collection[int]],
         *,
         is_training: bool,
         trains: bool,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._trace, self._ranges, self._crossings = model, trace, ranges, crossings
-        self._found, self._is_training, self._has_backward = found, is_training, is_training and trains
+        self._is_training, self.has_backward = is_training, is_training and trains
         self._watched: dict[int, _Watched] = {}
+        self._idle_on = idle
         self._num_calls = 0
         self._inside: int | None = None
-        self._num_returns: Counter[str] = Counter()
+        self._layers: list[tuple[int | None, dict[int, _Watched]]] = []
         self._idle: list[Collection[int]] = []
 
-    def watch_parameter(self, tensor: Tensor, name: str, missing: Collection[int]) -> None:
-        """Watch a parameter that some stages lack."""
-        self._watch(tensor, f"parameter '{name}'", missing, is_parameter=True)
+    def watch(self, memory: Memory, watched: _Watched) -> None:
+        """Watch some memory."""
+        if memory is not None:
+            self._watched[memory] = watched
 
-    def _watch(
-        self, tensor: Tensor, what: str, stages: Collection[int], *, is_parameter: bool = False, is_sent: bool = False
-    ) -> None:
-        key = storage_key(tensor)
-        if key is not None:
-            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            is_kept = self._has_backward and (is_parameter or tensor.requires_grad)
-            self._watched[key] = _Watched(reference, what, stages, is_parameter, is_sent, is_kept)
+    def through(self, recording: Recording) -> None:
+        """Walk through a recording.
 
-    @contextlib.contextmanager
-    def watching(self, modules: Mapping[str, nn.Module], idle: Mapping[str, Collection[int]]) -> Iterator[None]:
-        """Watch the calls of layers, of modules whose outputs are sent, and of those that stages don't run."""
-        with contextlib.ExitStack() as stack:
-            for position, layer in enumerate(self._trace.layers):
-                call = functools.partial(self._call_layer, position)
-                stack.callback(replace_forward(modules[layer.name], call))
-            for name in {extra.module for crossing in self._crossings for extra in crossing.extras}:
-                hook = functools.partial(self._on_return, name)
-                stack.callback(modules[name].register_forward_hook(hook, prepend=True).remove)
-            for name, stages in idle.items():
-                enter = functools.partial(self._enter_idle, stages)
-                stack.callback(modules[name].register_forward_pre_hook(enter).remove)
-                stack.callback(modules[name].register_forward_hook(self._leave_idle, prepend=True).remove)
-            yield
+        Raises:
+            ConfigError: If a stage writes to what it must not.
+        """
+        for step in recording.steps:
+            if isinstance(step, Operation):
+                for memory in step.written:
+                    self._write(memory, step.name.rpartition(":")[2])
+            elif isinstance(step, LayerCall):
+                self._call_layer(step)
+            elif isinstance(step, LayerReturn):
+                self._return_layer(step)
+            elif isinstance(step, ModuleCall):
+                self._idle.append(self._idle_on.get(step.name, ()))
+            elif isinstance(step, ModuleReturn):
+                self._idle.pop()
+            else:
+                self._return_sender(step)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Do what an operation does, unless it writes to what it must not."""
-        del types
-        kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for tensor in written_by(schema, args, kwargs):
-                self._on_write(tensor, schema.name.rpartition(":")[2])
-        return func(*args, **kwargs)
-
-    def _on_write(self, tensor: Tensor, operation: str) -> None:
-        watched = self._watched.get(storage_key(tensor) or 0)
+    def _write(self, memory: Memory, operation: str) -> None:
+        watched = None if memory is None else self._watched.get(memory)
         if watched is None:
             return
         stages = [self._ranges[index] for index in sorted(watched.stages)]
         stage = next((each for each in stages if self._is_wrong(watched, each)), None)
         if stage is not None or (watched.is_parameter and watched.is_kept):
-            self._found.append(self._error(watched, stage, operation))
-            raise _StopError(watched.what)
-        if watched.is_parameter and not isinstance(tensor, FakeTensor):
-            raise _StopError(watched.what)
+            raise self._error(watched, stage, operation)
 
     def _is_wrong(self, watched: _Watched, stage: StageRange) -> bool:
         """Return whether what runs now can't write to a tensor on a stage as in one process."""
@@ -252,50 +176,31 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "`num_layers_per_stage`, or use `pp_size=1`."
         )
 
-    def _call_layer(
-        self,
-        position: int,
-        forward: Callable[..., Any],
-        signature: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        names = ArgumentNames(signature)
-        layer = self._trace.layers[position].name
+    def _call_layer(self, step: LayerCall) -> None:
+        position, layer = step.position, self._trace.layers[step.position].name
         stage = next(each for each in self._ranges if each.first <= position < each.last)
         sent = set() if stage.is_first else {*self._crossings[stage.index].carried}
-        arguments = names.tensors(args, kwargs)
-        received = {}
-        for name in given_names(self._trace, stage, position, sent) & sent & arguments.keys():
-            received[name] = arguments[name].clone()
-            self._watch(received[name], f"argument '{name}' of layer '{layer}'", [stage.index])
-        args, kwargs = names.replaced(args, kwargs, received, f"layer '{layer}'")
-        before = self._inside
+        self._layers.append((self._inside, dict(self._watched)))
         self._num_calls, self._inside = self._num_calls + 1, position
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._inside = before
+        for name in given_names(self._trace, stage, position, sent) & sent & step.arguments.keys():
+            is_kept = self.has_backward and name in step.carried
+            watched = _Watched(f"argument '{name}' of layer '{layer}'", [stage.index], is_kept=is_kept)
+            self.watch(step.arguments[name], watched)
 
-    def _on_return(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+    def _return_layer(self, step: LayerReturn) -> None:
+        """Watch other memory than inside; also where that is handed on."""
+        handed = {copy: self._watched[memory] for memory, copy in step.copies if memory in self._watched}
+        self._inside, self._watched = self._layers.pop()
+        for copy, watched in handed.items():
+            self.watch(copy, watched)
+
+    def _return_sender(self, step: SenderReturn) -> None:
         """Watch what stages get of what a module returned."""
-        call = self._num_returns[name]
-        self._num_returns[name] += 1
-        leaves, form = leaves_by_path(output)
-        values = []
-        for path, leaf in leaves:
-            getting = [
-                index
-                for index, crossing in enumerate(self._crossings)
-                if any((each.module, each.call, each.path) == (name, call, path) for each in crossing.extras)
-            ]
-            values.append(leaf.clone() if isinstance(leaf, torch.Tensor) and getting else leaf)
-            if values[-1] is not leaf:
-                self._watch(values[-1], f"what module '{name}' returns", getting, is_sent=True)
-        return pytree.tree_unflatten(values, form)
-
-    def _enter_idle(self, stages: Collection[int], *_: Any) -> None:
-        self._idle.append(stages)
-
-    def _leave_idle(self, *_: Any) -> None:
-        self._idle.pop()
+        for path, memory, copy in step.tensors:
+            getting = [index for index, each in enumerate(self._crossings) if sends(each, step.name, step.call, path)]
+            if getting:
+                is_kept = self.has_backward and path in step.carried
+                what = f"what module '{step.name}' returns"
+                self.watch(copy, _Watched(what, getting, is_sent=True, is_kept=is_kept))
+            elif memory in self._watched:
+                self.watch(copy, self._watched[memory])

@@ -20,9 +20,9 @@ from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
 from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.own_attention import replace_attention
-from booster_hybrid.sequence_parallel.positions import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
 from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack

@@ -1,13 +1,7 @@
-"""Logits of which each rank has those of its positions, where a causal language model takes its own loss of them.
-
-In a call with labels the loss is taken inside of the model, part by part: the head works on this rank's positions, and
-the whole logits need not exist. What the model returns as its logits looks whole all the same (`SplitPositions`):
-whoever asks for more than the part that is here gets the whole. Without labels, every rank's logits are whole.
-"""
+"""Logits of which each rank has those of its positions, and which look whole."""
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
-from booster_hybrid.sequence_parallel.loss import SequenceLoss
 from booster_hybrid.tensor_parallel.logits import SplitLogits
 from booster_hybrid.whole import (
     FACTS,
@@ -33,8 +26,6 @@ from booster_hybrid.whole import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
 
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -143,63 +134,3 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "nelement": torch.Size.numel,
     "__len__": lambda shape: shape[0],
 }
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """Return what makes logits of hidden states in a model of transformers; ``None`` where there is no such module."""
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    head: nn.Module | None = None if getter is None else getter()
-    return head
-
-
-class LogitsOfPositions:
-    """Lets the head and the loss of a causal language model work on this rank's positions, in calls with labels.
-
-    Args:
-        model: The user's model.
-        layout_for: Returns how a sequence of a length is split.
-        group: The sequence parallel ranks.
-    """
-
-    def __init__(self, model: nn.Module, layout_for: Callable[[int], SequenceLayout], group: RankGroup) -> None:
-        self._layout_for, self._group = layout_for, group
-        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-        self._length: int | None = None
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._mark)
-        head: Any = head_of(model)
-        head.register_forward_pre_hook(self._take)
-        model.loss_function = SequenceLoss(layout_for, group, lambda: self._length is not None)  # type: ignore[assignment]
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        labels: Any = given.get("labels")
-        # The compiler of a whole model takes the shape of split logits for that of their memory.
-        is_whole = labels is None or torch.compiler.is_compiling()
-        self._length = None if is_whole else labels.shape[1]
-        kept = given.get("logits_to_keep", 0)
-        if not is_whole and (not isinstance(kept, int) or kept):
-            msg = (
-                f"`logits_to_keep={kept}` counts positions of the whole sequence. Leave it out, or "
-                "`parallel_output=False`."
-            )
-            raise ConfigError(msg)
-
-    def _take(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Give the head the hidden states of the positions that are here."""
-        del module
-        if self._length is None:
-            return args
-        return (self._layout_for(self._length).take(args[0], 1, self._group.rank), *args[1:])
-
-    def _mark(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """Let the logits that the model returns know which part they are."""
-        del module, args
-        if self._length is None:
-            return outputs
-        layout = self._layout_for(self._length)
-        if isinstance(outputs, tuple):  # the loss comes first
-            return (outputs[0], split_positions(outputs[1], layout, self._group), *outputs[2:])
-        outputs.logits = split_positions(outputs.logits, layout, self._group)
-        return outputs

@@ -22,17 +22,18 @@ class HeadVocabulary:
         group: The ranks.
 
     Attributes:
-        first: Index of this rank's first logit in the whole vocabulary.
+        size: Length of the whole vocabulary.
+        first: Index of this rank's first logit in it.
         largest_size: Length of the longest part.
     """
 
     def __init__(self, sizes: Sequence[int], group: RankGroup) -> None:
-        self._size, self._group = sum(sizes), group
+        self.size, self._group = sum(sizes), group
         self.first, self.largest_size = sum(sizes[: group.rank]), max(sizes)
 
     def check(self, labels: Tensor) -> None:
         """Raise for labels outside of the whole vocabulary; see `within_bounds`."""
-        within_bounds(labels, self._size, "Target")
+        within_bounds(labels, self.size, "Target")
 
     def gather(self, terms: Tensor) -> Tensor:
         """Return the ranks' terms, one after the other along a new first dimension.

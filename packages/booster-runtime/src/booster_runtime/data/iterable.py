@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import current_world
 from booster_runtime.data.order import GlobalOrder
+from booster_runtime.data.watches import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -59,6 +60,7 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, drop_last: bool = False) -> None:
         super().__init__(dataset, rank=rank, world_size=world_size, drop_last=drop_last)
         self.dataset = dataset
+        self._first: str | None = None
 
     @property
     def num_samples(self) -> None:
@@ -71,6 +73,8 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
         for index, item in enumerate(self.dataset):
             if index < start:
                 continue
+            if not seen and self.world_size > 1:
+                self._first = digest_of(item, takes_plain=True)
             seen += 1
             turn = (seen - 1) % self.world_size
             if turn == self.rank:
@@ -81,6 +85,11 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
         left = seen % self.world_size
         if left and not self.drop_last:
             yield own if self.rank < left else Padding(item)
+
+    def take_first(self) -> str | None:
+        """Return a digest of the item with which this process began its pass, once; else ``None``."""
+        first, self._first = self._first, None
+        return first
 
     def restore(self, state: Mapping[str, Any], *, num_workers: int, is_persistent: bool) -> None:
         """Check that a loader's position can be restored; the loader sets where the next pass starts.
@@ -116,9 +125,26 @@ class CountedCollate:
         self._collate = collate
         self._is_batched = is_batched
 
-    def __call__(self, given: Any) -> tuple[int | None, int, Any]:
+    def __call__(self, given: Any) -> tuple[Any, ...]:
         if not self._is_batched:  # the item may be a batch of any number of samples
             is_padding = isinstance(given, Padding)
             return None, int(is_padding), self._collate(given.item if is_padding else given)
         samples = [sample.item if isinstance(sample, Padding) else sample for sample in given]
         return len(samples), sum(isinstance(sample, Padding) for sample in given), self._collate(samples)
+
+
+class FirstItemCollate(CountedCollate):
+    """As `CountedCollate`, with a digest of the item with which the pass began, by which ranks are compared.
+
+    Args:
+        collate: The user's function.
+        stream: What the samples are read from, in the same process.
+        is_batched: Whether it is given a list of samples; else one item.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], stream: ShardedIterable, *, is_batched: bool) -> None:
+        super().__init__(collate, is_batched=is_batched)
+        self._stream = stream
+
+    def __call__(self, given: Any) -> tuple[Any, ...]:
+        return *super().__call__(given), self._stream.take_first()

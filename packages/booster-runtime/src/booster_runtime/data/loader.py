@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.batches import move_batch
-from booster_runtime.data.iterable import CountedCollate, ShardedIterable
+from booster_runtime.data.iterable import FirstItemCollate, ShardedIterable
 from booster_runtime.data.order import GlobalOrder, wrap_seed
 from booster_runtime.data.streams import StreamCollate, StreamShards
 
@@ -47,7 +47,7 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         if isinstance(dataset, StreamShards):
             self.collate_fn = StreamCollate(self.collate_fn, dataset, is_batched=self.batch_size is not None)
         elif isinstance(dataset, ShardedIterable):
-            self.collate_fn = CountedCollate(self.collate_fn, is_batched=self.batch_size is not None)
+            self.collate_fn = FirstItemCollate(self.collate_fn, dataset, is_batched=self.batch_size is not None)
         orders = (each for each in (self.sampler, self.batch_sampler, dataset) if isinstance(each, GlobalOrder))
         self._order = next(orders, None)
         self._rank = rank
@@ -65,6 +65,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self._start = 0
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
+        # Called with the number of each batch of a stream that ranks read in turn, and what `take_first` returned.
+        self.on_item: Callable[[int, str | None], None] | None = None
         # Called when a pass begins, before its first batch is drawn; it may load a position.
         self.before_pass: Callable[[], object] | None = None
 
@@ -114,7 +116,9 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             if self.on_batch is not None:
                 self.on_batch(number, self._epoch)
             if isinstance(order, ShardedIterable):
-                self._num_in_batch, self._num_padded, batch = batch  # noqa: PLW2901 - as `CountedCollate` returned it
+                self._num_in_batch, self._num_padded, batch, *first = batch  # noqa: PLW2901 - as collated
+                if first and self.on_item is not None:
+                    self.on_item(number, first[0])
             else:
                 self._count_batch(start, number)
             yield batch if self.device is None else move_batch(batch, self.device)

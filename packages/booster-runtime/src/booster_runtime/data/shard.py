@@ -15,7 +15,7 @@ from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.order import UserOrder
 from booster_runtime.data.prepare import shard_dataset
-from booster_runtime.data.watches import watch_passes
+from booster_runtime.data.watches import watch_passes, watch_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,6 +186,8 @@ def split_and_agree(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
         lengths = _lengths_of(loader)
     coordinator.agree("boost", {**lengths, "order of the data loader's sampler": digest}, remedy=_REMEDY)
     if isinstance(loader, DistributedDataLoader):
+        stream = watch_stream(coordinator.world_size)
+        loader.on_item = None if stream is None else stream.at_batch
         watch = watch_passes(coordinator.world_size)
         loader.on_batch = None if watch is None else watch.at_batch
     return loader

@@ -47,6 +47,16 @@ def watch_first_batch(model: nn.Module, *, index: int, size: int) -> None:
         check.handle = model.register_forward_pre_hook(check, with_kwargs=True)
 
 
+def watch_stream(world_size: int) -> StreamWatch | None:
+    """Return a watch for a loader over a stream that ranks read in turn; ``None`` on a single rank.
+
+    Collective: none, but every rank boosts equally many loaders.
+    """
+    store = _part_of_store("streams") if world_size > 1 else None
+    world = current_world()
+    return None if store is None else StreamWatch(store, rank=world.rank, world_size=world.world_size)
+
+
 def watch_passes(world_size: int) -> PassWatch | None:
     """Return a watch for a loader that is boosted now; ``None`` on a single rank.
 
@@ -140,13 +150,9 @@ class FirstBatch:
 
     def _compare(self, store: Store) -> bool:
         """Say which ranks have equal batches; return False where some have not had one yet."""
-        keys = [str(index) for index in range(self._size)]
-        if not store.check(keys):
+        same = _ranks_by_value(store, self._size)
+        if same is None:
             return False
-        same: dict[bytes, list[int]] = {}
-        for index, key in enumerate(keys):
-            same.setdefault(store.get(key), []).append(index)
-        same.pop(b"", None)
         for ranks in same.values():
             if len(ranks) > 1:
                 log.warning(
@@ -159,17 +165,66 @@ class FirstBatch:
         return True
 
 
-def digest_of(batch: Any) -> str:
+def _ranks_by_value(store: Store, size: int) -> dict[bytes, list[int]] | None:
+    """Return what ranks have left, unless empty, with their numbers; ``None`` if some have left nothing yet."""
+    keys = [str(index) for index in range(size)]
+    if not store.check(keys):
+        return None
+    found: dict[bytes, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(store.get(key), []).append(index)
+    found.pop(b"", None)
+    return found
+
+
+class StreamWatch:
+    """Says once that ranks begin with different items of a stream of which each takes its turn's items only.
+
+    Args:
+        store: What ranks share.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+        self._store: Store | None = store
+        self._rank, self._size = rank, world_size
+
+    def at_batch(self, number: int, first: str | None) -> None:
+        """Leave the digest of the first item at a pass's first batch; rank 0 compares at a later one."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store's errors: nothing depends on this
+            if number == 1:
+                self._store.set(str(self._rank), first or "")
+            elif self._rank == 0 and _is_turn(number):
+                found = _ranks_by_value(self._store, self._size)
+                if found is not None and len(found) > 1:
+                    log.warning(
+                        "The ranks' streams begin with different samples, and each rank takes one of every %d of its "
+                        "own. If the data set splits itself between ranks, the others are lost: let it yield all "
+                        "samples on every rank, in the same order. Where it only augments them at random, all is well.",
+                        self._size,
+                        extra=ANY_RANK,
+                    )
+                if found is not None:
+                    self._store = None
+
+
+def digest_of(batch: Any, *, takes_plain: bool = False) -> str:
     """Return a digest of a batch's tensors, by some of their elements; empty where it has none.
 
     Args:
         batch: Tensors in any nest of dicts, lists and tuples; what is no tensor is not looked at.
+        takes_plain: Look at numbers and text, too.
     """
-    seen = []
+    seen: list[Any] = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta and leaf.numel():
             step = -(-leaf.numel() // _MOST_ELEMENTS)
             seen.append((tuple(leaf.shape), leaf.detach().reshape(-1)[::step]))
+        elif takes_plain and isinstance(leaf, (int, float, str, bytes)):
+            seen.append(leaf)
     return digest(seen).hex() if seen else ""
 
 

@@ -28,6 +28,22 @@ _FROZEN = (
 )
 
 
+def refuse_composed(model: nn.Module) -> None:
+    """Check that each parameter is one tensor, whose memory can be sent and laid out.
+
+    Raises:
+        ConfigError: Naming one that is made of others, as torchao's quantised weights are.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(type(parameter), "__tensor_flatten__"):  # torch's protocol of such classes
+            msg = (
+                f"Parameter '{name}' is a `{type(parameter).__name__}`, made of several tensors, which can't be "
+                "sent to other ranks as it is. Train it without a plugin, on one device, or keep the base of adapters "
+                "in few bits by `booster.enable_lora(..., quantize=True)`."
+            )
+            raise ConfigError(msg)
+
+
 def check_distinct_memory(model: nn.Module) -> None:
     """Check that no trained parameter begins at the same place in memory as another one, lazy ones included.
 
@@ -39,8 +55,9 @@ def check_distinct_memory(model: nn.Module) -> None:
         model: The user's model, before anything of it is moved.
 
     Raises:
-        ConfigError: Naming two that do.
+        ConfigError: Naming two that do, or one that `refuse_composed` refuses.
     """
+    refuse_composed(model)
     found: dict[object, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.numel():
