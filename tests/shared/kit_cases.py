@@ -107,5 +107,3 @@ class VariantConformance(PluginConformance):
 
     By default it runs what options of memory and communication can change: values, and where they are.
     """
-
-    shares_calls = False

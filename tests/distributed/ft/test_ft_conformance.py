@@ -11,7 +11,7 @@ from kit_cases import by_default
 from second_group import on_ranks
 
 from booster_ft import FaultTolerantPlugin
-from booster_testing import checkpoint_runs, run_on_ranks
+from booster_testing import checkpoint_runs, conformance_runs, run_on_ranks
 from booster_testing.conformance import PluginConformance
 
 
@@ -43,21 +43,16 @@ class TestTwoGroups(PluginConformance):
 
     plugin_class = FaultTolerantPlugin
     options: ClassVar = {"inner": "ddp", "min_replicas": 2, "timeout_seconds": 10}
-    shares_calls = False
 
     @pytest.fixture(autouse=True)
     def _groups(self, second_group):
         self.second = second_group
 
-    def call(self, function, *arguments, world_size=None):
-        return self._in_both(function, (self.training(), *arguments), (self.training(), *arguments), world_size)
-
-    def _on_ranks(self, function, training, root, world_size=None):
-        # Each group saves for itself, and all load what the first has saved.
-        own = f"{root}-of-the-second" if function is checkpoint_runs.save_and_continue else root
-        return self._in_both(function, (training, root), (training, own), world_size)
-
-    def _in_both(self, function, of_first, of_second, world_size):
+    def call(self, function, *of_first, world_size=None):
+        of_second = of_first
+        if function is checkpoint_runs.save_and_continue:  # each group for itself; all load what the first has saved
+            training, root = of_first
+            of_second = training, f"{root}-of-the-second"
         settings = {"timeout_seconds": 120.0}
         size = world_size or self.world_size
         other = self.second.submit(on_ranks, function, size, *of_second, **settings)
@@ -70,7 +65,7 @@ class TestTwoGroups(PluginConformance):
 
     def test_plain_data_loader_is_split_between_ranks(self):
         """Between those of both groups."""
-        seen = self.results_of("loader") + self.of_second
+        seen = self.on_ranks(conformance_runs.samples_of_a_plain_loader) + self.of_second
         assert sorted(sample for of_rank in seen for sample in of_rank) == list(range(12 * self.world_size))
 
 

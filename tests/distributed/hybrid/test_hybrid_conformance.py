@@ -26,7 +26,6 @@ class TestZero3(PluginConformance):
     plugin_class = HybridParallelPlugin
     options: ClassVar[Mapping[str, Any]] = {"zero_stage": 3}
     reduces_under_no_sync = True  # gradients are kept in shards only
-    shares_calls = False
 
 
 _PIPELINE: dict[str, Any] = {

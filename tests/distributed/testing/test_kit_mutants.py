@@ -63,7 +63,7 @@ FOUND_IN_PIPELINES = [
 
 @pytest.mark.parametrize(("mutant", "test", "arguments", "message"), FOUND, ids=[case[0] for case in FOUND])
 def test_mutant_fails_the_test_of_its_fault(mutant, test, arguments, message, tmp_path_factory):
-    members = {"plugin_class": getattr(mutants, mutant), "shares_calls": False}
+    members = {"plugin_class": getattr(mutants, mutant)}
     run = getattr(type("Kit", (PluginConformance,), members)(), test)
     if "tmp_path_factory" in inspect.signature(run).parameters:
         arguments = {**arguments, "tmp_path_factory": tmp_path_factory}
@@ -99,14 +99,13 @@ class TestReference(PluginConformance):
     """The plugin that the mutants are made from passes, so what a mutant fails is its own fault."""
 
     plugin_class = mutants.ReferencePlugin
-    shares_calls = False
 
 
 @pytest.mark.parametrize(
     ("mutant", "test", "arguments", "message"), FOUND_IN_PIPELINES, ids=[case[0] for case in FOUND_IN_PIPELINES]
 )
 def test_mutant_with_a_pipeline_fails_the_test_of_its_fault(mutant, test, arguments, message):
-    members = {"plugin_class": getattr(mutants, mutant), "shares_calls": False, "data_size": 2}
+    members = {"plugin_class": getattr(mutants, mutant), "data_size": 2}
     run = getattr(type("Kit", (PipelineConformance,), members)(), test)
     with pytest.raises((AssertionError, RankError), match=message):
         run(**arguments)

@@ -24,6 +24,7 @@ from booster_testing import (
     RankTimeoutError,
     close_ranks,
     expect_on_ranks,
+    open_ranks,
     rank_worker,
     ranks,
     run_on_ranks,
@@ -457,3 +458,69 @@ def test_workers_end_with_their_parent(tmp_path, end):
     while any(map(_is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(_is_alive, pids))
+
+
+def _group_through_its_store():
+    """Return what stays while a group is open: its store's count of calls, and torch's own group."""
+    store = dist.distributed_c10d._get_default_store()
+    count = store.add(f"calls of rank {dist.get_rank()}", 1)
+    dist.barrier()
+    return count, id(dist.group.WORLD)
+
+
+def _fails_on_the_last():
+    if dist.get_rank() == 1:
+        msg = "only here"
+        raise ValueError(msg)
+
+
+def test_calls_share_an_open_group_and_its_store():
+    with open_ranks(2) as opened:
+        first, again = opened.call(_group_through_its_store), opened.call(_group_through_its_store)
+        assert [count for count, _ in first] == [1, 1]
+        assert [(2, group) for _, group in first] == again
+    assert [count for count, _ in run_on_ranks(_group_through_its_store, 2)] == [1, 1]
+
+
+def test_an_open_group_starts_each_call_from_the_same_random_state():
+    with open_ranks(2) as opened:
+        assert torch.equal(opened.call(_random)[0], opened.call(_random)[1])
+
+
+def test_an_open_group_is_opened_again_after_an_error_a_death_and_a_call_on_others():
+    with open_ranks(2) as opened:
+        with pytest.raises(RankError, match="only here"):
+            opened.call(_fails_on_the_last)
+        assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
+        opened.expect(ValueError, "only here", _raise_everywhere)
+        assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
+        with pytest.raises(RankDiedError):
+            opened.call(_ends)
+        assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
+        assert len(run_on_ranks(_group_through_its_store, 3)) == 3
+        assert [count for count, _ in opened.call(_group_through_its_store)] == [1, 1]
+
+
+def _raise_everywhere():
+    msg = "only here"
+    raise ValueError(msg)
+
+
+def _random():
+    return torch.rand(3)
+
+
+def _ends():
+    os._exit(3)
+
+
+def _leaves_a_thread():
+    threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def test_what_calls_on_an_open_group_leave_behind_is_told_when_it_closes():
+    opened = ranks.Ranks(2)
+    opened.call(_leaves_a_thread)
+    assert len(opened.call(_random)) == 2
+    with pytest.raises(RankError, match="The calls left behind on rank 0: thread"):
+        opened.close()

@@ -21,4 +21,3 @@ from booster_testing.conformance import PluginConformance
 class TestGathering(PluginConformance):
     plugin_class = GatheringPlugin
     options: ClassVar[Mapping[str, Any]] = {"max_prefetch": 2}
-    shares_calls = False

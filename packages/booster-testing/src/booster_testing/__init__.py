@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from booster_testing.memory import data_limit, peak_memory
 from booster_testing.rank_pool import RankDiedError, RankError, RankTimeoutError, close_ranks
-from booster_testing.ranks import expect_on_ranks, run_on_ranks
+from booster_testing.ranks import Ranks, expect_on_ranks, open_ranks, run_on_ranks
 
 if TYPE_CHECKING:
     from booster_testing.conformance import PluginConformance
@@ -18,9 +18,11 @@ __all__ = [
     "RankDiedError",
     "RankError",
     "RankTimeoutError",
+    "Ranks",
     "close_ranks",
     "data_limit",
     "expect_on_ranks",
+    "open_ranks",
     "peak_memory",
     "run_on_ranks",
 ]

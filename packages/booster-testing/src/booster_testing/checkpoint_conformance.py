@@ -11,8 +11,8 @@ from booster_core.plugin import Capability
 from booster_testing import checkpoint_runs as runs
 from booster_testing.compare import ADAPTIVE, DTYPES, EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyStateful
+from booster_testing.on_ranks import OnRanks
 from booster_testing.ranks import run_on_ranks
-from booster_testing.shared_jobs import SharedJobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from booster_testing.training import Training
 
 
-class CheckpointConformance(SharedJobs):
+class CheckpointConformance(OnRanks):
     """Test that a plugin's checkpoint is complete, exact, and any other plugin's: in bf16, which has masters to keep.
 
     Attributes:
@@ -42,7 +42,7 @@ class CheckpointConformance(SharedJobs):
         self.needs(Capability.SYNCHRONOUS)
         training = self.checkpoint_training(precision)
         saved, root = self._saved(training, tmp_path_factory)
-        loaded = self._on_ranks(runs.load_and_continue, training, root)
+        loaded = self.call(runs.load_and_continue, training, root)
         for before, after in zip(saved, loaded, strict=True):
             assert_same_state(after.snapshot, before.snapshot)
             assert_same_tensors(after.parameters, before.parameters, EXACT)
@@ -53,7 +53,7 @@ class CheckpointConformance(SharedJobs):
     def test_checkpoint_loads_on_one_device(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         training = self.checkpoint_training(precision)
         saved, root = self._saved(training, tmp_path_factory)
-        (loaded,) = self._on_ranks(runs.load_and_continue, runs.on_one_device(training), root, world_size=1)
+        (loaded,) = self.call(runs.load_and_continue, runs.on_one_device(training), root, world_size=1)
         assert_same_state(loaded.snapshot, saved[0].snapshot)
         self._assert_same_next_step(saved, loaded, precision)
 
@@ -61,7 +61,7 @@ class CheckpointConformance(SharedJobs):
     def test_checkpoint_of_one_device_loads(self, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         training = self.checkpoint_training(precision)
         saved, root = saved_on_one_device(runs.on_one_device(training), tmp_path_factory, type(self).prepare)
-        loaded = self._on_ranks(runs.load_and_continue, training, root)
+        loaded = self.call(runs.load_and_continue, training, root)
         for of_rank in loaded:
             assert_same_state(of_rank.snapshot, saved.snapshot, rounded_to=DTYPES[precision])
         self._assert_same_next_step(loaded, saved, precision)
@@ -71,24 +71,20 @@ class CheckpointConformance(SharedJobs):
         training = self.checkpoint_training("fp32")
         saved, root = self._saved(training, tmp_path_factory)
         other = self.other_world_size or self.world_size + 1
-        loaded = self._on_ranks(runs.load_and_continue, training, root, world_size=other)
+        loaded = self.call(runs.load_and_continue, training, root, world_size=other)
         for of_rank in loaded:
             assert_same_state(of_rank.snapshot, saved[0].snapshot)
         self._assert_same_next_step(loaded, saved[0], "fp32")
 
     def _saved(self, training: Training, folders: pytest.TempPathFactory) -> tuple[list[Continued], str]:
         """Return what the run of a class that saved went on to, and the folder."""
-        results = self.own_results().by_name
-        key = f"saved, {training.precision}"
-        if key not in results:
-            root = str(folders.mktemp("checkpoint"))
-            results[key] = [self._on_ranks(runs.save_and_continue, training, root), root]
-        saved, root = results[key]
-        return saved, root
 
-    def _on_ranks(self, function: Any, training: Training, root: str, world_size: int | None = None) -> list[Continued]:
-        settings: dict[str, Any] = {"backend": self.backend, "prepare": type(self).prepare}
-        return run_on_ranks(function, world_size or self.world_size, training, root, **settings)
+        def save() -> tuple[list[Continued], str]:
+            root = str(folders.mktemp("checkpoint"))
+            return self.call(runs.save_and_continue, training, root), root
+
+        saved: tuple[list[Continued], str] = self.remembered(("saved", training.precision), save)
+        return saved
 
     def _assert_same_next_step(self, found: list[Continued], expected: Continued, precision: str) -> None:
         """Compare the step after loading; it is only the same where a step is that of one process."""

@@ -284,7 +284,12 @@ def _num_collectives(booster: Booster, model: Any, optimizer: Any) -> int:
     return sum(event.name.startswith("c10d::") for event in profile.events())
 
 
-def clip_an_infinite_gradient(training: Training, error_if_nonfinite: bool) -> float:  # noqa: FBT001
+def clip_an_infinite_gradient_strictly(training: Training) -> float:
+    """Ask for an error as well."""
+    return clip_an_infinite_gradient(training, error_if_nonfinite=True)
+
+
+def clip_an_infinite_gradient(training: Training, *, error_if_nonfinite: bool = False) -> float:
     """Clip after a backward whose loss is infinite on the last rank, and return the norm."""
     booster, model, optimizer = _boost(training)
     loss = _loss(booster, model)

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
+from booster_core.errors import ConfigError
 from booster_core.plugin import Capability, PipelinePlugin
 from booster_testing import pipeline_runs as runs
 from booster_testing.compare import ADAPTIVE, DTYPES, assert_same_gradients, assert_same_tensors, tolerance_for
-from booster_testing.jobs import Job
+from booster_testing.on_ranks import OnRanks
 from booster_testing.pipeline_runs import PipelineTraining, train_in_pipeline
-from booster_testing.ranks import run_on_ranks
-from booster_testing.shared_jobs import SharedJobs
 from booster_testing.training import train_plainly
 
 if TYPE_CHECKING:
@@ -47,37 +46,7 @@ CALLS = {"equal": (4, 4), "unequal": (5, 2, 3)}
 """Batches of the calls of a step."""
 
 
-def _train(*needs: Capability, **changes: Any) -> Job:
-    return Job(function=train_in_pipeline, changes=changes, needs=needs)
-
-
-JOBS: dict[str, Job] = {
-    "adamw": _train(),
-    "adamw, again": _train(),
-    "adamw, lazy": _train(lazy=True),
-    "sgd": _train(optimizer="sgd"),
-    **{f"calls, {name}": _train(optimizer="sgd", micro_batches=calls) for name, calls in CALLS.items()},
-    **{
-        f"norm, {max_norm} {norm_type}": _train(optimizer="sgd", max_norm=max_norm, norm_type=norm_type)
-        for max_norm, norm_type in NORMS
-    },
-    "clip value": _train(optimizer="sgd", clip_value=0.01),
-    **{
-        f"precision, {name}": _train(Capability(name), optimizer="sgd", precision=name, max_norm=1.0)
-        for name in ("bf16", "fp16")
-    },
-    "one batch": Job(function=runs.takes_one_batch),
-    "outputs": Job(function=runs.returns_outputs),
-    **{f"evaluation, {how}": Job(function=runs.evaluates, arguments=(how,)) for how in ("no optimizer", "no_grad")},
-    "error": Job(function=runs.criterion_fails, arguments=(_fails,), raises=True),
-    "after an error": Job(function=runs.goes_on_after_an_error, arguments=(_fails,)),
-    "vector": Job(function=runs.criterion_fails, arguments=(_vector,), raises=True),
-    "not boosted": Job(function=runs.with_the_users_own_model, raises=True),
-    "no batches": Job(function=runs.without_batches, raises=True),
-}
-
-
-class PipelineConformance(SharedJobs):
+class PipelineConformance(OnRanks):
     """Test what every plugin with a pipeline must do.
 
     Attributes:
@@ -102,14 +71,10 @@ class PipelineConformance(SharedJobs):
         """Return the training that the ranks run."""
         return PipelineTraining(plugin_class=self.plugin_class, options=self.options, device=self.device, **changes)
 
-    def every_job(self) -> Mapping[str, Job]:
-        """Return the jobs of this kit, by name."""
-        return JOBS
-
-    def assert_parity(self, name: str) -> list[Trained]:
-        """Compare a job's training with one process: losses, gradients, norms and parameters."""
-        training = self.training(**JOBS[name].changes)
-        results: list[Trained] = self.results_of(name)
+    def assert_parity(self, **changes: Any) -> list[Trained]:
+        """Compare a training with one process: losses, gradients, norms and parameters."""
+        training = self.training(**changes)
+        results: list[Trained] = self.on_ranks(train_in_pipeline, **changes)
         expected = train_plainly(training, self.data_size)
         tolerance = tolerance_for(DTYPES[training.precision or "fp32"])
         wide = tolerance if training.optimizer == "sgd" or training.precision is not None else ADAPTIVE
@@ -135,30 +100,32 @@ class PipelineConformance(SharedJobs):
 
     @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
     def test_equals_one_process(self, optimizer: str) -> None:
-        self.assert_parity(optimizer)
+        self.assert_parity(optimizer=optimizer)
 
     @pytest.mark.parametrize("calls", CALLS)
     def test_accumulates_over_calls(self, calls: str) -> None:
-        self.assert_parity(f"calls, {calls}")
+        self.assert_parity(optimizer="sgd", micro_batches=CALLS[calls])
 
     @pytest.mark.parametrize(("max_norm", "norm_type"), NORMS)
     def test_clips_by_the_global_norm(self, max_norm: float, norm_type: float) -> None:
-        self.assert_parity(f"norm, {max_norm} {norm_type}")
+        self.assert_parity(optimizer="sgd", max_norm=max_norm, norm_type=norm_type)
 
     def test_clips_by_value(self) -> None:
-        self.assert_parity("clip value")
+        self.assert_parity(optimizer="sgd", clip_value=0.01)
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
     def test_low_precision_equals_one_process(self, precision: str) -> None:
         self.needs(Capability(precision))
-        self.assert_parity(f"precision, {precision}")
+        self.assert_parity(optimizer="sgd", precision=precision, max_norm=1.0)
 
     def test_equal_seeds_give_equal_losses(self) -> None:
-        first, second = self.results_of("adamw"), self.results_of("adamw, again")
+        first, second = (self.on_ranks(train_in_pipeline, again=again) for again in (False, True))
         assert [trained.losses for trained in first] == [trained.losses for trained in second]
 
     def test_lazy_model_trains_like_an_eager_model(self) -> None:
-        for one, other in zip(self.results_of("adamw"), self.results_of("adamw, lazy"), strict=True):
+        for one, other in zip(
+            self.on_ranks(train_in_pipeline), self.on_ranks(train_in_pipeline, lazy=True), strict=True
+        ):
             assert one.losses == other.losses
             for name, tensor in one.parameters.items():
                 assert torch.equal(other.parameters[name], tensor), name
@@ -166,38 +133,37 @@ class PipelineConformance(SharedJobs):
     # ---- batches, outputs and evaluation
 
     def test_takes_one_batch(self) -> None:
-        self.results_of("one batch")
+        self.on_ranks(runs.takes_one_batch)
 
     def test_returns_outputs_where_the_loss_is(self) -> None:
-        self.results_of("outputs")
+        self.on_ranks(runs.returns_outputs)
 
     @pytest.mark.parametrize("how", ["no optimizer", "no_grad"])
     def test_evaluates(self, how: str) -> None:
-        self.results_of(f"evaluation, {how}")
+        self.on_ranks(runs.evaluates, how)
 
     # ---- user errors: raised on every rank
 
     def test_error_in_the_criterion_is_raised_on_every_rank(self) -> None:
-        self.assert_raised(self.results_of("error"), "ArithmeticError", "the criterion has failed")
+        self.raises(ArithmeticError, "the criterion has failed", runs.criterion_fails, _fails)
 
     def test_loss_that_is_not_a_scalar_raises(self) -> None:
-        self.assert_raised(self.results_of("vector"), "ConfigError", "scalar")
+        self.raises(ConfigError, "scalar", runs.criterion_fails, _vector)
 
     def test_model_that_is_not_boosted_raises(self) -> None:
-        self.assert_raised(self.results_of("not boosted"), "TypeError", "boost")
+        self.raises(TypeError, "boost", runs.with_the_users_own_model)
 
     def test_end_of_the_data_raises(self) -> None:
-        self.assert_raised(self.results_of("no batches"), "StopIteration", "")
+        self.raises(StopIteration, "", runs.without_batches)
 
     def test_training_continues_exactly_after_an_error(self) -> None:
-        expected, found = self.results_of("adamw"), self.results_of("after an error")
+        expected, found = self.on_ranks(train_in_pipeline), self.on_ranks(runs.goes_on_after_an_error, _fails)
         assert found == [trained.losses[:2] for trained in expected]
 
     # ---- checkpoints
 
-    @pytest.mark.parametrize("shard", [False, True], ids=["one-file", "sharded"])
-    def test_loaded_run_continues_exactly(self, shard: bool, tmp_path: Any) -> None:  # noqa: FBT001
-        settings: dict[str, Any] = {"shard": shard, "backend": self.backend, "prepare": type(self).prepare}
-        expected = run_on_ranks(runs.train_and_save, self.world_size, self.training(), str(tmp_path), **settings)
-        actual = run_on_ranks(runs.load_and_train, self.world_size, self.training(), str(tmp_path), **settings)
+    @pytest.mark.parametrize("suffix", [".safetensors", ""], ids=["one-file", "sharded"])
+    def test_loaded_run_continues_exactly(self, suffix: str, tmp_path: Any) -> None:
+        expected = self.call(runs.train_and_save, self.training(), str(tmp_path), suffix)
+        actual = self.call(runs.load_and_train, self.training(), str(tmp_path), suffix)
         assert actual == expected

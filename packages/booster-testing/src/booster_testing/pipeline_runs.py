@@ -185,18 +185,17 @@ def with_the_users_own_model(training: PipelineTraining) -> None:
     booster.execute_pipeline(iter([batch_here(training, booster, 0)]), training.make_model(), mean_loss, optimizer)
 
 
-def train_and_save(training: PipelineTraining, folder: str, *, shard: bool) -> list[float]:
+def train_and_save(training: PipelineTraining, folder: str, suffix: str) -> list[float]:
     """Train two steps, save, and return the losses of the next three."""
     booster, model, optimizer = boost(training)
     for step in range(2):
         _step(training, booster, model, optimizer, step)
-    suffix = "" if shard else ".safetensors"
-    booster.save_model(model, f"{folder}/model{suffix}", shard=shard)
-    booster.save_optimizer(optimizer, f"{folder}/optimizer{suffix}", shard=shard)
+    booster.save_model(model, f"{folder}/model{suffix}", shard=not suffix)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer{suffix}", shard=not suffix)
     return [_step(training, booster, model, optimizer, step) for step in range(2, 5)]
 
 
-def load_and_train(training: PipelineTraining, folder: str, *, shard: bool) -> list[float]:
+def load_and_train(training: PipelineTraining, folder: str, suffix: str) -> list[float]:
     """Load the files of `train_and_save` into a model with other weights, and return the next three losses."""
     booster = training.make_booster()
     original = training.make_model()
@@ -205,7 +204,6 @@ def load_and_train(training: PipelineTraining, folder: str, *, shard: bool) -> l
             parameter.add_(1.0)
     model, optimizer, *_ = booster.boost(original, training.make_optimizer(original))
     assert optimizer is not None, "boost returns an optimizer if it gets one"
-    suffix = "" if shard else ".safetensors"
     booster.load_model(model, f"{folder}/model{suffix}")
     booster.load_optimizer(optimizer, f"{folder}/optimizer{suffix}")
     return [_step(training, booster, model, optimizer, step) for step in range(2, 5)]

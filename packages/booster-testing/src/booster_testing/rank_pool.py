@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_testing.rank_forks import ForkedProcess, Forks, can_fork
+from booster_testing.rank_worker import CLOSE
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 START_SECONDS = 180.0
 """Time limit for a worker to start, or to load a test's file, on a loaded machine."""
 
+CLEAN_SECONDS = 20.0
+"""Time limit for what a worker does after a call."""
 _STACK_SECONDS = 2.0
 
 
@@ -115,6 +118,8 @@ class Pool:
         self._workers: list[Worker | None] = []
         self._num_started = 0
         self._num_calls = 0
+        self.open_group: tuple[str, int] | None = None
+        """Name and size of the group that calls share, while there is one."""
 
     @property
     def pids(self) -> list[int]:
@@ -151,6 +156,30 @@ class Pool:
         """Return the name of a new file for the store of a call."""
         self._num_calls += 1
         return str(Path(self._folder.name) / f"store{self._num_calls}")
+
+    def close_group(self) -> dict[int, list[str]]:
+        """Close the group that calls share, if there is one; return what each of its ranks left behind."""
+        if self.open_group is None:
+            return {}
+        _, size = self.open_group
+        self.open_group = None
+        asked, leaks = [], {}
+        for rank, worker in enumerate(self._workers[:size]):
+            if worker is not None:
+                with contextlib.suppress(OSError):  # its death is detected when it is needed
+                    worker.connection.send_bytes(pickle.dumps(CLOSE))
+                    asked.append(rank)
+        deadline = time.monotonic() + CLEAN_SECONDS
+        for rank in asked:
+            worker = self._workers[rank]
+            assert worker is not None
+            leaks[rank] = ["a worker that did not close its group"]
+            with contextlib.suppress(EOFError):
+                if worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                    leaks[rank] = worker.receive()[1]
+            if leaks[rank]:
+                self.retire(rank)
+        return leaks
 
     def retire(self, rank: int) -> None:
         """End a rank's worker; the next call starts a new one."""

@@ -34,12 +34,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+CLOSE = "close"
+"""In the place of a call, closes the open group."""
 _THOROUGH_CALLS = 50
 """Number of calls between two garbage collections of all objects."""
 _SECONDS_TO_END = 2.0
 """How long threads that a call began may take to end after it."""
 _MANY_GLOO_THREADS = 50
 _num_calls = 0
+_open_group_name = ""
+"""Of the group that calls share."""
+_before_group: _State | None = None
+"""From before that group was opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,7 @@ class Call:
         rank: The rank of the worker.
         world_size: Number of ranks.
         store_file: File of the store for this call's process group.
+        group: Name of an open group, which calls of that name share; none for a group of this call alone.
         backend: As for ``init_process_group``.
         group_timeout_seconds: Time limit of the group's collectives.
         environment: The parent's environment variables.
@@ -70,6 +77,7 @@ class Call:
     rank: int
     world_size: int
     store_file: str
+    group: str
     backend: str
     group_timeout_seconds: float
     environment: dict[str, str]
@@ -127,7 +135,12 @@ def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
                 break
             if call is None:
                 break
-            _serve(connection, call)
+            if call == CLOSE:
+                _close_group()
+                leaks = [] if _before_group is None else _before_group.restore()
+                connection.send_bytes(pickle.dumps(("closed", leaks)))
+            else:
+                _serve(connection, call)
 
 
 def _die_with_parent(life_fd: int) -> None:
@@ -139,6 +152,7 @@ def _die_with_parent(life_fd: int) -> None:
 
 def _serve(connection: Connection, call: Call) -> None:
     """Run one call, report its outcome, and clean up when all ranks have reported."""
+    global _before_group  # noqa: PLW0603 - a worker has one default group at a time
     before = _State()
     succeeded = False
     answer: tuple[str, Any]
@@ -152,10 +166,12 @@ def _serve(connection: Connection, call: Call) -> None:
         if connection.recv_bytes() != b"open":
             msg = "another rank could not load the function"
             raise RuntimeError(msg)
-        if prepare is not None:
-            prepare()
+        if not call.group or call.group != _open_group_name:
+            if prepare is not None:
+                prepare()
+            _open_group(call)
+            _before_group = before
         _seed()
-        _open_group(call)
         with _as_in_parent(call):
             value = function(*args, **kwargs)
         del args, kwargs
@@ -173,8 +189,11 @@ def _serve(connection: Connection, call: Call) -> None:
     if connection.recv_bytes() != b"finish":
         return
     leaks = ["a process group that it initialized itself"] if _has_foreign_group() else []
-    _close_group()
-    leaks += before.restore()
+    if not call.group:
+        _close_group()
+    threads = before.restore(waits=not call.group)
+    if not call.group:  # what works for an open group ends with it
+        leaks += threads
     connection.send_bytes(pickle.dumps(("clean", (leaks, _num_gloo_threads()))))
 
 
@@ -251,6 +270,7 @@ def _is_file_of(module: Any, file: str) -> bool:
 
 def _open_group(call: Call) -> None:
     """Open the default process group by the same code as `booster_core.launch`."""
+    global _open_group_name  # noqa: PLW0603 - a worker has one default group at a time
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch does not list it as public
 
     from booster_core.ranks import open_world
@@ -271,6 +291,7 @@ def _open_group(call: Call) -> None:
     )
     hosts = ["localhost"] * call.world_size
     world.monitor = start_monitor(world, hosts, "localhost", may_end_process=False)
+    _open_group_name = call.group
 
 
 def _has_foreign_group() -> bool:
@@ -283,8 +304,10 @@ def _has_foreign_group() -> bool:
 
 
 def _close_group() -> None:
+    global _open_group_name  # noqa: PLW0603 - a worker has one default group at a time
     from booster_core.ranks import close_world
 
+    _open_group_name = ""
     with contextlib.suppress(RuntimeError):  # other ranks may have closed their connections already
         close_world()
 
@@ -383,8 +406,8 @@ class _State:
         self._threads = {thread.ident for thread in threading.enumerate()}
         self._excepthook = sys.excepthook
 
-    def restore(self) -> list[str]:
-        """Restore the state and return the call's leaks: threads that still run."""
+    def restore(self, *, waits: bool = True) -> list[str]:
+        """Restore the state and return the call's leaks: threads that still run, also after a wait."""
         import torch
 
         os.environ.clear()
@@ -402,7 +425,7 @@ class _State:
         torch.autograd.set_detect_anomaly(False)
         _collect_garbage()
         began = [each for each in threading.enumerate() if each.ident not in self._threads and not each.daemon]
-        until = time.monotonic() + _SECONDS_TO_END
+        until = time.monotonic() + (_SECONDS_TO_END if waits else 0)
         for thread in began:  # those of an executor end by themselves once nobody has it
             thread.join(max(until - time.monotonic(), 0))
         return [f"thread {thread.name!r}" for thread in began if thread.is_alive()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import re
@@ -22,8 +23,8 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_testing.rank_pool import (
+    CLEAN_SECONDS,
     START_SECONDS,
-    Pool,
     RankDiedError,
     RankError,
     RankTimeoutError,
@@ -33,13 +34,12 @@ from booster_testing.rank_pool import (
 from booster_testing.rank_worker import Call, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 MAX_WORLD_SIZE = 8
 """With more ranks, tests depend on the machine's scheduler."""
 
 _GRACE_SECONDS = 15.0
-_CLEAN_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 _MAX_GLOO_THREADS = 100
 """A worker with more threads is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""
@@ -48,6 +48,7 @@ _SECONDARY = re.compile(
     r"another rank could not load",
     re.IGNORECASE,
 )
+_numbers = itertools.count()
 
 
 @dataclass
@@ -95,14 +96,15 @@ def run_on_ranks(
 
     Collective: none; called in the test's process.
     """
-    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend, prepare)
+    group = _Group(world_size, group_timeout_seconds, backend, prepare)
+    return _results(_make_call(fn, args, kwargs, group), timeout_seconds)
+
+
+def _results(call: Call, timeout_seconds: float) -> list[Any]:
     outcomes, leaks = _execute(call, timeout_seconds, _GRACE_SECONDS)
     if any(outcome.value is None for outcome in outcomes):
         _raise(call.qualname, outcomes, timeout_seconds)
-    for rank, left in leaks.items():
-        if left:
-            msg = f"`{call.qualname}` left behind on rank {rank}: {', '.join(left)}. Close what it opens."
-            raise RankError(msg, rank, {})
+    _check_left(f"`{call.qualname}`", leaks)
     return [pickle.loads(outcome.value) for outcome in outcomes if outcome.value is not None]  # noqa: S301
 
 
@@ -142,7 +144,13 @@ def expect_on_ranks(
 
     Collective: none; called in the test's process.
     """
-    call = _make_call(fn, world_size, args, kwargs, group_timeout_seconds, backend, prepare)
+    group = _Group(world_size, group_timeout_seconds, backend, prepare)
+    return _errors(_make_call(fn, args, kwargs, group), error_type, match, timeout_seconds)
+
+
+def _errors(
+    call: Call, error_type: type[BaseException] | tuple[type[BaseException], ...], match: str, timeout_seconds: float
+) -> list[BaseException | None]:
     outcomes, _ = _execute(call, timeout_seconds, timeout_seconds)
     if any(outcome.value is None and outcome.failure is None for outcome in outcomes):
         _raise(call.qualname, outcomes, timeout_seconds)
@@ -164,17 +172,97 @@ def expect_on_ranks(
     return [_exception(outcome.failure) for outcome in outcomes if outcome.failure is not None]
 
 
-def _make_call(
-    fn: Callable[..., Any],
+def _check_left(what: str, leaks: dict[int, list[str]]) -> None:
+    for rank, left in leaks.items():
+        if left:
+            msg = f"{what} left behind on rank {rank}: {', '.join(left)}. Close what it opens."
+            raise RankError(msg, rank, {})
+
+
+@contextlib.contextmanager
+def open_ranks(
     world_size: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    group_timeout_seconds: float,
-    backend: str,
-    prepare: Callable[[], None] | None,
-) -> Call:
-    if not 1 <= world_size <= MAX_WORLD_SIZE:
-        msg = f"`world_size={world_size}` is not between 1 and {MAX_WORLD_SIZE}."
+    *,
+    group_timeout_seconds: float = 30.0,
+    backend: str = "gloo",
+    prepare: Callable[[], None] | None = None,
+) -> Iterator[Ranks]:
+    """Open a process group in a ``with``, for many calls.
+
+    Args:
+        world_size: Number of ranks, 1 to 8.
+        group_timeout_seconds: Time limit of the group's collectives and rendezvous.
+        backend: As for ``init_process_group``.
+        prepare: Called on every rank before the group is opened.
+
+    Collective: none; called in the test's process.
+    """
+    ranks = Ranks(world_size, group_timeout_seconds=group_timeout_seconds, backend=backend, prepare=prepare)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+class Ranks:
+    """The ranks of a process group that is opened by the first call, and again after a call that failed.
+
+    The workers have one group at a time: a call on other ranks closes it, and the next call here opens it again. Each
+    call starts from the same random state. Arguments are those of `open_ranks`.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        group_timeout_seconds: float = 30.0,
+        backend: str = "gloo",
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        name = f"group {next(_numbers)}"
+        self._group = _Group(world_size, group_timeout_seconds, backend, prepare, name)
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank and return the results by rank; see `run_on_ranks`."""
+        return _results(_make_call(fn, args, kwargs, self._group), timeout_seconds)
+
+    def expect(
+        self,
+        error_type: type[BaseException] | tuple[type[BaseException], ...],
+        match: str,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_seconds: float = 60.0,
+        **kwargs: Any,
+    ) -> list[BaseException | None]:
+        """Assert that ``fn`` raises ``error_type`` on every rank; see `expect_on_ranks`."""
+        return _errors(_make_call(fn, args, kwargs, self._group), error_type, match, timeout_seconds)
+
+    def close(self) -> None:
+        """Close the group, if it is open.
+
+        Raises:
+            RankError: If the calls have left a thread behind.
+        """
+        pool = the_pool()
+        if pool.open_group is not None and pool.open_group[0] == self._group.name:
+            _check_left("The calls", pool.close_group())
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Settings of a process group; one with a name stays open."""
+
+    world_size: int
+    timeout_seconds: float
+    backend: str
+    prepare: Callable[[], None] | None
+    name: str = ""
+
+
+def _make_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: _Group) -> Call:
+    if not 1 <= group.world_size <= MAX_WORLD_SIZE:
+        msg = f"`world_size={group.world_size}` is not between 1 and {MAX_WORLD_SIZE}."
         raise ValueError(msg)
     module = sys.modules.get(getattr(fn, "__module__", ""))
     file = getattr(module, "__file__", None)
@@ -184,7 +272,7 @@ def _make_call(
             f"{fn!r} cannot be called on other processes: pass a function defined at the top level of a module's file."
         )
         raise TypeError(msg)
-    arguments, modules = _pickle((args, kwargs, prepare))
+    arguments, modules = _pickle((args, kwargs, group.prepare))
     return Call(
         module=fn.__module__,
         file=file,
@@ -192,10 +280,11 @@ def _make_call(
         arguments=arguments,
         modules=modules,
         rank=0,
-        world_size=world_size,
+        world_size=group.world_size,
         store_file="",
-        backend=backend,
-        group_timeout_seconds=group_timeout_seconds,
+        group=group.name,
+        backend=group.backend,
+        group_timeout_seconds=group.timeout_seconds,
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
         path=list(sys.path),
         warning_filters=[_portable(*entry) for entry in warnings.filters],
@@ -239,7 +328,11 @@ def _portable(action: str, message: Any, category: Any, module: Any, line: int) 
 def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[list[_Outcome], dict[int, list[str]]]:
     """Run a call on its ranks; return the outcomes, and the leaks of each rank."""
     pool = the_pool()
+    if pool.open_group is not None and pool.open_group[0] != call.group:
+        pool.close_group()
     workers = pool.workers(call.world_size)
+    if call.group:
+        pool.open_group = call.group, call.world_size
     store_file = pool.store_file()
     for rank, worker in enumerate(workers):
         fields = {**vars(call), "rank": rank, "store_file": store_file}
@@ -247,12 +340,18 @@ def _execute(call: Call, timeout_seconds: float, grace_seconds: float) -> tuple[
             worker.connection.send_bytes(pickle.dumps(Call(**fields)))
     try:
         outcomes = _collect(workers, timeout_seconds, grace_seconds)
-        leaks = _finish(pool, workers, outcomes)
+        leaks, worn = _finish(workers, outcomes)
+        if worn or any(outcome.value is None for outcome in outcomes):
+            pool.close_group()
+        for rank in worn:
+            pool.retire(rank)
     except BaseException:  # for example KeyboardInterrupt: workers in an unknown state can't be reused
+        pool.open_group = None
         for rank in range(len(workers)):
             pool.retire(rank)
         raise
-    Path(store_file).unlink(missing_ok=True)
+    if not call.group:  # an open group goes on to use its store; the pool's folder goes in the end
+        Path(store_file).unlink(missing_ok=True)
     return outcomes, leaks
 
 
@@ -318,15 +417,15 @@ def _take_message(rank: int, worker: Worker, loading: set[int], outcomes: dict[i
         outcomes[rank] = _Outcome(failure=payload)
 
 
-def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict[int, list[str]]:
-    """Let the ranks clean up, and return the leaks of each; end workers that can't be cleaned."""
+def _finish(workers: list[Worker], outcomes: list[_Outcome]) -> tuple[dict[int, list[str]], list[int]]:
+    """Let the ranks clean up; return the leaks of each, and the ranks whose workers are to be replaced."""
     alive = [rank for rank, outcome in enumerate(outcomes) if outcome.death is None and outcome.stack is None]
-    for rank in range(len(workers)):
-        if rank not in alive:
-            pool.retire(rank)
+    worn = [rank for rank in range(len(workers)) if rank not in alive]
+    for rank in worn:
+        workers[rank].kill()
     _send(b"finish", [workers[rank] for rank in alive])
     leaks = {}
-    deadline = time.monotonic() + _CLEAN_SECONDS
+    deadline = time.monotonic() + CLEAN_SECONDS
     for rank in alive:
         is_worn = False
         try:
@@ -338,8 +437,8 @@ def _finish(pool: Pool, workers: list[Worker], outcomes: list[_Outcome]) -> dict
         except EOFError:
             leaks[rank] = [f"a worker that {workers[rank].describe_death()} after the call"]
         if leaks[rank] or is_worn:
-            pool.retire(rank)
-    return leaks
+            worn.append(rank)
+    return leaks, worn
 
 
 def _exception(failure: Failure) -> BaseException | None:
