@@ -2,8 +2,8 @@
 
 Run as ``python benchmarks/checkpoint.py [--size 110m] [--ranks 2] [--rounds 5] [--folder DIR]``. Every figure is a
 ratio of two measurements by turns, in a random order, in one run: the median over the rounds, and the quartiles. Only
-the two that are compared take turns: a load into new memory costs about half where another load has just left memory
-of that size, which nothing has in a job that resumes. The comparisons:
+the two that are compared take turns, and states are loaded in new processes: a load into new memory costs about half
+where another library's has just left memory of that size, which nothing has in a job that resumes. The comparisons:
 
 - save: each rank writes an equal part of the same bytes into one file, with the same sync, from one buffer;
 - load: each rank reads the same bytes from the same files into allocated memory;
@@ -51,7 +51,7 @@ from booster_core import Booster
 from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
 from booster_core.ranks import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter, as_bytes
-from booster_testing import run_on_ranks
+from booster_testing import close_ranks, run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,30 +175,33 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=["parts", "states"], default=None, help="leave out the other comparisons")
     options = parser.parse_args()
-    run_on_ranks(
-        on_rank,
-        options.ranks,
-        options.size,
-        options.rounds,
-        options.folder,
-        options.only,
-        timeout_seconds=3600,
-        group_timeout_seconds=600,
-    )
+    yardsticks = {"parts": ["parts"], "states": ["DCP", "torch", "accelerate", "deepspeed"]}
+    for yardstick in yardsticks[options.only] if options.only else [*yardsticks["parts"], *yardsticks["states"]]:
+        run_on_ranks(
+            on_rank,
+            options.ranks,
+            options.size,
+            options.rounds,
+            options.folder,
+            yardstick,
+            timeout_seconds=3600,
+            group_timeout_seconds=600,
+        )
+        close_ranks()  # the next ones are new processes
 
 
-def on_rank(size: str, rounds: int, folder: Path | None, only: str | None) -> None:
-    """Run the comparisons on this rank."""
+def on_rank(size: str, rounds: int, folder: Path | None, yardstick: str) -> None:
+    """Run the comparisons with one yardstick on this rank."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     coordinator = DistCoordinator()
     place = coordinator.broadcast_object(folder or Path(tempfile.mkdtemp(prefix="booster-bench-")))
     try:
         bench = Bench(size, rounds, place, coordinator)
-        if only != "states":
+        if yardstick == "parts":
             bench.run()
-        if only != "parts":
-            bench.run_states()
+        else:
+            bench.run_states(yardstick)
     finally:
         dist.barrier()
         if coordinator.rank == 0 and folder is None:
@@ -363,8 +366,8 @@ class Bench:
                     drop_from_page_cache(path)
         dist.barrier()
 
-    def run_states(self) -> None:
-        """Run the comparisons of whole training states."""
+    def run_states(self, name: str) -> None:
+        """Compare whole training states with a library's."""
         self.buffer = torch.empty(0, dtype=torch.uint8)
         booster = Booster("cpu", None, "ddp")
         model, optimizer, *_ = booster.boost(self.model, self.optimizer)
@@ -376,36 +379,31 @@ class Bench:
         def load() -> None:
             booster.load_checkpoint(root, model=model, optimizer=optimizer)
 
-        for yardstick, theirs, bar in (("DCP", self.save_dcp, 0.7), ("torch.save", self.save_torch, None)):
-            report(f"time of save_checkpoint / of {yardstick}", *in_turns(save, theirs, self.rounds, self.clean), bar)
-        self.clean()
-        save()
-        self.save_dcp()
-        self.save_torch()
-        for what, between, bar in (("warm", dist.barrier, 0.4), ("cold", self.drop, 0.9)):
-            of = f"time of load_checkpoint, {what} / of"
-            report(f"{of} DCP", *in_turns(load, self.load_dcp, self.rounds, between), bar)
-            report(f"{of} torch.load", *in_turns(load, self.load_torch, self.rounds, between), None)
-        for library in ("accelerate", "deepspeed"):
+        bars: dict[str, float] = {}
+        names = name, name
+        if name == "DCP":
+            their_save, their_load = self.save_dcp, self.load_dcp
+            bars = {"save": 0.7, "warm": 0.4, "cold": 0.9}
+        elif name == "torch":
+            their_save, their_load = self.save_torch, self.load_torch
+            names = "torch.save", "torch.load"
+        else:
             try:
-                yardstick = load_yardstick(library)
+                yardstick = load_yardstick(name)
             except ImportError as error:
                 if self.rank == 0:
-                    print(f"{library} is left out: {error}.", flush=True)
-                continue
-            self._run_against(yardstick, save, load)
-
-    def _run_against(self, yardstick: Any, save: Callable[[], None], load: Callable[[], None]) -> None:
-        """Compare with a library that saves a model and optimizer of its own."""
-        their_save, their_load = yardstick.make_checkpoint(build(self.size)[0], self.folder / yardstick.NAME)
+                    print(f"{name} is left out: {error}.", flush=True)
+                return
+            names = yardstick.NAME, yardstick.NAME
+            their_save, their_load = yardstick.make_checkpoint(build(self.size)[0], self.folder / yardstick.NAME)
         times = in_turns(save, their_save, self.rounds, self.clean)
-        report(f"time of save_checkpoint / of {yardstick.NAME}", *times, None)
+        report(f"time of save_checkpoint / of {names[0]}", *times, bars.get("save"))
         self.clean()
         save()
         their_save()
         for what, between in (("warm", dist.barrier), ("cold", self.drop)):
             times = in_turns(load, their_load, self.rounds, between)
-            report(f"time of load_checkpoint, {what} / of {yardstick.NAME}", *times, None)
+            report(f"time of load_checkpoint, {what} / of {names[1]}", *times, bars.get(what))
 
 
 if __name__ == "__main__":
