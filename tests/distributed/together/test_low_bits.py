@@ -5,10 +5,12 @@ import torch
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
@@ -22,6 +24,7 @@ PLUGINS = {
     "zero 1": lambda: LowLevelZeroPlugin(stage=1),
     "zero 2": lambda: LowLevelZeroPlugin(stage=2),
     "gemini": GeminiPlugin,
+    "hybrid": lambda: HybridParallelPlugin(zero_stage=1),
 }
 STEPS = 4
 
@@ -77,10 +80,10 @@ def loaded(kind, name, folder):
 
 
 @matrix(
-    ["AdamW8bit-zero 2-ddp", "AdamW8bit-gemini-zero 1"],
+    ["AdamW8bit-zero 2-ddp", "AdamW8bit-gemini-zero 1", "AdamW8bit-hybrid-hybrid"],
     kind=["AdamW8bit", "AdamW4bit"],
-    saver=["ddp", "zero 1", "zero 2", "gemini"],
-    loader=["ddp", "zero 1", "zero 2", "gemini"],
+    saver=["ddp", "zero 1", "zero 2", "gemini", "hybrid"],
+    loader=["ddp", "zero 1", "zero 2", "gemini", "hybrid"],
 )
 def test_a_run_goes_on_as_if_it_had_not_been_saved(kind, saver, loader, tmp_path):
     (plain, expected), *_ = run_on_ranks(saved_and_not, 2, kind, saver, tmp_path)
@@ -108,3 +111,40 @@ def test_fsdp_refuses_to_load_them(tmp_path):
     run_on_ranks(saved_and_not, 2, "AdamW8bit", "ddp", tmp_path)
     what = r"belongs to a whole tensor, and each rank has a part.*or save and load the model alone"
     expect_on_ranks(CheckpointError, what, loaded, 2, "AdamW8bit", "fsdp", tmp_path)
+
+
+def language_model(plugin):
+    """Return a boosted model whose matrices tensor parallelism splits, after a step."""
+    use_isolated_libraries()
+    import_quietly(["torchao.optim"])
+    import torchao.optim
+
+    torch.compiler.set_stance("force_eager")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torchao.optim.AdamW8bit(model.parameters()))
+    tokens = torch.arange(16).view(2, 8)
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    return booster, model, optimizer
+
+
+def save_split(folder):
+    booster, model, optimizer = language_model(HybridParallelPlugin(tp_size=2))
+    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
+
+
+def load_split(folder):
+    booster, model, optimizer = language_model("ddp")
+    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
+    booster, model, optimizer = language_model(HybridParallelPlugin(tp_size=2))
+    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+
+
+def test_tensor_parallelism_refuses_to_save_and_load_parts_of_blocks(tmp_path):
+    what = r"'lm_head\.weight' can't be saved or loaded: 'exp_avg/codes' belongs to a whole tensor, and each rank has a"
+    expect_on_ranks(CheckpointError, what, save_split, 2, tmp_path / "saved")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    expect_on_ranks(CheckpointError, what, load_split, 2, tmp_path / "loaded")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape, regions_of
+from booster_core.state import StateAdapter, TensorMeta, TensorShard, box_shape, refuse_parts, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,10 @@ class HybridStateAdapter(StateAdapter):
         self._inner.load_extra_state(values)
 
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
-        return self._inner.optimizer_scalars()
+        scalars = self._inner.optimizer_scalars()
+        for name in sorted(scalars.keys() & self._splits.keys()):
+            refuse_parts(f"'{name}' can't be saved or loaded", scalars[name])
+        return scalars
 
     def unsaved_state(self) -> Sequence[str]:
         return self._inner.unsaved_state()
@@ -91,6 +94,8 @@ class HybridStateAdapter(StateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
+        for name in sorted(scalars.keys() & self._splits.keys()):
+            refuse_parts(f"'{name}' can't be saved or loaded", scalars[name])
         local = {
             name: {state: self._local_meta(name, meta) for state, meta in states.items()}
             for name, states in tensors.items()

@@ -30,7 +30,7 @@ from booster_core.state.names import (
     without_adapters,
 )
 from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole
-from booster_core.state.optimizer_state import MASTER, ListedGroup, flatten_state, unsaved_state
+from booster_core.state.optimizer_state import MASTER, ListedGroup, flatten_state, refuse_parts, unsaved_state
 from booster_core.state.random_state import capture_random_state, restore_random_state
 from booster_core.state.regions import (
     Region,
@@ -97,6 +97,7 @@ __all__ = [
     "pack",
     "parse_json",
     "read_json",
+    "refuse_parts",
     "regions_of",
     "restore_random_state",
     "runs_of",

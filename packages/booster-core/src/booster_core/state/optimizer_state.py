@@ -155,10 +155,9 @@ def restore_state(
     Raises:
         CheckpointError: If a tensor that is made of others, of the whole parameter, is to be the state of a part.
     """
+    if hasattr(parameter, "to_local"):
+        refuse_parts("a parameter can't be loaded", scalars)
     exact = {key for value in scalars.values() for key in parts_of_tensors(value)}
-    if exact and hasattr(parameter, "to_local"):
-        msg = _cut(f"a parameter can't be loaded: '{min(exact)}' belongs to a whole tensor, and each rank has a part")
-        raise CheckpointError(msg)
     room = {
         key: torch.zeros(meta.shape, dtype=meta.dtype, device=parameter.device)
         if key in exact
@@ -170,6 +169,24 @@ def restore_state(
     restored = {**{key: tensor for key, tensor in room.items() if key not in inside}, **others}
     # The order of an existing state is kept: some optimizers unpack it.
     return {key: restored[key] for key in (*(key for key in present if key in restored), *restored)}
+
+
+def refuse_parts(what: str, scalars: Mapping[str, JSONValue]) -> None:
+    """Raise if the state of a parameter of which each rank has a part holds a tensor that is made of others.
+
+    Such a tensor, as torchao's state in 8 bits, can't be put together from those of parts, nor cut.
+
+    Args:
+        what: The parameter and what can't be done, for the error.
+        scalars: Its state that is not a tensor, as `flatten_state` returned it.
+
+    Raises:
+        CheckpointError: If so.
+    """
+    exact = [key for value in scalars.values() for key in parts_of_tensors(value)]
+    if exact:
+        msg = _cut(f"{what}: '{min(exact)}' belongs to a whole tensor, and each rank has a part")
+        raise CheckpointError(msg)
 
 
 def _cut(what: str) -> str:
