@@ -19,6 +19,21 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing
 
 
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return what `booster plan` asks for: Llama 3's sizes for 8 billion parameters."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config = LlamaConfig(vocab_size=128256, num_key_value_heads=8, max_position_embeddings=1 << 17, **sizes)
+    model = LlamaForCausalLM(config).train()
+    enable_activation_checkpointing(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return the batch of all devices together."""
+    tokens = torch.zeros(1, 1 << 17, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sp-size", type=int, default=1, help="ranks that share a sequence")

@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -40,6 +40,20 @@ def base_model(folder: str | None) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return what `booster plan` asks for: Llama 3's sizes for 8 billion parameters, in bf16, with adapters."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, **sizes, dtype="bfloat16")).bfloat16()
+    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).train()
+    return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return the batch of all devices together."""
+    tokens = torch.zeros(8, 2048, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def main() -> None:
