@@ -164,11 +164,13 @@ def test_it_needs_a_fraction_of_the_memory(monkeypatch, dtype):
     hidden, labels = torch.randn(1024, 16, dtype=dtype, requires_grad=True), torch.randint(1 << 14, (1024,))
 
     def train(loss):
-        for _ in range(2):  # the first one loads kernels
+        peaks = []
+        for _ in range(4):
             head.zero_grad()
             with peak_memory() as peak:
                 loss(hidden, head, labels).backward()
-        return peak.peak_bytes
+            peaks.append(peak.peak_bytes)
+        return min(peaks)  # the first one loads kernels, and malloc keeps pieces between some others
 
     def plain(hidden, head, labels):  # as models of transformers do
         return functional.cross_entropy(head(hidden).float(), labels)
