@@ -161,16 +161,14 @@ def test_it_needs_a_fraction_of_the_memory(monkeypatch, dtype):
     monkeypatch.undo()
     monkeypatch.setattr(vocabulary_loss, "_CHUNK_BYTES", 1 << 22)
     head = nn.Linear(16, 1 << 14, bias=False, dtype=dtype)
-    hidden, labels = torch.randn(1024, 16, dtype=dtype, requires_grad=True), torch.randint(1 << 14, (1024,))
+    hidden, labels = torch.randn(2048, 16, dtype=dtype, requires_grad=True), torch.randint(1 << 14, (2048,))
 
     def train(loss):
-        peaks = []
-        for _ in range(4):
+        for _ in range(2):  # the first one loads kernels
             head.zero_grad()
             with peak_memory() as peak:
                 loss(hidden, head, labels).backward()
-            peaks.append(peak.peak_bytes)
-        return min(peaks)  # the first one loads kernels, and malloc keeps pieces between some others
+        return peak.peak_bytes
 
     def plain(hidden, head, labels):  # as models of transformers do
         return functional.cross_entropy(head(hidden).float(), labels)
