@@ -49,7 +49,7 @@ def test_adapters_train_and_go_on(run, tmp_path):
 
 
 @pytest.mark.slow  # bitsandbytes loads slowly; the plugins have tests of their own
-@pytest.mark.skipif(bool(missing_libraries(["bitsandbytes"])), reason="the base is quantised by bitsandbytes")
+@pytest.mark.skipif(bool(missing_libraries(["bitsandbytes"])), reason="needs bitsandbytes, which quantises the base")
 def test_adapters_train_over_a_base_in_few_bits(run):
     through = ROOT / "tests" / "examples" / "with_torchvision.py"
     _, before, after = run("lora.py", "--plugin", "ddp", "--quantize", "--steps", 6, ranks=2, through=through)

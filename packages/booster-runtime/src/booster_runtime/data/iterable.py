@@ -118,33 +118,18 @@ class CountedCollate:
 
     Args:
         collate: The user's function.
+        tell: Returns what else travels with the batch, told by what the samples are read from in the same process.
         is_batched: Whether it is given a list of samples; else one item.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], *, is_batched: bool) -> None:
-        self._collate = collate
+    def __init__(self, collate: Callable[[Any], Any], tell: Callable[[], Any], *, is_batched: bool) -> None:
+        self._collate, self._tell = collate, tell
         self._is_batched = is_batched
 
-    def __call__(self, given: Any) -> tuple[Any, ...]:
+    def __call__(self, given: Any) -> tuple[int | None, int, Any, Any]:
         if not self._is_batched:  # the item may be a batch of any number of samples
             is_padding = isinstance(given, Padding)
-            return None, int(is_padding), self._collate(given.item if is_padding else given)
+            return None, int(is_padding), self._collate(given.item if is_padding else given), self._tell()
         samples = [sample.item if isinstance(sample, Padding) else sample for sample in given]
-        return len(samples), sum(isinstance(sample, Padding) for sample in given), self._collate(samples)
-
-
-class FirstItemCollate(CountedCollate):
-    """As `CountedCollate`, with a digest of the item with which the pass began, by which ranks are compared.
-
-    Args:
-        collate: The user's function.
-        stream: What the samples are read from, in the same process.
-        is_batched: Whether it is given a list of samples; else one item.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any], stream: ShardedIterable, *, is_batched: bool) -> None:
-        super().__init__(collate, is_batched=is_batched)
-        self._stream = stream
-
-    def __call__(self, given: Any) -> tuple[Any, ...]:
-        return *super().__call__(given), self._stream.take_first()
+        num_padded = sum(isinstance(sample, Padding) for sample in given)
+        return len(samples), num_padded, self._collate(samples), self._tell()

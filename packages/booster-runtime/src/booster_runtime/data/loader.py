@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError
 from booster_runtime.data.batches import move_batch
-from booster_runtime.data.iterable import FirstItemCollate, ShardedIterable
+from booster_runtime.data.iterable import CountedCollate, ShardedIterable
 from booster_runtime.data.order import GlobalOrder, wrap_seed
-from booster_runtime.data.streams import StreamCollate, StreamShards
+from booster_runtime.data.streams import StreamShards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -45,9 +45,11 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self._user_generator = None if generator is torch.default_generator else generator
         super().__init__(dataset, generator=torch.Generator(), **kwargs)
         if isinstance(dataset, StreamShards):
-            self.collate_fn = StreamCollate(self.collate_fn, dataset, is_batched=self.batch_size is not None)
+            self.collate_fn = CountedCollate(self.collate_fn, dataset.progress, is_batched=self.batch_size is not None)
         elif isinstance(dataset, ShardedIterable):
-            self.collate_fn = FirstItemCollate(self.collate_fn, dataset, is_batched=self.batch_size is not None)
+            self.collate_fn = CountedCollate(
+                self.collate_fn, dataset.take_first, is_batched=self.batch_size is not None
+            )
         orders = (each for each in (self.sampler, self.batch_sampler, dataset) if isinstance(each, GlobalOrder))
         self._order = next(orders, None)
         self._rank = rank

@@ -18,10 +18,10 @@ from torch.utils.data import get_worker_info
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.log import log
 from booster_core.ranks import DistCoordinator
-from booster_runtime.data.iterable import CountedCollate, ShardedIterable
+from booster_runtime.data.iterable import ShardedIterable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.utils.data import IterableDataset
 
@@ -113,7 +113,7 @@ class StreamShards(ShardedIterable):
         """Yield equally many batches on every rank, and note the positions that they reach.
 
         Args:
-            batches: What `StreamCollate` made of this rank's samples.
+            batches: What `CountedCollate` made of this rank's samples.
 
         Raises:
             ConfigError: If a rank has no batch at all and others do.
@@ -207,23 +207,6 @@ class StreamShards(ShardedIterable):
             msg = "Persistent workers keep streams of their own, so that no position can be restored. Leave them out."
             raise CheckpointError(msg)
         self._starts = self._reached = dict(positions)
-
-
-class StreamCollate(CountedCollate):
-    """As `CountedCollate`, with the positions that the batch's samples reach.
-
-    Args:
-        collate: The user's function.
-        stream: What the samples are read from, in the same process.
-        is_batched: Whether it is given a list of samples; else one item.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any], stream: StreamShards, *, is_batched: bool) -> None:
-        super().__init__(collate, is_batched=is_batched)
-        self._stream = stream
-
-    def __call__(self, given: Any) -> tuple[Any, ...]:
-        return *super().__call__(given), self._stream.progress()
 
 
 def _alone(items: Iterator[Any]) -> Iterator[Any]:
