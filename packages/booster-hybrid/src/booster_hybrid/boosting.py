@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_runtime.lazy import HostValues, Recording
+    from booster_runtime.lazy import Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class HybridSetup:
         self._is_on_host = False
         self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
 
-    def place_values(self) -> Recording | HostValues | None:
+    def place_values(self) -> Recording | None:
         """Bring the model to its device with the same values on every rank; see `place_or_hollow`.
 
         One on the host stays there until `take_from_host`: checks run it.
@@ -156,7 +156,7 @@ class HybridSetup:
             return None
         return place_or_hollow(model, optimizer, context)
 
-    def take_from_host(self) -> Recording | HostValues | None:
+    def take_from_host(self) -> Recording | None:
         """Take the values of the parameters out of a model that was left on the host.
 
         Returns:
