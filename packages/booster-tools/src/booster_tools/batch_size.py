@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from booster_core.errors import BudgetError, ConfigError
-from booster_tools.planning.candidates import check_on_device
+from booster_tools.planning.candidates import check_plannable
 from booster_tools.planning.mail import Mail, Mailbox
 from booster_tools.planning.prediction import built
 from booster_tools.planning.world import planned_world, planning, watching
@@ -88,8 +88,8 @@ def find_batch_size(
     Raises:
         TypeError: If ``start`` is no int.
         ConfigError: If ``start`` is less than 1, ranks differ in it, the device is the CPU, whose memory has no limit
-            that raises, or the plugin has a pipeline, whose number of micro-batches it sets itself, offloads, or can't
-            be copied.
+            that raises, or the plugin has a pipeline, whose number of micro-batches it sets itself, offloads, waits for
+            other launches, or can't be copied.
         BudgetError: If one sample does not fit.
         Exception: What ``build`` or ``step`` raise but for lack of memory, on every rank.
 
@@ -133,7 +133,7 @@ def _check(start: int, booster: Booster) -> None:
             "`microbatch_size` by `booster plan`, which runs all stages."
         )
         raise ConfigError(msg)
-    check_on_device(booster.plugin)
+    check_plannable(booster.plugin)
 
 
 def _halves(start: int) -> Iterator[int]:
@@ -171,12 +171,6 @@ def _train(step: Callable[..., object], size: int, booster: Booster, build: Call
         second = without_step_hooks(booster, _copied(booster.plugin))
         model, optimizer, *others = second.boost(*built(build))
         del others
-        if optimizer.scaling.replicas is not None:
-            msg = (
-                f"Plugin '{booster.plugin.name}' averages gradients with other groups, whose tries this one is no part "
-                "of. Find the size with a Booster of the plugin inside of the group."
-            )
-            raise ConfigError(msg)
         taken: list[bool] = []
         optimizer.on_step.append(lambda _, metrics: taken.append(not metrics["skipped"]))
         for each in optimizer.scaling.optimizers:

@@ -23,7 +23,7 @@ from booster_core.plugin import OptimizerWrapper, unwrap_model
 from booster_runtime import train_batch
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import local_of
-from booster_tools.planning.candidates import Rehearses, check_on_device, without_probes
+from booster_tools.planning.candidates import Rehearses, check_plannable, without_probes
 from booster_tools.planning.relay import Relay
 from booster_tools.planning.world import counted, planned_world, planning, watching
 from booster_tools.verification.reference import share_of
@@ -218,7 +218,7 @@ def predict_training(training: Training, plugin: Plugin, world_size: int, rank: 
     if not 0 <= rank < world_size:
         msg = f"`rank={rank}` is not one of the {world_size} rank(s)."
         raise ConfigError(msg)
-    check_on_device(plugin)
+    check_plannable(plugin)
 
     def predict_one(plugin: Plugin, mailbox: Mailbox) -> Prediction:
         started = time.perf_counter()

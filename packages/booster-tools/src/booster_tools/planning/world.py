@@ -119,8 +119,7 @@ def planned_world(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank = mailbox.rank
-    backend = ",".join(f"{each}:fake" for each in dict.fromkeys(("cpu", device_type)))
-    open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend=backend, timeout_seconds=60.0)
+    open_world(FakeStore(), rank=rank, world_size=world_size, local_rank=rank, backend="fake", timeout_seconds=60.0)
     world = current_world()
     world.meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
     try:
