@@ -92,9 +92,7 @@ class ListRun:
         changes: Notes the hooks.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], mode: str, changes: Changes | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], mode: str, changes: Changes) -> None:
         self._model_name, self._mode = type(model).__name__, mode
         self._is_running, self._is_split = False, False
         modules = dict(model.named_modules())
