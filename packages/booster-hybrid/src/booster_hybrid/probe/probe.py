@@ -209,7 +209,7 @@ class _Probe:
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
                     layers = {each: names.modules[each] for each in names.modules if self._is_in_list(each)}
-                    run = functools.partial(record_calls, model, kwargs or args, watched, alike, {}, is_training=True)
+                    run = functools.partial(_run_in_training, model, kwargs or args, watched, alike)
                     check_no_layer_is_skipped(model, "split_gather", layers, run)
                     return recording
             return record_calls(model, copied(batch), watched, alike, split)
@@ -464,3 +464,12 @@ def _remedy(plan: TensorPlan, unit: Unit, splits: Mapping[str, Any]) -> str:
         "k and v; 2 for gate and up), one that computes attention heads needs `units=`, and counts of heads in "
         "its parent need `scaled=`; see docs/sharding-policies.md."
     )
+
+
+def _run_in_training(
+    model: nn.Module, batch: Any, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str]
+) -> None:
+    """Run a model in training mode, with its layers as in `record_calls`."""
+    failure = record_calls(model, batch, watched, alike, {}, is_training=True).failure
+    if failure is not None:
+        raise RuntimeError(failure)

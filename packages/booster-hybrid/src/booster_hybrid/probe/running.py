@@ -70,10 +70,22 @@ class Result:
     Args:
         output: Its first floating output: hidden states, or a loss.
         gradients: By the ``id`` of a parameter, or the number of an input.
+        others: Its other floating outputs in plain containers.
     """
 
     output: Tensor
     gradients: Mapping[int, Tensor | None]
+    others: Sequence[Tensor] = ()
+
+    def other_that_differs(self, whole: Result, tolerance: float) -> str | None:
+        """Return how another output than the first one differs from another result's; ``None`` where none does."""
+        for own, wanted in zip(self.others, whole.others, strict=False):
+            if own.shape != wanted.shape:
+                return f"a tensor of shape {tuple(own.shape)} in place of {tuple(wanted.shape)}"
+            scale, difference = _largest(wanted), _difference(own, wanted)
+            if not difference <= tolerance * scale:
+                return f"a tensor of shape {tuple(own.shape)}, of up to {scale:.3g}, that differs by {difference:.3g}"
+        return None
 
     def differs_from(self, whole: Result, tolerance: float, part_of: Callable[[int, Tensor], Tensor]) -> Difference:
         """Return what is different in another result, taken for the truth; ``None`` where nothing is.
@@ -179,19 +191,23 @@ class Runner:
                 torch.autocast(self._device.type, enabled=False),
                 eager(),
             ):
-                output = _first(self._module(*args, **kwargs))
-                return output if leaves is None else _with_gradients(output, *leaves)
+                output = self._module(*args, **kwargs)
+                first = _first(output)
+                others = [each.detach() for each in _floats(output) if each is not first]
+                return first if leaves is None else _with_gradients(first, others, *leaves)
         finally:
             changes.undo()
 
 
-def _with_gradients(output: Tensor, inputs: Sequence[Tensor], leaves: Mapping[int, Tensor]) -> Result:
+def _with_gradients(
+    output: Tensor, others: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Mapping[int, Tensor]
+) -> Result:
     generator = torch.Generator(output.device).manual_seed(_SEED)
     # In the order of the indices, whatever memory format the output has.
     weights = torch.empty(output.shape, dtype=output.dtype, device=output.device).normal_(generator=generator)
     keys = [*range(len(inputs)), *leaves]
     gradients = torch.autograd.grad(output, [*inputs, *leaves.values()], weights, allow_unused=True)
-    return Result(output.detach(), dict(zip(keys, gradients, strict=True)))
+    return Result(output.detach(), dict(zip(keys, gradients, strict=True)), others)
 
 
 def _first(output: Any) -> Tensor:
@@ -201,6 +217,15 @@ def _first(output: Any) -> Tensor:
             return leaf
     msg = "it returns no floating tensor"
     raise TypeError(msg)
+
+
+def _floats(output: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors that a module returns, but for those in objects such as caches of keys."""
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        yield output
+    elif isinstance(output, (list, tuple, dict)):
+        for each in output.values() if isinstance(output, dict) else output:
+            yield from _floats(each)
 
 
 def _largest(tensor: Tensor) -> float:

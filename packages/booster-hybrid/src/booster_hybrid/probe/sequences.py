@@ -133,13 +133,13 @@ class _Probe:
             own.compared |= more.compared
 
     def _leave_out(self, changes: Changes) -> None:
-        """Leave one layer of each kind in each list."""
+        """Leave one layer of each kind in each list, but two where there are: models may use what is in between."""
         modules = dict(self._model.named_modules())
         for layers in (modules[name] for name in self._lists if isinstance(modules.get(name), nn.ModuleList)):
             kinds: dict[Any, tuple[str, nn.Module]] = {}
             for place, (key, layer) in enumerate(layers.named_children()):
                 kinds.setdefault(kind_of(layer, place, {}), (key, layer))
-            changes.attribute(layers, "_modules", dict(kinds.values()))
+            changes.attribute(layers, "_modules", dict([*layers.named_children()][:2]) | dict(kinds.values()))
 
     def _compared(self, call: Call) -> str | None:
         reason = ""
@@ -212,6 +212,14 @@ class _Probe:
                 key, text = difference
                 subject = "" if key is None else f"the gradient of '{names.get(key, f'(input {key})')}' "
                 msg = f"{what}: {subject}{text}. {remedy}"
+                raise ConfigError(msg)
+            other = each.other_that_differs(whole, setting.tolerance)
+            if other is not None:
+                msg = (
+                    f"{what}: among its outputs is {other}. It returns what its layers have in between, of which each "
+                    "rank has a part. Return what follows the last layer alone, or leave `sequence_parallelism_mode` "
+                    "out."
+                )
                 raise ConfigError(msg)
         for lengths, length in zip(self.lengths, found[0][1], strict=True):
             lengths.compared |= {length} - {0}
