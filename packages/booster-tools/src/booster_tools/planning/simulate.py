@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import train_batch
-from booster_tools.planning.candidates import Rehearses, check_plannable, without_probes
+from booster_tools.planning.candidates import LooksAtValues, Rehearses, check_plannable
 from booster_tools.planning.recorder import counted, recorded
 from booster_tools.planning.stages import StageThreads
 from booster_tools.planning.world import planned_world, planning
@@ -103,6 +103,7 @@ class StepCost:
         traffic: Collectives by kind.
         timeline: What the rank does in the step, in its order.
         seconds: How long it took to find this out.
+        assumed: What the plugin has assumed, as tensors of a plan have no values.
     """
 
     world_size: int
@@ -117,6 +118,7 @@ class StepCost:
     timeline: Timeline = field(default_factory=list, repr=False, compare=False)
     seconds: float = 0.0
     data_parallel_size: int = 1
+    assumed: str | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -169,9 +171,10 @@ def _simulate_rank(training: TrainingStep, world_size: int, plugin: Plugin, mess
     """Plan a step on one rank, in a thread that is this rank."""
     try:
         world = planned_world(world_size, messages, on_host=training.on_host)
-        with world, without_probes(plugin), recorded(messages, computes=False) as recorder:
+        looks = plugin.without_values() if isinstance(plugin, LooksAtValues) else contextlib.nullcontext()
+        with world, looks as assumed, recorded(messages, computes=False) as recorder:
             try:
-                return _take_steps(training, plugin, recorder)
+                return replace(_take_steps(training, plugin, recorder), assumed=assumed)
             except RuntimeError as error:
                 raise StoppedError(error, recorder.most_bytes) from error
     finally:
