@@ -24,8 +24,7 @@ from booster_tools.planning.candidates import LooksAtValues, Rehearses, check_pl
 from booster_tools.planning.recorder import counted, recorded
 from booster_tools.planning.stages import StageThreads
 from booster_tools.planning.world import planned_world, planning
-from booster_tools.verification.reference import share_of
-from booster_tools.verification.run import random_state_kept
+from booster_tools.rehearsal import built, random_state_kept, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -252,21 +251,6 @@ def _advance(training: TrainingStep, booster: Booster, boosted: Boosted, share: 
         booster.backward(training.loss(boosted.model, share), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def built(build: Callable[[], tuple[Any, ...]]) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    """Return model, optimizer, and criterion or ``None``.
-
-    Raises:
-        ConfigError: If ``build`` returns something else.
-    """
-    made = build()
-    kinds = (torch.nn.Module, torch.optim.Optimizer)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(map(isinstance, made, kinds)):
-        got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
-        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
-        raise ConfigError(msg)
-    return made[0], made[1], made[2] if len(made) == 3 else None
 
 
 def _step_as_on_accelerators(optimizer: torch.optim.Optimizer) -> None:
