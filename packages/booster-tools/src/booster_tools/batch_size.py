@@ -127,13 +127,13 @@ def _check(start: int, booster: Booster) -> None:
             "ends a process that takes too much. Choose the size by `booster plan`."
         )
         raise ConfigError(msg)
+    check_plannable(booster.plugin)
     if has_stages(booster.plugin):
         msg = (
             f"Plugin '{booster.plugin.name}' has a pipeline: its stages hold micro-batches of each other's. Set "
             "`microbatch_size` by `booster plan`, which runs all stages."
         )
         raise ConfigError(msg)
-    check_plannable(booster.plugin)
 
 
 def _halves(start: int) -> Iterator[int]:
