@@ -1,10 +1,13 @@
 """A guard leaves out the same step under every plugin, and what it leaves out changes nothing."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from booster_core import Booster
+from booster_core.errors import GradientError
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 from booster_tools import guard
@@ -12,23 +15,37 @@ from booster_tools import guard
 PLUGINS = ["ddp", "fsdp", "zero", "gemini"]
 
 
-def train(plugin):
+def train(plugin, nan):
+    """Train three steps, of which the second has a NaN among the first rank's inputs, and save after each."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(8, 4)
+    # Statistics of the inputs are NaN in the forward of that step, before anybody can decide.
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     states = []
-    with guard(optimizer) as watch:
-        for factor in (1.0, float("nan"), 1.0):
-            loss = model(torch.ones(2, 8)).square().mean()
-            booster.backward(loss * (factor if dist.get_rank() else 1.0), optimizer)
-            optimizer.step()
+    torch.manual_seed(1 + dist.get_rank())
+    with guard(optimizer, nan=nan) as watch:
+        for step in range(3):
+            inputs = torch.randn(4, 8)
+            if step == 1 and dist.get_rank() == 0:
+                inputs[0, 0] = float("nan")
+            booster.backward(model(inputs).square().mean(), optimizer)
+            with pytest.raises(GradientError) if step == 1 and nan == "stop" else contextlib.nullcontext():
+                optimizer.step()
             optimizer.zero_grad()
-            states.append(whole_model(booster, model)["weight"])
+            states.append(whole_model(booster, model))
     assert watch.num_nonfinite == 1
-    return torch.equal(states[0], states[1]), torch.equal(states[1], states[2]), bool(states[2].isfinite().all())
+    first, second, third = states
+    assert first.keys() == {"0.weight", "0.bias", "0.running_mean", "0.running_var", "0.num_batches_tracked"} | {
+        "1.weight",
+        "1.bias",
+    }
+    assert all(bool(each.isfinite().all()) for each in third.values())
+    changed = [name for name, value in first.items() if not torch.equal(value, second[name])]
+    return changed, sum(not torch.equal(value, third[name]) for name, value in second.items())
 
 
+@pytest.mark.parametrize("nan", ["skip", "stop"])
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_step_is_left_out_on_all_ranks(plugin):
-    assert run_on_ranks(train, 2, plugin) == [(True, False, True)] * 2
+def test_a_step_that_is_left_out_changes_nothing_on_any_rank(plugin, nan):
+    assert run_on_ranks(train, 2, plugin, nan) == [([], 7)] * 2

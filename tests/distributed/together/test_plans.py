@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import load
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_hybrid.expert_parallel.routing import evenly_routed
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.tensor_parallel.loss import _blocks
 from booster_testing import run_on_ranks
@@ -149,6 +150,36 @@ def test_predicted_bytes_of_every_plugin_are_those_of_ranks(size, world_size, se
 @pytest.mark.parametrize("setting", list(ON_FOUR))
 def test_predicted_bytes_of_meshes_are_those_of_ranks(setting):
     compare([setting], "2M" if "four ranks" in setting else "25M", 4)  # with a layer for each of 8 stages
+
+
+def experts():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False}
+    config = Qwen3MoeConfig(vocab_size=1000, **sizes, **heads, num_experts=4, num_experts_per_tok=2, use_cache=False)
+    model = Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("grouped_mm")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def measured_experts():
+    """Count a step of two ranks with as many tokens for each expert, whatever the router says."""
+    with evenly_routed():
+        return measure(training(experts, tokens), load("hybrid")(ep_size=2))
+
+
+def test_spread_experts_are_planned_with_equally_many_tokens():
+    measured = run_on_ranks(measured_experts, 2)
+    step = training(experts, tokens, on_host=True)
+    for rank in range(2):
+        planned = simulate(step, load("hybrid")(ep_size=2), 2, rank)[rank]
+        assert planned.traffic == measured[rank].traffic
+        assert planned.traffic["all_to_all"].calls > 2
+        assert planned.flops == measured[rank].flops
+        assert planned.state_bytes == pytest.approx(measured[rank].state_bytes, rel=0.05)
+        assert planned.peak_bytes == pytest.approx(measured[rank].peak_bytes, rel=0.1)
+        assert planned.assumed == "as many tokens choose each expert"
 
 
 def test_a_step_has_the_time_that_stages_wait():

@@ -11,7 +11,7 @@ from booster_testing.models import TinyMLP
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.mutants.reference import ReferenceStateAdapter
 from booster_tools import verify
-from booster_tools.verification.run import random_state_kept
+from booster_tools.rehearsal import random_state_kept
 
 TARGET = torch.linspace(-1, 1, 4)
 

@@ -4,9 +4,11 @@ import time
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_tools.flops import MORE_FORMULAS
 from booster_tools.tracking import (
     GradientNorm,
     JsonLines,
@@ -158,3 +160,13 @@ def test_what_can_not_be_measured_is_refused():
         GradientNorm(torch.optim.SGD(Net().parameters()))
     with pytest.raises(TypeError, match="A meter is an object such as"):
         track(optimizer, meters=[JsonLines("a.jsonl")])
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch before 2.10 has none on the CPU")
+def test_products_of_experts_are_counted():
+    rows, experts = torch.randn(64, 32, requires_grad=True), torch.randn(4, 32, 16, requires_grad=True)
+    ends = torch.tensor([16, 32, 32, 64], dtype=torch.int32)
+    with FlopCounterMode(display=False, custom_mapping=MORE_FORMULAS) as counter:
+        out = torch.nn.functional.grouped_mm(rows, experts, offs=ends)
+        out.backward(torch.ones_like(out))
+    assert counter.get_total_flops() == 3 * 2 * 64 * 32 * 16

@@ -14,6 +14,7 @@ from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
 from booster_hybrid.axes import make_axes
 from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
+from booster_hybrid.expert_parallel.routing import is_evenly_routed
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.mesh import OF_RINGS, with_experts
@@ -225,7 +226,8 @@ class HybridSetup:
         with self._context.coordinator.together("boost"):
             rules = expert_rules(self._model, self._options.custom_policy, self._context.hooks)
             self._experts = find_experts(self._model, rules, size)
-            check_experts(self._experts, self._context.device)
+            if not is_evenly_routed():
+                check_experts(self._experts, self._context.device)
 
     def plan_stages(self) -> StagePlan | None:
         """Find the model's layers and how it is cut into stages, by a dry run on the first rank.

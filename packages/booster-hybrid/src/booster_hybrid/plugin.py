@@ -37,6 +37,7 @@ from booster_hybrid.config import (
     checked_choice,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
+from booster_hybrid.expert_parallel.routing import evenly_routed
 from booster_hybrid.generating import replace_generate
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
@@ -349,6 +350,20 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """Return a context in which a pipeline's batches are cut short; ``booster plan`` begins with such ones."""
         engine = inner.engine if isinstance(inner := boosted_inside(model), HybridModel) else None
         return contextlib.nullcontext() if engine is None else engine.rehearsing()
+
+    @contextlib.contextmanager
+    def without_values(self) -> Iterator[str | None]:
+        """Leave out what only values tell, as ``booster plan`` boosts and trains: layers are not compared.
+
+        Yields:
+            What is assumed in their place, in a sentence.
+        """
+        before, self.unchecked = self.unchecked, "allow"
+        try:
+            with evenly_routed():
+                yield "as many tokens choose each expert" if self.config.expert.size > 1 else None
+        finally:
+            self.unchecked = before
 
     def execute_pipeline(
         self,

@@ -19,12 +19,10 @@ import torch
 from booster_core.errors import BudgetError, ConfigError
 from booster_tools.planning.candidates import check_plannable
 from booster_tools.planning.recorder import recorded
-from booster_tools.planning.simulate import built
 from booster_tools.planning.stages import Messages
 from booster_tools.planning.world import planned_world, planning
+from booster_tools.rehearsal import built, random_state_kept, without_step_hooks
 from booster_tools.verification.losses import has_stages
-from booster_tools.verification.objects import without_step_hooks
-from booster_tools.verification.run import random_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,13 +127,13 @@ def _check(start: int, booster: Booster) -> None:
             "ends a process that takes too much. Choose the size by `booster plan`."
         )
         raise ConfigError(msg)
+    check_plannable(booster.plugin)
     if has_stages(booster.plugin):
         msg = (
             f"Plugin '{booster.plugin.name}' has a pipeline: its stages hold micro-batches of each other's. Set "
             "`microbatch_size` by `booster plan`, which runs all stages."
         )
         raise ConfigError(msg)
-    check_plannable(booster.plugin)
 
 
 def _halves(start: int) -> Iterator[int]:

@@ -7,14 +7,17 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from booster_core.errors import ConfigError, GradientError
 from booster_core.log import log
 from booster_core.plugin import OptimizerWrapper, as_tuple
+from booster_runtime.memory import is_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from typing_extensions import Self
 
@@ -34,7 +37,8 @@ def guard(
     """Watch the global gradient norm of each step in a ``with``, and leave out steps that would spoil the model.
 
     A step that is left out changes neither parameters nor optimizer state, and counts as ``skipped`` in the metrics of
-    hooks and trackers. It is decided by the norm, which is the same on every rank, so that all ranks decide alike. The
+    hooks and trackers. Buffers that forward has written, such as the statistics of BatchNorm, are put back to the last
+    good step. It is decided by the norm, which is the same on every rank, so that all ranks decide alike. The
     norm is that of clipping; where a loop does not clip, it is computed before the step. Each step waits for the
     device to tell it.
 
@@ -98,9 +102,11 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._decided: Tensor | None = None
         self._refuses = False
+        self._buffers = _Buffers()
 
     def __enter__(self) -> Self:
         """Begin to watch."""
+        self._buffers = _Buffers(module for each in self._optimizers[:1] for module in each.model_modules())
         for each in self._optimizers:
             each.before_step.append(self._decide)
         return self
@@ -109,15 +115,20 @@ class Guard:
         """End watching."""
         for each in self._optimizers:
             each.before_step.remove(self._decide)
+        self._buffers = _Buffers()
 
     def _decide(self, optimizer: OptimizerWrapper) -> bool:
         """Return whether to leave out the step."""
         if optimizer.found_overflow:
+            self._buffers.restore()
             return False  # the loss scale leaves it out
         norm = optimizer.grad_norm()
         if norm is not self._decided:  # several optimizers share a norm, and a decision
-            self._decided = norm
-            self._refuses = self._is_too_large(float(norm), optimizer.num_steps + 1)
+            self._decided, self._refuses = norm, True
+            try:
+                self._refuses = self._is_too_large(float(norm), optimizer.num_steps + 1)
+            finally:
+                (self._buffers.restore if self._refuses else self._buffers.keep)()
         return self._refuses
 
     def _is_too_large(self, norm: float, step: int) -> bool:
@@ -147,3 +158,42 @@ class Guard:
             raise GradientError(msg)
         log.warning("Step %d is left out: %s.", step, reason)
         return True
+
+
+class _Buffers:
+    """The buffers of a model as of the last good step: forward writes some before anybody can decide.
+
+    Which it writes is not known: the version of BatchNorm's statistics stays the same.
+
+    Args:
+        modules: Those of the model.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._kept = {
+            (module, name): buffer.detach().clone()
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+            if not is_absent(buffer) and not buffer.is_meta
+            if buffer.is_floating_point() or buffer.numel() == 1  # statistics and counts; others are large and constant
+        }
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the present values."""
+        for (module, name), values in self._kept.items():
+            buffer = getattr(module, name)
+            if values.shape == buffer.shape:
+                values.copy_(buffer)
+            else:
+                self._kept[module, name] = buffer.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back the values."""
+        for (module, name), values in self._kept.items():
+            buffer = getattr(module, name)
+            if values.shape == buffer.shape and not buffer.is_inference():
+                buffer.copy_(values)
+            else:  # forward has put another one there
+                setattr(module, name, values.clone())

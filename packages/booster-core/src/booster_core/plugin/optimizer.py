@@ -22,7 +22,7 @@ from booster_core.precision.loss_scaler import DynamicLossScaler, any_raised, un
 from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -149,18 +149,25 @@ class OptimizerWrapper(Optimizer):
         """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
         which it must on every rank or on none."""
         self.unlisted: list[nn.Parameter] = []
+        self.model_modules: Callable[[], Iterable[nn.Module]] = tuple
+        """Returns the modules of the model, which `boost` tells; a copy of the optimizer knows none."""
 
     def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
-        """Learn of the model's trained parameters, as the strategy has laid them out; `boost` calls it.
+        """Learn of the model's trained parameters, as the strategy has laid them out, and buffers; `boost` calls it.
 
         Args:
             model: The user's own model.
             norm_dtype: Format of the global norm.
         """
         self.norm_dtype = norm_dtype
+        self.model_modules = model.modules
         if self is self.scaling.optimizers[0]:
-            listed = set().union(*(each.listed_parameters() for each in self.scaling.optimizers))
-            self.unlisted = [each for each in model.parameters() if each.requires_grad and id(each) not in listed]
+            self.unlisted = self.find_unlisted(model)
+
+    def find_unlisted(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the trained parameters of the model that no group of any optimizer lists."""
+        listed = set().union(*(each.listed_parameters() for each in self.scaling.optimizers))
+        return [each for each in model.parameters() if each.requires_grad and id(each) not in listed]
 
     @property
     def loss_scaler(self) -> DynamicLossScaler | None:
@@ -190,7 +197,7 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_step": [], "before_step": []}
+        return {**self.__dict__, "on_step": [], "before_step": [], "model_modules": tuple}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,16 +8,35 @@ experts, so that what a rank receives is sorted by sender, and by expert within 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+
+_has_no_values: ContextVar[bool] = ContextVar("booster tokens without values", default=False)
+
+
+@contextlib.contextmanager
+def evenly_routed() -> Iterator[None]:
+    """Let as many tokens of this thread choose each expert inside, as in a plan, where choices have no values."""
+    token = _has_no_values.set(True)
+    try:
+        yield
+    finally:
+        _has_no_values.reset(token)
+
+
+def is_evenly_routed() -> bool:
+    """Return whether this thread is in `evenly_routed`."""
+    return _has_no_values.get()
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,10 @@ def sort_slots(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         num_experts: Number of experts.
     """
     experts = top_k_index.reshape(-1)
-    counts = torch.bincount(experts.clamp(max=num_experts), minlength=num_experts + 1)[:num_experts]
+    if is_evenly_routed():
+        counts = torch.tensor([(len(experts) + each) // num_experts for each in range(num_experts)])
+    else:
+        counts = torch.bincount(experts.clamp(max=num_experts), minlength=num_experts + 1)[:num_experts]
     # Stable, so that runs are equal to the bit.
     return torch.sort(experts, stable=True).indices, counts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
@@ -12,7 +11,7 @@ from booster_core.errors import BoosterError
 from booster_core.plugin import load
 from booster_core.run_settings import option_value
 from booster_tools.verification import verify
-from booster_tools.verification.script import function_of, module_of
+from booster_tools.verification.script import functions_of
 
 
 def main(build: str, batch: str, plugin: str, steps: str, precision: str, *options: str) -> int:
@@ -22,15 +21,10 @@ def main(build: str, batch: str, plugin: str, steps: str, precision: str, *optio
     """
     coordinator = launch_from_torch()
     try:
-        file, _, function = build.partition(":")
-        module = module_of(Path(file))
-        made = function_of(module, function or "build", file)
+        make, make_batch = functions_of(build, batch)
+        options_by_name = dict(map(option_value, options))
         report = verify(
-            made,
-            load(plugin)(**dict(map(option_value, options))),
-            function_of(module, batch, file)(),
-            int(steps),
-            mixed_precision=precision or None,
+            make, load(plugin)(**options_by_name), make_batch(), int(steps), mixed_precision=precision or None
         )
     except (BoosterError, TypeError) as error:
         if coordinator.is_master():

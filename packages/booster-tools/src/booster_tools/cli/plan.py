@@ -61,7 +61,7 @@ def command(
     from booster_core.run_settings import option_value
     from booster_tools.pictures import check_picture, draw_plan
     from booster_tools.planning import Candidate, Devices, default_processes, plan
-    from booster_tools.verification.script import function_of, module_of
+    from booster_tools.verification.script import functions_of
 
     if options and len(plugins) != 1:
         msg = f"`--option {options[0]}` is an argument of one plugin. Name it, and no other, by `--plugin`."
@@ -70,11 +70,8 @@ def command(
         if picture is not None:
             check_picture(picture)
         given = dict(map(option_value, options))
-        file, _, function = build.partition(":")
-        module = module_of(Path(file))
         found = plan(
-            function_of(module, function or "build", file),
-            function_of(module, batch, file),
+            *functions_of(build, batch),
             Devices(
                 number=devices,
                 memory_bytes=int(_parse("memory", memory, _BYTES)),

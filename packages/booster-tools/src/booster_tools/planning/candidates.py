@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -11,7 +10,7 @@ from booster_core.plugin import installed, load
 from booster_core.run_settings import RunSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -52,23 +51,11 @@ class Rehearses(Protocol):
 
 
 @runtime_checkable
-class Probes(Protocol):
-    """A plugin that tries the user's layers on values before it splits them, unless ``unchecked`` is ``"allow"``."""
+class LooksAtValues(Protocol):
+    """A plugin that decides by values of tensors, such as by trying the user's layers before it splits them."""
 
-    unchecked: str
-
-
-@contextlib.contextmanager
-def without_probes(plugin: Plugin) -> Iterator[None]:
-    """Let a plugin go on inside where its probes tell nothing: tensors of a plan have no values."""
-    if not isinstance(plugin, Probes):
-        yield
-        return
-    before, plugin.unchecked = plugin.unchecked, "allow"
-    try:
-        yield
-    finally:
-        plugin.unchecked = before
+    def without_values(self) -> AbstractContextManager[str | None]:
+        """Return a context in which it goes on without them, as in a plan; entering it tells what is assumed."""
 
 
 def check_plannable(plugin: Plugin) -> None:

@@ -21,10 +21,8 @@ from booster_tools.planning.candidates import Candidate, candidates
 from booster_tools.planning.ranking import Devices, Planned, planned, size_text
 from booster_tools.planning.simulate import TrainingStep, simulate
 from booster_tools.planning.skipping import SMALL_NUMEL
-from booster_tools.verification.first_batches import copy_of
-from booster_tools.verification.losses import guessed_losses, has_stages
-from booster_tools.verification.objects import checked_objects, copied
-from booster_tools.verification.run import random_state_kept
+from booster_tools.rehearsal import checked_objects, copied, copied_loader, random_state_kept
+from booster_tools.verification.losses import explaining, guessed_losses, has_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +36,10 @@ if TYPE_CHECKING:
 _ALIKE = 1.01
 """Of settings whose estimated times differ by less, the one that needs least memory is taken."""
 _INSTEAD = "Or choose a plugin by `booster plan`, and name it"
+_LOSS = (
+    "Pass a criterion that is called as `criterion(outputs, batch)`, or as `criterion(model(inputs), targets)` where "
+    f"batches are pairs. {_INSTEAD}."
+)
 
 
 def choose_plugin(
@@ -136,10 +138,11 @@ def _best(objects: Boosted, devices: Devices, policy: PrecisionPolicy | None, *,
     with random_state_kept(torch.device("cpu")):
         batch = _first_batch(objects.dataloader)
     values = _without_values(model, optimizer)
+    forward = explaining(guessed_losses(objects.criterion, batch).forward, "`choose_plugin`", _LOSS)
     training = TrainingStep(
         build=lambda: copied(model, optimizer, values(), what="`choose_plugin`", instead=_INSTEAD),
         share=lambda *_: batch,
-        loss=_explained(guessed_losses(objects.criterion, batch).forward),
+        loss=lambda model, share: forward(model, share)[0],
         mixed_precision=policy,
         on_host=on_host,
     )
@@ -186,7 +189,7 @@ def _nothing_fits(found: list[Planned], budget: int) -> ConfigError:
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
     """Return the first batch of a copy of a loader, whose batch size counts samples of a data parallel rank."""
-    for batch in copy_of(loader, what="`choose_plugin`", instead=f"{_INSTEAD}."):
+    for batch in copied_loader(loader, what="`choose_plugin`", instead=f"{_INSTEAD}."):
         return batch
     msg = "`choose_plugin` plans a training step on the data loader's first batch, and the loader has none."
     raise ConfigError(msg)
@@ -214,22 +217,3 @@ def _without_values(model: nn.Module, optimizer: Optimizer) -> Callable[[], dict
         return {key: stand_in(each) for key, each in tensors.items()}
 
     return make
-
-
-def _explained(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Callable[[nn.Module, Any], Tensor]:
-    """Return what computes a loss, and says what to do where that fails."""
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        try:
-            found, _ = forward(model, batch)
-        except Exception as error:
-            msg = (
-                "The loss could not be computed from the data loader's first batch "
-                f"({type(error).__name__}: {error}). Pass a criterion that is called as "
-                "`criterion(outputs, batch)`, or as `criterion(model(inputs), targets)` where batches are pairs. "
-                f"{_INSTEAD}."
-            )
-            raise ConfigError(msg) from error
-        return found
-
-    return loss

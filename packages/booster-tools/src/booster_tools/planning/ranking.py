@@ -119,14 +119,14 @@ class Plan:
     def __str__(self) -> str:
         columns = ("fits", "peak", "params", "grads", "optim", "transient", "sent/step", "step")
         lines = [" ".join(f"{name:>9}" for name in columns) + "  setting"]
-        problems = []
+        notes = []
         for each in self.settings:
             found = each.prediction
             if each.is_too_large:
                 cells = ["no", f"> {size_text(each.held_bytes)}", *("-" for _ in columns[2:])]
                 lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
             elif found is None:
-                problems.append(f"not planned: {each.candidate}: {each.problem}")
+                notes.append(f"not planned: {each.candidate}: {each.problem}")
             else:
                 sizes = (
                     found.peak_bytes,
@@ -138,7 +138,8 @@ class Plan:
                 )
                 cells = ["yes" if each.fits else "no", *map(size_text, sizes), f"{each.step_seconds:.3g} s"]
                 lines.append(" ".join(f"{cell:>9}" for cell in cells) + f"  {each.candidate}")
-        return "\n".join([*lines, *problems])
+                notes += [] if found.assumed is None else [f"assumed: {each.candidate}: {found.assumed}"]
+        return "\n".join([*lines, *notes])
 
 
 def plan(

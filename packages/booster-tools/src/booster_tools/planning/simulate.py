@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,11 @@ from torch.utils import _pytree as pytree
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import train_batch
-from booster_tools.planning.candidates import Rehearses, check_plannable, without_probes
+from booster_tools.planning.candidates import LooksAtValues, Rehearses, check_plannable
 from booster_tools.planning.recorder import counted, recorded
 from booster_tools.planning.stages import StageThreads
 from booster_tools.planning.world import planned_world, planning
-from booster_tools.verification.reference import share_of
-from booster_tools.verification.run import random_state_kept
+from booster_tools.rehearsal import built, random_state_kept, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -103,6 +102,7 @@ class StepCost:
         traffic: Collectives by kind.
         timeline: What the rank does in the step, in its order.
         seconds: How long it took to find this out.
+        assumed: What the plugin has assumed, as tensors of a plan have no values.
     """
 
     world_size: int
@@ -117,6 +117,7 @@ class StepCost:
     timeline: Timeline = field(default_factory=list, repr=False, compare=False)
     seconds: float = 0.0
     data_parallel_size: int = 1
+    assumed: str | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -169,9 +170,10 @@ def _simulate_rank(training: TrainingStep, world_size: int, plugin: Plugin, mess
     """Plan a step on one rank, in a thread that is this rank."""
     try:
         world = planned_world(world_size, messages, on_host=training.on_host)
-        with world, without_probes(plugin), recorded(messages, computes=False) as recorder:
+        looks = plugin.without_values() if isinstance(plugin, LooksAtValues) else contextlib.nullcontext()
+        with world, looks as assumed, recorded(messages, computes=False) as recorder:
             try:
-                return _take_steps(training, plugin, recorder)
+                return replace(_take_steps(training, plugin, recorder), assumed=assumed)
             except RuntimeError as error:
                 raise StoppedError(error, recorder.most_bytes) from error
     finally:
@@ -249,21 +251,6 @@ def _advance(training: TrainingStep, booster: Booster, boosted: Boosted, share: 
         booster.backward(training.loss(boosted.model, share), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def built(build: Callable[[], tuple[Any, ...]]) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    """Return model, optimizer, and criterion or ``None``.
-
-    Raises:
-        ConfigError: If ``build`` returns something else.
-    """
-    made = build()
-    kinds = (torch.nn.Module, torch.optim.Optimizer)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(map(isinstance, made, kinds)):
-        got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
-        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
-        raise ConfigError(msg)
-    return made[0], made[1], made[2] if len(made) == 3 else None
 
 
 def _step_as_on_accelerators(optimizer: torch.optim.Optimizer) -> None:

@@ -17,9 +17,9 @@ import torch
 import torch._meta_registrations
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
 
 from booster_core.errors import ConfigError
+from booster_tools.flops import GROUPED_PRODUCTS, formula_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -72,7 +72,7 @@ class Operation:
     def __init__(self, func: Any) -> None:
         schema = func._schema  # noqa: SLF001 - torch's own modes read it
         self.is_collective = func.namespace == "c10d"
-        self.flops = flop_registry.get(func._overloadpacket)  # noqa: SLF001 - as torch's counter looks it up
+        self.flops = formula_of(func._overloadpacket)  # noqa: SLF001 - as torch's counter looks it up
         returns = schema.returns
         self._names = [argument.name for argument in schema.arguments]
         is_functional = func.namespace in ("_c10d_functional", "_dtensor")
@@ -237,7 +237,8 @@ def _unplanned(func: Any, reason: str) -> ConfigError:
     """Return the error of an operation whose result can't be planned."""
     return ConfigError(
         f"The shape of what `{func}` returns can't be known without computing it ({reason}), so that this model can't "
-        "be planned. Plan with a variant of it that has no such operation."
+        "be planned. Plan with a variant of it that has no such operation: experts of transformers have one by "
+        '`model.set_experts_implementation("grouped_mm")`.'
     )
 
 
@@ -257,9 +258,13 @@ def _key_of(values: Iterable[Any], first: dict[int, int]) -> tuple[Any, ...]:
 def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     metas: dict[int, Tensor] = {}
 
+    # Its meta kernel takes what a device's does, bf16 only; torch's of the CPU takes other formats.
+    is_grouped = func._overloadpacket is GROUPED_PRODUCTS  # noqa: SLF001
+
     def meta_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in metas:
-            metas[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            dtype = torch.bfloat16 if is_grouped and tensor.is_floating_point() else tensor.dtype
+            metas[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
         return metas[id(tensor)]
 
     meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_of, (args, kwargs))
@@ -267,7 +272,8 @@ def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if "device" in meta_kwargs or not metas:
         meta_kwargs["device"] = torch.device("meta")
     try:
-        return func(*meta_args, **meta_kwargs)
+        found = func(*meta_args, **meta_kwargs)
+        return found.to(args[0].dtype) if is_grouped and kwargs.get("out_dtype") is None else found
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         raise _unplanned(func, f"{type(error).__name__}: {first_line}") from error

@@ -15,7 +15,7 @@ from booster_core.ranks import PROGRESS, Outcome, close_world, current_world, op
 from booster_runtime.collectives import Pending, Transport, made_by
 from booster_runtime.memory import host_stands_for_device
 from booster_tools.planning.recorder import counted, recorder_here
-from booster_tools.verification.run import random_state_kept
+from booster_tools.rehearsal import random_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

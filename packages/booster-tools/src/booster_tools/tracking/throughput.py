@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper, as_tuple
 from booster_core.precision import NARROW
+from booster_tools.flops import MORE_FORMULAS
 from booster_tools.tracking.interface import Meter
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Throughput(Meter):
         if first.dim() == 2 and not first.is_floating_point():
             self._num_tokens += first.numel()
         if not self._flops_per_element and self._counter is None and first.numel():
-            self._counter = FlopCounterMode(display=False)
+            self._counter = FlopCounterMode(display=False, custom_mapping=MORE_FORMULAS)
             self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._flops_per_element = -1.0 / first.numel()  # until the forward has ended
 

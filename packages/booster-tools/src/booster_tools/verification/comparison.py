@@ -6,19 +6,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from booster_core import Booster
-from booster_core.errors import ConfigError
-from booster_runtime.lazy import is_lazy, materialize
+from booster_tools.rehearsal import built, random_state_kept, share_of
 from booster_tools.verification.losses import Losses, loss_of_outputs
-from booster_tools.verification.reference import share_of
 from booster_tools.verification.report import Verification
-from booster_tools.verification.run import compare_with, random_state_kept, reference_for
+from booster_tools.verification.run import compare_with_one_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from booster_core.plugin import Plugin
@@ -65,47 +63,23 @@ def verify(
     started = time.perf_counter()
     booster = Booster(mixed_precision=mixed_precision, plugin=plugin)
     coordinator = booster.context.coordinator
+    criteria: list[Callable[[Any, Any], Tensor]] = []
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(_SEED)
+        model, optimizer, criterion = built(build)
+        criteria.append(criterion or loss_of_outputs)
+        return model, optimizer
+
     with random_state_kept(booster.device):
         _, size = booster.plugin.data_parallel_coordinates(coordinator)
         with coordinator.together("verify"):
             shares = [share_of(batch, one, size) for one in range(size)]
-            criteria: list[Callable[[Any, Any], Tensor]] = []
-            losses = Losses.by_criterion(lambda outputs, share: criteria[-1](outputs, share))  # noqa: PLW0108 - made later
-
-            def make() -> tuple[nn.Module, Optimizer]:
-                model, optimizer, criterion = _built(build)
-                criteria.append(criterion)
-                return materialize(model), optimizer
-
-            reference = reference_for(booster, make, losses, shares, steps)
-            model, optimizer, _ = _built(build)
-            if not is_lazy(model):
-                _check_same(model, reference.initial)
-        differences = compare_with(reference, booster, model, optimizer, losses, shares, tolerance)
+        losses = Losses.by_criterion(lambda outputs, share: criteria[-1](outputs, share))  # noqa: PLW0108 - made later
+        differences = compare_with_one_process(booster, make, losses, shares, steps, what="verify", tolerance=tolerance)
     return Verification(
         plugin=booster.plugin.name,
         world_size=coordinator.world_size,
         differences=differences,
         seconds=time.perf_counter() - started,
     )
-
-
-def _built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, Callable[[Any, Any], Tensor]]:
-    torch.manual_seed(_SEED)
-    made = build()
-    kinds = (nn.Module, torch.optim.Optimizer)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(map(isinstance, made, kinds)):
-        got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
-        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
-        raise ConfigError(msg)
-    return made[0], made[1], made[2] if len(made) == 3 and made[2] is not None else loss_of_outputs
-
-
-def _check_same(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        if name not in values or not torch.equal(parameter.detach().cpu().to(values[name].dtype), values[name]):
-            msg = (
-                f"`build` makes other weights each time: '{name}' differs between two calls under the same seed. Draw "
-                "them from torch's generator, or load them from a file."
-            )
-            raise ConfigError(msg)

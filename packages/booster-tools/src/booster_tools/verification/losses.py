@@ -81,7 +81,7 @@ def losses_of_script(
         return Losses.by_criterion(criterion or loss_of_outputs, drops_entries=True)
     if loss is not None:
         return Losses(lambda model, batch: (loss(model, batch), None))
-    return Losses(_explaining(guessed_losses(criterion, batch).forward))
+    return Losses(explaining(guessed_losses(criterion, batch).forward, "`verify_objects`", _REMEDY))
 
 
 def guessed_losses(criterion: Callable[..., Any] | None, batch: Any) -> Losses:
@@ -101,19 +101,27 @@ def guessed_losses(criterion: Callable[..., Any] | None, batch: Any) -> Losses:
     return Losses(forward)
 
 
-def _explaining(forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> Callable[[nn.Module, Any], Any]:
-    """Let a guessed way to compute a loss say what to do where it fails."""
+def explaining(
+    forward: Callable[[nn.Module, Any], tuple[Tensor, Any]], what: str, remedy: str
+) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
+    """Let a guessed way to compute a loss say what to do where it fails.
+
+    Args:
+        forward: As for `Losses`.
+        what: Who guessed it.
+        remedy: What to do, in a sentence.
+    """
 
     def run(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
             loss, outputs = forward(model, batch)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            msg = f"`verify_objects` could not compute a loss as it guessed ({cause}). {_REMEDY}"
+            msg = f"{what} could not compute a loss as it guessed ({cause}). {remedy}"
             raise ConfigError(msg) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"`{type(loss).__name__}`"
-            msg = f"`verify_objects` guessed how your script computes its loss, and got {got}. {_REMEDY}"
+            msg = f"{what} guessed how your script computes its loss, and got {got}. {remedy}"
             raise ConfigError(msg)
         return loss, outputs
 

@@ -6,24 +6,21 @@ verified equals one that was not, bit for bit.
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import Boosted, as_tuple, check_arguments
+from booster_core.plugin import Boosted
 from booster_core.precision import NARROW
 from booster_core.ranks import this_host
+from booster_runtime.data import DistributedDataLoader, split_and_agree
 from booster_runtime.lazy import is_lazy
-from booster_tools.verification.first_batches import copy_of, first_batches
+from booster_tools.rehearsal import checked_objects, copied, copied_loader, random_state_kept, without_step_hooks
 from booster_tools.verification.losses import losses_of_script
 from booster_tools.verification.report import Verification
-from booster_tools.verification.run import compare_with, random_state_kept, reference_for
+from booster_tools.verification.run import compare_with_one_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +29,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from booster_core import Booster
     from booster_core.plugin import Plugin
+    from booster_core.ranks import DistCoordinator
 
 _STEPS = 2
 """The second step is the first that depends on optimizer state and on parameters that were sharded."""
@@ -41,7 +40,9 @@ _MODEL_SIZES = 12
 final values and each step's gradients, and then a boosted copy."""
 _MORE_IN_LOW_PRECISION = 4
 """Values and gradients of the same training in fp32."""
+_WHAT = "`verify_objects`"
 _INSTEAD = "Call `booster_tools.verify` with a small configuration of the model instead"
+_INSTEAD_OF_LOADER = "Call `booster_tools.verify` with a batch instead."
 
 
 def verify_objects(
@@ -91,20 +92,26 @@ def verify_objects(
             if loss is not None and not callable(loss):
                 msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."
                 raise TypeError(msg)
-            checked = checked_objects(Boosted(model, optimizer, criterion), dataloader)
+            checked = checked_objects(Boosted(model, optimizer, criterion), dataloader, what=_WHAT)
             policy = booster.precision.for_model(model)
             num_sizes = _MODEL_SIZES + (_MORE_IN_LOW_PRECISION if policy.compute_dtype in NARROW else 0)
             if policy is not booster.precision:  # copies of a model in bf16 are trained in fp32
                 num_sizes *= 2
             _check_size(model, num_sizes, num_local)
         loader: DataLoader[Any] = checked.dataloader
-        shares = first_batches(loader, booster.plugin, coordinator)
+        shares = _first_batches(loader, booster.plugin, coordinator)
         with coordinator.together("verify_objects"):
             losses = losses_of_script(booster.plugin, criterion, loss, shares[0])
-            reference = reference_for(booster, lambda: copied(model, optimizer), losses, shares, _STEPS)
-            loader = copy_of(loader)
-        second = without_step_hooks(booster, booster.plugin)
-        differences = compare_with(reference, second, *copied(model, optimizer), losses, shares, dataloader=loader)
+            loader = copied_loader(loader, what=_WHAT, instead=_INSTEAD_OF_LOADER)
+        differences = compare_with_one_process(
+            without_step_hooks(booster, booster.plugin),
+            lambda: copied(model, optimizer, what=_WHAT, instead=_INSTEAD),
+            losses,
+            shares,
+            _STEPS,
+            what="verify_objects",
+            dataloader=loader,
+        )
     gc.collect()  # strategies keep their model in cycles of hooks
     report = Verification(
         plugin=booster.plugin.name,
@@ -114,82 +121,6 @@ def verify_objects(
     )
     report.check()
     return report
-
-
-def without_step_hooks(booster: Booster, plugin: Plugin) -> Booster:
-    """Return a Booster with the settings of another one and a plugin, whose steps no hook observes."""
-    asked = booster.precision if plugin.precision is None else None  # what the plugin was asked for is not said twice
-    second = Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
-    second.context = replace(second.context, hooks=_WithoutSteps(second.context.hooks))
-    return second
-
-
-class _WithoutSteps:
-    """The hooks of a run but ``after_step``: the steps of copies are nobody's."""
-
-    def __init__(self, hooks: Any) -> None:
-        self._hooks = hooks
-        self.after_step = SimpleNamespace(get_hookimpls=tuple)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hooks, name)
-
-
-def checked_objects(objects: Boosted, dataloader: Any, *, what: str = "`verify_objects`") -> Boosted:
-    """Return the objects that a script will boost, with the loader to take a batch from, after a check of all.
-
-    Args:
-        objects: Model, optimizer and criterion.
-        dataloader: As for `Booster.boost`; of several loaders the first is taken.
-        what: Who takes a batch, for messages.
-
-    Raises:
-        TypeError: If an object is of another type.
-        ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
-    """
-    check_arguments(objects._replace(dataloader=dataloader))
-    objects = objects._replace(dataloader=next(iter(as_tuple(dataloader)), None))
-    if objects.optimizer is None or objects.dataloader is None:
-        missing = "optimizer" if objects.optimizer is None else "data loader"
-        msg = (
-            f"{what} needs the optimizer, and the data loader for a first batch; it got no {missing}. Pass it as to "
-            "`boost`."
-        )
-        raise ConfigError(msg)
-    return objects
-
-
-def copied(
-    model: nn.Module,
-    optimizer: Optimizer,
-    memo: dict[int, Any] | None = None,
-    *,
-    what: str = "`verify_objects`",
-    instead: str = _INSTEAD,
-) -> tuple[nn.Module, Optimizer]:
-    """Return copies of a model and of its optimizer, which steps on the copy's parameters.
-
-    Args:
-        model: The user's model.
-        optimizer: Over its parameters.
-        memo: Copies that there are already, by ``id``, as for `copy.deepcopy`.
-        what: Who trains copies, for messages.
-        instead: What to do where that fails.
-
-    Raises:
-        ConfigError: If they can't be copied.
-    """
-    memo = {} if memo is None else memo
-    try:
-        copied, twin = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
-        # Torch's own copy of an optimizer leaves out what a class of the user's keeps besides groups and state.
-        # Schedulers put a `step` into its place that steps the original.
-        for name in vars(optimizer).keys() - vars(twin).keys() - {"step"}:
-            setattr(twin, name, copy.deepcopy(vars(optimizer)[name], memo))
-    except Exception as error:
-        msg = f"{what} trains copies, and `copy.deepcopy` failed with {type(error).__name__}: {error}. {instead}."
-        raise ConfigError(msg) from error
-    return copied, twin
 
 
 def _check_size(model: nn.Module, num_sizes: int, num_ranks: int) -> None:
@@ -229,3 +160,34 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator) -> list[Any]:
+    """Return the first batch of each data parallel rank, without moving the loader on.
+
+    Samples are loaded in this process, whatever the loader's number of workers.
+
+    Args:
+        loader: The user's data loader.
+        plugin: Tells which ranks see different samples.
+        coordinator: Of the run.
+
+    Raises:
+        ConfigError: If the loader can't be copied or split, or has no batch.
+
+    Collective: every rank of the world.
+    """
+    with coordinator.together("verify_objects"):
+        copied = copied_loader(loader, what=_WHAT, instead=_INSTEAD_OF_LOADER)
+    split = split_and_agree(copied, plugin, coordinator)
+    index, size = plugin.data_parallel_coordinates(coordinator)
+    with coordinator.together("verify_objects"):
+        if isinstance(split, DistributedDataLoader):
+            split.on_batch = None
+        try:
+            batch = next(iter(split))
+        except StopIteration:
+            msg = "`verify_objects` trains on the data loader's first batch, and the loader has none."
+            raise ConfigError(msg) from None
+    batches = dict(reversed(coordinator.all_gather_object((index, batch), name="verify_objects")))
+    return [batches[each] for each in range(size)]

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from booster_core.errors import ConfigError
 from booster_runtime.data import leaves_by_path
 
 if TYPE_CHECKING:
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_tools.verification.losses import Losses
-
-_DROPOUT_ATTRIBUTES = ("dropout", "drop_prob", "drop_path", "layerdrop", "drop_rate")
 
 
 @dataclass
@@ -113,28 +109,6 @@ def _forwards_under(model: nn.Module, make: Callable[[], AbstractContextManager[
         after.remove()
 
 
-def share_of(batch: Any, index: int, size: int) -> Any:
-    """Return one of equal shares of a batch, cut along the first dimension of its tensors.
-
-    Raises:
-        ConfigError: If the tensors have not equally many samples, or these can't be shared evenly.
-    """
-    counts = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(counts) != 1 or next(iter(counts)) % size or not next(iter(counts)):
-        found = ", ".join(map(str, sorted(counts))) or "no"
-        msg = (
-            f"A batch of {found} samples can't be shared evenly by {size} data parallel ranks. Pass tensors with one "
-            f"entry per sample in their first dimension, and a multiple of {size} samples."
-        )
-        raise ConfigError(msg)
-    length = next(iter(counts)) // size
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[index * length : (index + 1) * length] if tensor.dim() else tensor
-
-    return pytree.tree_map_only(Tensor, cut, batch)
-
-
 def floating_leaves(outputs: Any) -> dict[str, Tensor]:
     """Return the floating-point tensors of outputs, by their path."""
     leaves = leaves_by_path(dict(outputs) if isinstance(outputs, Mapping) else outputs)[0]
@@ -148,31 +122,3 @@ def floating_leaves(outputs: Any) -> dict[str, Tensor]:
 def copies(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of a model's parameters, by name."""
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-
-
-@contextlib.contextmanager
-def without_dropout(*models: nn.Module) -> Iterator[None]:
-    """Set every dropout rate of modules and of their configs to 0 for the time of the context.
-
-    Rates are found by type (``nn.Dropout``) and, on other modules and configs, by name.
-    """
-    changed: list[tuple[Any, str, float]] = []
-    seen: set[int] = set()
-    for model in models:
-        for module in model.modules():
-            holders = [module, getattr(module, "config", None)]
-            for holder in holders:
-                if holder is None or id(holder) in seen or not hasattr(holder, "__dict__"):
-                    continue
-                seen.add(id(holder))
-                for name, value in list(vars(holder).items()):
-                    is_rate = isinstance(value, float) and 0 < value <= 1
-                    by_type = name == "p" and isinstance(holder, nn.modules.dropout._DropoutNd)  # noqa: SLF001 - the base of all
-                    if is_rate and (by_type or any(word in name for word in _DROPOUT_ATTRIBUTES)):
-                        changed.append((holder, name, value))
-                        setattr(holder, name, 0.0)
-    try:
-        yield
-    finally:
-        for holder, name, value in changed:
-            setattr(holder, name, value)

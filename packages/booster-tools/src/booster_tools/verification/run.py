@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from booster_core.errors import ConfigError
 from booster_core.plugin import place_model
 from booster_core.precision import NARROW, PrecisionPolicy
 from booster_core.state import MASTER, slices_of
 from booster_runtime import full_gradient
+from booster_runtime.lazy import is_lazy, materialize
+from booster_tools.rehearsal import without_dropout
 from booster_tools.verification.losses import has_stages
-from booster_tools.verification.reference import Reference, floating_leaves, train_reference, without_dropout
+from booster_tools.verification.reference import Reference, floating_leaves, train_reference
 from booster_tools.verification.report import Difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -45,25 +48,62 @@ _OF_NOISE = 2.0
 """How far two runs in low precision may be from each other, relative to the distance of one of them from fp32."""
 
 
-def reference_for(
+def compare_with_one_process(
+    booster: Booster,
+    make: Callable[[], tuple[nn.Module, Optimizer]],
+    losses: Losses,
+    shares: list[Any],
+    steps: int,
+    *,
+    what: str,
+    tolerance: float | None = None,
+    dataloader: DataLoader[Any] | None = None,
+) -> tuple[Difference, ...]:
+    """Train a model in this process and under a plugin, and return every comparison.
+
+    Args:
+        booster: With the plugin under test; it boosts one model.
+        make: Returns the user's model, or its twin, and its optimizer, with the same values each time.
+        losses: How the loss of a batch is computed.
+        shares: The batch of each data parallel rank.
+        steps: Number of training steps, all on these batches.
+        what: Who asks, for errors.
+        tolerance: As for `verify`.
+        dataloader: For plugins that look at it.
+
+    Raises:
+        ConfigError: If ``make`` returns other values each time.
+
+    Collective: every rank of the world.
+    """
+    coordinator = booster.context.coordinator
+    with coordinator.together(what):
+        reference = _reference_for(booster, make, losses, shares, steps)
+        model, optimizer = make()
+        if not is_lazy(model):
+            _check_same(model, reference.initial)
+    index, _ = booster.plugin.data_parallel_coordinates(coordinator)
+    limit = _TOLERANCES[booster.precision.for_model(model).compute_dtype] if tolerance is None else tolerance
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with without_dropout(model):
+        (share,) = _moved([shares[index]], booster.device)
+        boosted = booster.boost(model, optimizer, dataloader=dataloader)
+        found = _Run(booster, boosted, trained, losses, share, index, reference, limit).compare(steps)
+    return _merged(coordinator.all_gather_object(found), reference.initial)
+
+
+def _reference_for(
     booster: Booster,
     make: Callable[[], tuple[nn.Module, Optimizer]],
     losses: Losses,
     shares: list[Any],
     steps: int,
 ) -> Reference:
-    """Train a model in this process, as the ranks of a run together would; in low precision, in fp32 as well.
-
-    Args:
-        booster: Of the run; its device and precision are used.
-        make: Returns the user's model, or its twin, and its optimizer.
-        losses: How the loss of a batch is computed.
-        shares: The batch of each data parallel rank.
-        steps: Number of training steps, all on these batches.
-    """
+    """Train a model in this process, as the ranks of a run together would; in low precision, in fp32 as well."""
     moved = _moved(shares, booster.device)
 
     def train(model: nn.Module, optimizer: Optimizer, policy: PrecisionPolicy) -> Reference:
+        model = materialize(model)
         place_model(model, optimizer, booster.device, policy)
 
         def autocast() -> contextlib.AbstractContextManager[Any]:
@@ -84,65 +124,18 @@ def reference_for(
     return reference
 
 
-def compare_with(
-    reference: Reference,
-    booster: Booster,
-    model: nn.Module,
-    optimizer: Optimizer,
-    losses: Losses,
-    shares: list[Any],
-    tolerance: float | None = None,
-    dataloader: DataLoader[Any] | None = None,
-) -> tuple[Difference, ...]:
-    """Boost a model, train it as the reference was, and return every comparison.
-
-    Args:
-        reference: What `reference_for` returned.
-        booster: With the plugin under test.
-        model: The user's model, or its twin.
-        optimizer: Over its parameters.
-        losses: As the reference's.
-        shares: As the reference's.
-        tolerance: As for `verify`.
-        dataloader: For plugins that look at it.
-
-    Collective: every rank of the world.
-    """
-    coordinator = booster.context.coordinator
-    index, _ = booster.plugin.data_parallel_coordinates(coordinator)
-    limit = _TOLERANCES[booster.precision.for_model(model).compute_dtype] if tolerance is None else tolerance
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    with without_dropout(model):
-        (share,) = _moved([shares[index]], booster.device)
-        boosted = booster.boost(model, optimizer, dataloader=dataloader)
-        run = _Run(booster, boosted, trained, losses, share, index, reference, limit)
-        found = run.compare(len(reference.losses))
-    return _merged(coordinator.all_gather_object(found), reference.initial)
+def _check_same(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if name not in values or not torch.equal(parameter.detach().cpu().to(values[name].dtype), values[name]):
+            msg = (
+                f"`build` makes other weights each time: '{name}' differs between two calls under the same seed. Draw "
+                "them from torch's generator, or load them from a file."
+            )
+            raise ConfigError(msg)
 
 
 def _moved(shares: list[Any], device: torch.device) -> list[Any]:
     return [pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), share) for share in shares]
-
-
-@contextlib.contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Put the states of torch's, numpy's and Python's global generators back afterwards.
-
-    Args:
-        device: The device whose generator is kept, besides that of the host. No other device is initialized.
-    """
-    import random
-
-    import numpy as np
-
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what scripts draw from
-    try:
-        host_only = device.type == "cpu"
-        with torch.random.fork_rng([] if host_only else [device], device_type="cuda" if host_only else device.type):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
 
 
 class _Run:

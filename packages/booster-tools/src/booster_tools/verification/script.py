@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
-def module_of(path: Path) -> Any:
+def _module_of(path: Path) -> Any:
     """Import a script.
 
     Raises:
@@ -33,7 +33,7 @@ def module_of(path: Path) -> Any:
     return module
 
 
-def function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
+def _function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
     """Return a function of a script.
 
     Raises:
@@ -45,3 +45,18 @@ def function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
         raise ConfigError(msg)
     function: Callable[[], Any] = found
     return function
+
+
+def functions_of(build: str, batch: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return a script's functions that make what is trained, and the batch.
+
+    Args:
+        build: ``FILE:FUNCTION``; without a function, ``build``.
+        batch: Name of the other function.
+
+    Raises:
+        ConfigError: If the file is no Python file, or has no such functions.
+    """
+    file, _, function = build.partition(":")
+    module = _module_of(Path(file))
+    return _function_of(module, function or "build", file), _function_of(module, batch, file)

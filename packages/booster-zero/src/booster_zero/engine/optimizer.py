@@ -69,10 +69,10 @@ class ZeroOptimizer(OptimizerWrapper):
         own = is_own_method(self.unwrap(), name, found)
         return functools.partial(call_own_method, self, name, found) if own else found
 
-    def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
-        """Learn of the format of norms; the model's trained parameters are laid out already."""
+    def find_unlisted(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return none: all trained parameters are laid out."""
         del model
-        self.norm_dtype = norm_dtype
+        return []
 
     def buckets(self) -> Sequence[Bucket]:
         """Return the buckets that this optimizer steps on, in the order in which forward is expected to use them."""

@@ -1,0 +1,247 @@
+"""A training on copies or stand-ins of a script's objects, which leaves them and the random state as they are.
+
+What `verify`, plans and `find_batch_size` share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_core.plugin import Boosted, as_tuple, check_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from booster_core.plugin import Plugin
+
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_DROPOUT_ATTRIBUTES = ("dropout", "drop_prob", "drop_path", "layerdrop", "drop_rate")
+
+
+def built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, Any]:
+    """Return model, optimizer, and criterion or ``None``.
+
+    Raises:
+        ConfigError: If ``build`` returns something else.
+    """
+    made = build()
+    kinds = (nn.Module, torch.optim.Optimizer)
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not all(map(isinstance, made, kinds)):
+        got = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
+        msg = f"`build` returns (model, optimizer) or (model, optimizer, criterion); got `{got}`."
+        raise ConfigError(msg)
+    return made[0], made[1], made[2] if len(made) == 3 else None
+
+
+def share_of(batch: Any, index: int, size: int) -> Any:
+    """Return one of equal shares of a batch, cut along the first dimension of its tensors.
+
+    Raises:
+        ConfigError: If the tensors have not equally many samples, or these can't be shared evenly.
+    """
+    counts = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(counts) != 1 or next(iter(counts)) % size or not next(iter(counts)):
+        found = ", ".join(map(str, sorted(counts))) or "no"
+        msg = (
+            f"A batch of {found} samples can't be shared evenly by {size} data parallel ranks. Pass tensors with one "
+            f"entry per sample in their first dimension, and a multiple of {size} samples."
+        )
+        raise ConfigError(msg)
+    length = next(iter(counts)) // size
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[index * length : (index + 1) * length] if tensor.dim() else tensor
+
+    return pytree.tree_map_only(Tensor, cut, batch)
+
+
+def checked_objects(objects: Boosted, dataloader: Any, *, what: str) -> Boosted:
+    """Return the objects that a script will boost, with the loader to take a batch from, after a check of all.
+
+    Args:
+        objects: Model, optimizer and criterion.
+        dataloader: As for `Booster.boost`; of several loaders the first is taken.
+        what: Who takes a batch, for messages.
+
+    Raises:
+        TypeError: If an object is of another type.
+        ConfigError: If `boost` would refuse them, or the optimizer or the loader is missing.
+    """
+    check_arguments(objects._replace(dataloader=dataloader))
+    objects = objects._replace(dataloader=next(iter(as_tuple(dataloader)), None))
+    if objects.optimizer is None or objects.dataloader is None:
+        missing = "optimizer" if objects.optimizer is None else "data loader"
+        msg = (
+            f"{what} needs the optimizer, and the data loader for a first batch; it got no {missing}. Pass it as to "
+            "`boost`."
+        )
+        raise ConfigError(msg)
+    return objects
+
+
+def copied(
+    model: nn.Module,
+    optimizer: Optimizer,
+    memo: dict[int, Any] | None = None,
+    *,
+    what: str,
+    instead: str,
+) -> tuple[nn.Module, Optimizer]:
+    """Return copies of a model and of its optimizer, which steps on the copy's parameters.
+
+    Args:
+        model: The user's model.
+        optimizer: Over its parameters.
+        memo: Copies that there are already, by ``id``, as for `copy.deepcopy`.
+        what: Who trains copies, for messages.
+        instead: What to do where that fails.
+
+    Raises:
+        ConfigError: If they can't be copied.
+    """
+    memo = {} if memo is None else memo
+    try:
+        copied, twin = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+        # Torch's own copy of an optimizer leaves out what a class of the user's keeps besides groups and state.
+        # Schedulers put a `step` into its place that steps the original.
+        for name in vars(optimizer).keys() - vars(twin).keys() - {"step"}:
+            setattr(twin, name, copy.deepcopy(vars(optimizer)[name], memo))
+    except Exception as error:
+        msg = f"{what} trains copies, and `copy.deepcopy` failed with {type(error).__name__}: {error}. {instead}."
+        raise ConfigError(msg) from error
+    return copied, twin
+
+
+def copied_loader(
+    loader: DataLoader[Any],
+    *,
+    what: str,
+    instead: str,
+) -> DataLoader[Any]:
+    """Return a copy of a loader that has no workers.
+
+    The samples of a map-style data set are shared, and its generators are copied; a stream is copied, because what
+    was read of it would be lost.
+
+    Args:
+        loader: The user's data loader.
+        what: Who takes a batch, for messages.
+        instead: What to do where that fails.
+
+    Raises:
+        ConfigError: If it can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    if getattr(loader, "_iterator", None) is not None:
+        memo[id(loader._iterator)] = None  # noqa: SLF001 - persistent workers are not copied
+    try:
+        if not isinstance(loader.dataset, IterableDataset):
+            memo[id(loader.dataset)] = _with_own_generators(loader.dataset)
+        copied = copy.deepcopy(loader, memo)
+    except Exception as error:
+        msg = (
+            f"{what} takes the first batch from a copy of the data loader, and `copy.deepcopy` failed with "
+            f"{type(error).__name__}: {error}. {instead}"
+        )
+        raise ConfigError(msg) from error
+    # Torch refuses to change some of these on a loader, and others where there are no workers.
+    vars(copied).update(
+        num_workers=0,
+        prefetch_factor=None,
+        persistent_workers=False,
+        pin_memory=False,
+        timeout=0,
+        _DataLoader__multiprocessing_context=None,
+    )
+    return copied
+
+
+def _with_own_generators(dataset: Any) -> Any:
+    """Return a shallow copy of a data set with generators of its own; what can't be copied has none."""
+    if not hasattr(dataset, "__dict__"):
+        return dataset
+    twin = copy.copy(dataset)
+    for name, value in vars(twin).items():
+        if isinstance(value, _RANDOM):
+            vars(twin)[name] = copy.deepcopy(value)
+    return twin
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Put the states of torch's, numpy's and Python's global generators back afterwards.
+
+    Args:
+        device: The device whose generator is kept, besides that of the host. No other device is initialized.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what scripts draw from
+    try:
+        host_only = device.type == "cpu"
+        with torch.random.fork_rng([] if host_only else [device], device_type="cuda" if host_only else device.type):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def without_dropout(*models: nn.Module) -> Iterator[None]:
+    """Set every dropout rate of modules and of their configs to 0 for the time of the context.
+
+    Rates are found by type (``nn.Dropout``) and, on other modules and configs, by name.
+    """
+    changed: list[tuple[Any, str, float]] = []
+    seen: set[int] = set()
+    for model in models:
+        for module in model.modules():
+            holders = [module, getattr(module, "config", None)]
+            for holder in holders:
+                if holder is None or id(holder) in seen or not hasattr(holder, "__dict__"):
+                    continue
+                seen.add(id(holder))
+                for name, value in list(vars(holder).items()):
+                    is_rate = isinstance(value, float) and 0 < value <= 1
+                    by_type = name == "p" and isinstance(holder, nn.modules.dropout._DropoutNd)  # noqa: SLF001 - the base of all
+                    if is_rate and (by_type or any(word in name for word in _DROPOUT_ATTRIBUTES)):
+                        changed.append((holder, name, value))
+                        setattr(holder, name, 0.0)
+    try:
+        yield
+    finally:
+        for holder, name, value in changed:
+            setattr(holder, name, value)
+
+
+def without_step_hooks(booster: Booster, plugin: Plugin) -> Booster:
+    """Return a Booster with the settings of another one and a plugin, whose steps no hook observes."""
+    asked = booster.precision if plugin.precision is None else None  # what the plugin was asked for is not said twice
+    second = Booster(booster.device, asked, plugin, device_placement=booster.device_placement)
+    second.context = replace(second.context, hooks=_WithoutSteps(second.context.hooks))
+    return second
+
+
+class _WithoutSteps:
+    """The hooks of a run but ``after_step``: the steps of copies are nobody's."""
+
+    def __init__(self, hooks: Any) -> None:
+        self._hooks = hooks
+        self.after_step = SimpleNamespace(get_hookimpls=tuple)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hooks, name)
