@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -124,7 +125,7 @@ def compare_kinds(mode):
             compare(kind, mode, checkpointed)
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
 def test_layers_that_call_torch_attention_train_as_on_one_process(mode):
     run_on_ranks(compare_kinds, 2, mode)
 
