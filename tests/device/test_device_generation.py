@@ -1,8 +1,8 @@
 """``generate`` of split models on devices: the tokens of one process, on every rank of a replica."""
 
-import pytest
 import torch
 from device_smoke import make_model
+from matrix import matrix
 from simulated_device import run_on_devices
 
 from booster_core import Booster
@@ -54,6 +54,6 @@ def generate(options):
     assert found[0] != found[2]
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
+@matrix(["pp", "ring", "zero 3"], name=SETTINGS)
 def test_tokens_are_those_of_one_process(name, simulated_device):
     run_on_devices(generate, 2, simulated_device, SETTINGS[name], timeout_seconds=240.0, group_timeout_seconds=120.0)

@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 from device_runs.cases import all_cases
 
-DEFAULT = {
-    "fsdp, fp32, 2 ranks",
-    "pipeline, fp32, 2 ranks",
-    "zero 2, offload, fp16, one rank",
-    "speed: copies hidden by offload",
-    "files in a stream of the user",
-    "offload equals none: gemini, bf16",
-    "streams: a home of blocks",
-}
+DEFAULT = {"pipeline, fp32, 2 ranks", "files in a stream of the user"}
+"""One with ranks and one without, as a case starts processes of its own; each subject has tests in this folder."""
 SHARED = Path(__file__).parents[1] / "shared"
 
 

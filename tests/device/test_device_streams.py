@@ -3,9 +3,9 @@
 import gc
 from importlib import import_module
 
-import pytest
 import torch
 from device_smoke import PLUGINS
+from matrix import matrix
 from simulated_device import NAME, run_on_devices, streams_made
 from torch import nn
 
@@ -45,7 +45,7 @@ def train(plugin, options):
     return streams, reserved, torch.simulated.max_memory_allocated()
 
 
-@pytest.mark.parametrize("name", CASES)
+@matrix(["zero, offload", "gemini, half"], name=CASES)
 def test_streams_are_made_once_and_pools_stay_small(name, simulated_device):
     for streams, reserved, allocated in run_on_devices(train, 2, simulated_device, *CASES[name]):
         assert streams[-1] == streams[0], f"streams after each two steps: {streams}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("together", "in_bf16")]
 
 
 class Run(NamedTuple):
@@ -79,7 +80,7 @@ def test_two_runs_are_bitwise_equal(together, together_again):
     assert together.result == together_again.result
 
 
-@pytest.mark.parametrize("name", ["together", pytest.param("in_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["alone", *MORE])
 def test_transformers_loads_the_saved_model(name, request):
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +90,7 @@ def test_transformers_loads_the_saved_model(name, request):
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["alone", "together", "in_bf16"])
+@pytest.mark.parametrize("name", ["alone", *MORE])
 def test_output_reports_the_loss_and_continues_a_text(name, request):
     run = request.getfixturevalue(name)
     assert f"validation loss {run.result['validation']:.3f}" in run.output
@@ -99,7 +100,7 @@ def test_output_reports_the_loss_and_continues_a_text(name, request):
     assert len(text) > len("def ") + 20
 
 
-@pytest.mark.parametrize("name", ["alone", "together"])
+@pytest.mark.parametrize("name", ["alone", MORE[0]])
 def test_loss_curve_is_drawn(name, request):
     run = request.getfixturevalue(name)
     png = (run.folder / "out" / "loss.png").read_bytes()

@@ -105,6 +105,7 @@ def test_a_student_under_one_plugin_learns_from_a_teacher_under_another(run, tmp
 _DIGITS = ["sklearn", "scipy", "joblib", "threadpoolctl", "narwhals"]
 
 
+@pytest.mark.slow  # three epochs in a minute; the example with ResNet reads images too
 @pytest.mark.skipif(bool(missing_libraries(_DIGITS)), reason="the digits are part of scikit-learn")
 def test_a_vision_transformer_reads_digits(run):
     through = ROOT / "tests" / "examples" / "with_torchvision.py"

@@ -75,6 +75,7 @@ def third_party_project(folder, name, distribution, *, hooks=None, body="pass"):
     return folder / distribution
 
 
+@pytest.mark.slow  # test_core_alone.py trains in such an environment
 def test_core_alone_trains_on_one_device_and_names_what_to_install(build_wheel, environment_of):
     environment = environment_of(build_wheel(ROOT / "packages" / "booster-core"))
     assert environment.booster("plugins").stdout == "No plugin is installed. Run `pip install booster-ddp`.\n"
@@ -100,6 +101,7 @@ def test_import_of_a_missing_plugin_class_names_its_distribution(core_and_ddp, e
     )
 
 
+@pytest.mark.slow  # five wheels; tests of discovery find the same errors in one process
 def test_broken_third_party_plugins_are_listed_with_their_errors(build_wheel, core_and_ddp, environment_of, tmp_path):
     projects = [
         third_party_project(tmp_path, "torn", "strange-syntax", hooks="def booster_plugins(:"),

@@ -90,9 +90,8 @@ def cases():
         for place, plugin in enumerate(PLUGINS):
             for ranks in (1, 2):
                 name = "hybrid-tp" if plugin == "hybrid" and ranks == 2 and script in SPLITS_LAYERS else plugin
-                # By default each script runs under DDP and another plugin on two ranks, and under one on a single rank.
-                others = (0, 1 + number % 4) if ranks == 2 else (number % 5,)
-                is_default = place in others
+                # By default each script runs under one plugin on two ranks, and under another on a single rank.
+                is_default = place == (number if ranks == 2 else number + 2) % 5
                 marks = () if is_default else pytest.mark.slow
                 found.append(pytest.param(script, name, ranks, id=f"{script}-{name}-{ranks}", marks=marks))
     return found

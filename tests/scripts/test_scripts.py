@@ -108,7 +108,7 @@ def test_late_optimizer_without_support_of_the_plugin_raises(plugin, tmp_path):
 
 @matrix(["ddp"], plugin=TWO_RANKS)
 def test_saving_on_rank_0_only_names_the_other_ranks(plugin, tmp_path):
-    errors = run_on_ranks(run, 2, "saved_on_rank_0", plugin, str(tmp_path / "out"))
+    errors = run_on_ranks(run, 2, "saved_on_rank_0", plugin, str(tmp_path / "out"), group_timeout_seconds=5.0)
     assert errors[1] is None
     assert errors[0][0] == "MissingRanksError"
     assert "`save_model`" in errors[0][1]

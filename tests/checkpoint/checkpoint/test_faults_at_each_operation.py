@@ -197,7 +197,7 @@ def cells():
 
 @pytest.mark.parametrize(("action", "operation", "is_whole"), list(cells()))
 def test_a_fault_at_each_operation(action, operation, is_whole, tmp_path):
-    cases, every = (ALL, 1) if is_whole else (QUICK, 3)
+    cases, every = (ALL, 1) if is_whole else (QUICK, 5)
     results = run_on_ranks(sweep, 2, str(tmp_path), action, operation, cases, every, timeout_seconds=1200)
     found = dict.fromkeys(complaint for _, complaints in results for complaint in complaints)
     assert not found, "\n".join(found)

@@ -37,6 +37,7 @@ def test_the_latest_step_is_always_whole(kills):
     assert [life["wrong"] for life in kills["lives"]] == [[]] * LIVES
 
 
+@pytest.mark.slow  # kills at random; those at each operation are below
 def test_no_step_is_lost_once_its_save_has_returned(kills):
     for life in kills["lives"]:
         assert life["step"] >= life["saved"]
@@ -44,11 +45,13 @@ def test_no_step_is_lost_once_its_save_has_returned(kills):
     assert steps == sorted(steps)
 
 
+@pytest.mark.slow
 def test_kills_hit_saves(kills):
     assert any(life["left"] for life in kills["lives"])
     assert kills["lives"][-1]["step"] > 0
 
 
+@pytest.mark.slow
 def test_the_next_save_clears_away_what_kills_have_left(kills):
     assert kills["in_the_end"] == ["latest", "lease.json", "step-01000000"]
 

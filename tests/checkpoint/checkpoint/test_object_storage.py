@@ -332,6 +332,7 @@ def test_listings(storage):
     assert "ü" not in storage.list(base)
 
 
+@pytest.mark.slow  # thousands of objects
 def test_long_listings_and_removals(storage):
     names = [f"{number:05}" for number in range(1100)]
     with ThreadPoolExecutor(16) as pool:

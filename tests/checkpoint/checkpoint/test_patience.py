@@ -3,7 +3,7 @@
 import time
 from unittest import mock
 
-import pytest
+from matrix import matrix
 
 from booster_checkpoint.load.fill import ShardReader
 from booster_core.errors import MissingRanksError
@@ -44,7 +44,7 @@ def load_slowly(root, call):
     return len(slept)
 
 
-@pytest.mark.parametrize("call", ["load_model", "load_optimizer", "load_checkpoint"])
+@matrix(["load_checkpoint"], call=["load_model", "load_optimizer", "load_checkpoint"])
 def test_ranks_wait_for_one_that_reads_for_long(call, tmp_path):
     run_on_ranks(save, 2, str(tmp_path))
     assert run_on_ranks(load_slowly, 2, str(tmp_path), call) == [0, 1]

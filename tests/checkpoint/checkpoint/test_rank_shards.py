@@ -139,7 +139,7 @@ def load_under(name, folder):
     booster.save_model(boosted, folder / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"fsdp_size": 2}, marks=pytest.mark.slow), {"tp_size": 2}], ids=str)
 def test_what_transformers_writes_rank_by_rank_loads_under_plugins(sizes, tmp_path):
     pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
     from safetensors.torch import load_file
@@ -214,7 +214,7 @@ def load_into_booster(name, folder):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, pytest.param({"tp_size": 2}, marks=pytest.mark.slow)], ids=str)
 def test_what_transformers_trained_loads_with_its_optimizer(sizes, tmp_path, monkeypatch):
     pytest.importorskip("transformers", "5.20", reason="earlier ones have another configuration")
     from safetensors.torch import load_file

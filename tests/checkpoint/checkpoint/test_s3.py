@@ -179,6 +179,7 @@ def save_and_load_measured(url, folder):
     return saving.peak_bytes, loading.peak_bytes, largest[0], fresh.wrong()
 
 
+@pytest.mark.slow  # a large state over a slow proxy
 def test_nothing_is_staged_and_memory_is_bounded(s3, tmp_path):
     """96 MiB pass through a bucket of 12 MiB and five parts of 10 MiB; a load keeps 12 MiB of requests."""
     [found] = run_on_s3(s3, 1, save_and_load_measured, f"{BUCKET}/m", str(tmp_path))
@@ -241,6 +242,7 @@ LASTING = {
 }
 
 
+@pytest.mark.slow  # test_faults_at_each_request.py fails a save at all requests
 @matrix(
     ["no manifest-False"],
     **{
@@ -345,6 +347,7 @@ def test_uploads_of_a_killed_save_are_aborted_by_the_next(s3):
     assert uploads_below(f"{BUCKET}/killed/") == []
 
 
+@pytest.mark.slow  # those of a killed save are found below
 def test_uploads_of_other_runs_are_left_alone(s3):
     """A run below this one, and one that only begins like a step of this one."""
     others = [
@@ -357,6 +360,7 @@ def test_uploads_of_other_runs_are_left_alone(s3):
     assert sorted(uploads_below(f"{BUCKET}/outer/")) == others
 
 
+@pytest.mark.slow  # counts requests
 def test_a_save_lists_its_own_steps_alone(s3):
     """Neither what a run below it holds is listed, nor is it in the way that a key there can't be."""
     storage = locate(BUCKET).storage
@@ -383,6 +387,7 @@ def put_by_http(s3, key, content=b""):
         assert answer.status == 200
 
 
+@pytest.mark.slow  # a process of its own
 def test_the_interpreter_waits_for_a_save_in_the_background(s3, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -435,6 +440,7 @@ def load_replicated(url, num_threads, dtype):
     return [shard.key for shard in fresh.model_shards() if not torch.equal(shard.data, expected[shard.key].to(dtype))]
 
 
+@pytest.mark.slow  # counts requests; that of masters is below
 def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
     """32 MiB, on two and three ranks; then a training state of a run with replicas."""
     url, root = f"{BUCKET}/replicated.safetensors", f"{BUCKET}/replicated"
@@ -485,6 +491,7 @@ def test_masters_and_their_rounded_copy_take_one_fetch(s3):
     assert s3.bytes_read() <= 1.1 * 16 * MIB
 
 
+@pytest.mark.slow  # waits for a slow proxy
 def test_few_requests_of_a_save_wait_for_each_other(s3):
     s3.latency = 0.2
     run_on_s3(s3, 2, save_step, f"{BUCKET}/row", 1, False)

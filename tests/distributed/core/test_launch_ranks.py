@@ -36,7 +36,7 @@ def run(scripts, tmp_path):
     return run_ranks
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_launching_again_at_the_same_port(run, slow):
     body = f"""
     for number in range(3):
@@ -84,7 +84,7 @@ except LaunchError as error:
 """
 
 
-@pytest.mark.parametrize("sizes", [(3, 2, 3), (3, 3, 4)])
+@pytest.mark.parametrize("sizes", [(3, 2, 3), pytest.param((3, 3, 4), marks=pytest.mark.slow)])
 def test_ranks_that_were_started_for_different_world_sizes(run, sizes):
     output = run(WRONG, [{"SIZE": str(size)} for size in sizes])
     said = dict(re.findall(r"rank (\d) SAYS (.*)", output))

@@ -63,7 +63,8 @@ print(f"rank {c.rank} met {c.all_gather_object(c.rank)}", flush=True)
 """
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # restarts under torchrun
+@pytest.mark.parametrize("victim", [0, 1])
 def test_hosts_meet_again_after_a_rank_failed(hosts, tmp_path, victim, monkeypatch):
     # Without the monitor the other host's rank does not fail: only one of the agents counts a restart.
     monkeypatch.setenv("BOOSTER_MONITOR", "0")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -76,8 +76,7 @@ def gradients_of(loop, formats):
     return found
 
 
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("loop", LOOPS)
+@matrix(1, loop=LOOPS, formats=FORMATS)
 def test_gradients_equal_one_process(loop, formats):
     by_rank = run_on_ranks(gradients_of, 2, loop, formats)
     for repeat in range(2):

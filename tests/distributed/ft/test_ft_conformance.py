@@ -37,7 +37,7 @@ def second_group():
     server.shutdown()
 
 
-@by_default("test_equals_one_process[adamw]", "test_resumed_run_continues_exactly[bf16]")
+@by_default("test_equals_one_process[adamw]")
 class TestTwoGroups(PluginConformance):
     """Each group is a launch of two ranks, with samples of its own that are those of the other group."""
 

@@ -72,6 +72,7 @@ def test_a_killed_group_comes_back(tmp_path):
         _check(groups, survivors=[0])
 
 
+@pytest.mark.slow  # half a minute, as the one before
 def test_groups_that_come_back_do_not_begin_without_one_that_lives(tmp_path):
     """The only group with the steps of the run is busy for longer than the lighthouse waits for it."""
     with replica_groups(tmp_path, 3, lighthouse=("--join-timeout", "1")) as groups:

@@ -4,6 +4,7 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from simulated_device import run_on_devices
 from torch import nn
 
@@ -59,8 +60,7 @@ def out_of_memory(options, limit, precision):
         trained(options, limit, precision)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix(["bf16-2"], precision=["fp32", "bf16"], size=[1, 2])
 def test_activations_have_room(precision, size, simulated_device):
     """Where everything together does not fit, blocks get what is left, and losses are the same bits."""
     most = 1 << 30

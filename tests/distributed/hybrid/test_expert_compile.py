@@ -51,7 +51,7 @@ def compare(name, options, before, after):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (whole, None),
+        pytest.param(whole, None, marks=pytest.mark.slow),
         pytest.param(in_place, None, marks=pytest.mark.slow),
         (None, whole),
         pytest.param(None, in_place, marks=pytest.mark.slow),

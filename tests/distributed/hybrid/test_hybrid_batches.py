@@ -79,10 +79,12 @@ def train_on_a_loader_of_ones_own(options, *, is_boosted):
         model(**next(iter(loader)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"tp_size": 2}, {"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}],
-    ids=["tp", "pp", "sp"],
+@matrix(
+    ["tp", "pp"],
+    options=named(
+        [{"tp_size": 2}, {"pp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}],
+        ["tp", "pp", "sp"],
+    ),
 )
 def test_replicas_given_different_batches_raise(options):
     for is_boosted, message in (
@@ -202,7 +204,7 @@ def steps_of_unequal_replicas(zero_stage):
     return norm
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_replicas_may_have_other_numbers_of_microbatches_while_gradients_are_kept_in_shards(zero_stage):
     whole = llama()
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -242,7 +244,7 @@ def write_in_a_stage(first_step):
         assert step <= first_step, "a write that is lost raises"
 
 
-@pytest.mark.parametrize("first_step", [0, 14])
+@pytest.mark.parametrize("first_step", [pytest.param(0, marks=pytest.mark.slow), 14])
 def test_a_write_into_a_gathered_parameter_of_a_stage_raises_on_every_rank(first_step):
     expect_on_ranks(ConfigError, "weight' was changed in place", write_in_a_stage, 4, first_step)
 

@@ -110,9 +110,7 @@ MESHES = {
 
 @matrix(
     [
-        "pp2-transformers/llama",
         "tp2pp2-transformers/gpt2_lm",
-        "sp2pp2-transformers/llama",
         "ring2pp2-transformers/llama_tied",
         "split2pp2-transformers/gpt2_lm",
     ],

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from compiler_warnings import ignore_compiler_warnings
 from family_models import batch_of, build
+from matrix import matrix, named
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -191,7 +192,7 @@ def boosts(mode):
         boosted(plain("torch's"), mode, DataLoader(Failing()))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@matrix(["ring_attn"], mode=MODES)
 def test_a_batch_that_shows_little_is_no_reason(mode):
     """Too short to split, as many samples as positions, other ones on each rank, or not to be read at boost."""
     run_on_ranks(boosts, 2, mode)
@@ -224,7 +225,13 @@ def compared(options):
         torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("options", [{"mode": "all_to_all"}, {"mode": "ring_attn", "tp_size": 2, "zero_stage": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"mode": "all_to_all"}, marks=pytest.mark.slow),
+        {"mode": "ring_attn", "tp_size": 2, "zero_stage": 1},
+    ],
+)
 def test_models_that_were_checked_train_as_one_process(options):
     run_on_ranks(compared, 2 * options.get("tp_size", 1), options)
 
@@ -243,8 +250,7 @@ def shifted(mode, loader):
     boosted(model, mode, loader)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loader", [None, loader_of(16)], ids=["dummy", "loader"])
+@matrix(1, loader=named([None, loader_of(16)], ["dummy", "loader"]), mode=MODES)
 def test_a_layer_that_shifts_tokens_is_refused_whatever_its_family_is_called(mode, loader):
     expect_on_ranks(ConfigError, f"{mode}.* changes what LlamaForCausalLM computes", shifted, 2, mode, loader)
 

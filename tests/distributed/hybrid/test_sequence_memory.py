@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocations import peak_allocated
 from isolated_libraries import import_quietly
+from matrix import matrix
 
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -94,7 +95,7 @@ def attends_to_all(kinds, mode, length, size, limit_bytes):
         attends(mode, kind, length, size, limit_bytes)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@matrix(["ring_attn"], mode=MODES)
 def test_masks_of_many_positions_take_no_memory_of_their_square(mode):
     length, size = 4200, 8
     # All pairs of positions of both samples would be 34 MiB as bools, and 135 MiB as what is added to scores.

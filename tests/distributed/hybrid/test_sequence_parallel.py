@@ -111,7 +111,7 @@ def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, 
 
 
 @matrix(
-    ["ring4", "ring2x2zero1"],
+    ["ring2x2zero1"],
     options=named(
         [
             ULYSSES,
@@ -177,9 +177,16 @@ HEADS = ("gpt2_classification", "gpt2_double_heads", "bert", "bert_pretraining",
 MORE_HEADS = ("bert_masked_lm", "bert_multiple_choice", "bert_question_answering", "vit_classification")
 
 
-@matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_models_and_heads_have_the_gradients_of_one_process(options):
-    run_on_ranks(compare_zoo, 2, [*COMMON, *HEADS, *MORE_HEADS], options, timeout_seconds=180)
+FEW = ("mistral", "deepseek_v3", "gpt2_lm", "gpt2_double_heads", "bert", "vit_classification")
+
+
+@matrix(
+    ["few-ring_attn"],
+    models=named([FEW, [*COMMON, *HEADS, *MORE_HEADS]], ["few", "all"]),
+    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
+)
+def test_models_and_heads_have_the_gradients_of_one_process(options, models):
+    run_on_ranks(compare_zoo, 2, models, options, timeout_seconds=180)
 
 
 def narrow(options):
@@ -280,7 +287,9 @@ def compare_with(options, batch):
     torch.testing.assert_close(model(**batch).logits, expected(**batch).logits)
 
 
-@MODES
+@matrix(
+    ["ring_attn", "split_gather"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"])
+)
 def test_packed_documents_and_custom_masks_are_respected(options):
     run_on_ranks(packed, 2, options)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+<<<<<<< HEAD
 from model_zoo import get_model
+=======
+from matrix import matrix
+>>>>>>> d8389afd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,7 +145,7 @@ def compare_kinds(mode):
         compare(kind, mode, checkpointed=False)
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
 def test_layers_that_call_torch_attention_train_as_on_one_process(mode):
     run_on_ranks(compare_kinds, 2, mode)
 

@@ -192,7 +192,7 @@ def copied(options):
     copy.deepcopy(boost_zoo(get_model("transformers/t5_generation"), options).unwrap())
 
 
-@MODES
+@matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_copies_of_a_split_model_are_refused(options):
     expect_on_ranks(ConfigError, "split over ranks can.t be copied", copied, 2, options)
 
@@ -238,6 +238,7 @@ def test_split_models_may_be_compiled(how, name, options):
     run_on_ranks(run_or_refused, 2, compiled, name, options, how, timeout_seconds=180)
 
 
+@pytest.mark.slow  # layers that are compiled and split are in test_compiled_split_layers.py
 def test_a_model_with_a_plan_that_was_compiled_before_is_split():
     run_on_ranks(compiled, 2, "llama", ULYSSES, "whole before", timeout_seconds=180)
 

@@ -257,6 +257,7 @@ def test_ranks_that_wait_for_one_that_has_left_by_sys_exit_end(run_ranks, script
         assert "The monitor can't see the code of a `sys.exit`" in run.output
 
 
+@pytest.mark.slow  # a start of torchrun; its report on a traceback is read above
 def test_torchrun_sees_the_code_of_an_exit(script):
     run = run_by_torchrun(script, 2, "sys.exit", 1, "sleep")
     assert run.codes == [1], run.output
@@ -351,22 +352,22 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        ("operation", "the ranks call different collectives as number 1 of their group: rank 0 calls `"),
-        ("size", "rank 0 calls `all_reduce` with 1048576 Float, 1048576 Float, and rank 1 calls `all_reduce` with"),
-        ("groups", "the ranks wait for each other in different calls: rank 0 waits in `all_reduce`, number 1 of"),
-        ("missing", "is about to be ended at its time limit: rank 1 has not reached it; it last finished `launch`"),
-    ],
-)
-def test_ranks_that_torchs_collectives_keep_are_named_before_the_time_limit(run_script, tmp_path, what, named):
+SAID = {
+    "operation": "the ranks call different collectives as number 1 of their group: rank 0 calls `",
+    "size": "rank 0 calls `all_reduce` with 1048576 Float, 1048576 Float, and rank 1 calls `all_reduce` with",
+    "groups": "the ranks wait for each other in different calls: rank 0 waits in `all_reduce`, number 1 of",
+    "missing": "is about to be ended at its time limit: rank 1 has not reached it; it last finished `launch`",
+}
+
+
+@matrix(["groups", "missing"], what=SAID)  # test_verdicts.py has what is said of which calls
+def test_ranks_that_torchs_collectives_keep_are_named_before_the_time_limit(run_script, tmp_path, what):
     path = tmp_path / "train.py"
     path.write_text(TORCH_COLLECTIVES)
     port = str(free_port())
     run = run_script(path, (what, 0, port), (what, 1, port))
     assert run.codes == [1, 1], run.output
-    assert named in run.output, run.output
+    assert SAID[what] in run.output, run.output
 
 
 def test_threads_that_go_on_keep_a_failed_rank_for_a_short_time(run_script, tmp_path):

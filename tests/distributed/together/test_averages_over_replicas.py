@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from simulated_device import NAME, run_on_devices
 from torch import nn
 
@@ -159,7 +160,7 @@ def check_run(results, rounds):
         assert_same_tensors(found, parameters, CLOSE)
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(["stage 2", "gemini"], plugin=PLUGINS)
 def test_gradients_equal_one_process_however_they_accumulate(plugin):
     for rounds in ROUNDS.values():
         check_run(run_on_ranks(boosted, RANKS, plugin, rounds), rounds)

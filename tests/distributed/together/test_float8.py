@@ -98,7 +98,7 @@ def boosted(plugin):
     return gradients
 
 
-@matrix(["gemini", "pipeline"], plugin=PLUGINS)
+@matrix(["pipeline"], plugin=PLUGINS)
 def test_gradients_equal_those_of_torchao_on_one_process(plugin):
     (expected,) = run_on_ranks(plainly, 1, of_torchao, 2)
     for gradients in run_on_ranks(boosted, 2, plugin):

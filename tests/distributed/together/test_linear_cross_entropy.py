@@ -118,7 +118,19 @@ def llama(plugin_class, options, tied, prepare):
     return train(plugin_class, options, make_llama(tied=tied), own_loss, prepare)
 
 
-@matrix(1, run=RUNS, tied=[False, True])
+@matrix(
+    [
+        "ddp-True",
+        "fsdp-False",
+        "fsdp-layers-True",
+        "zero2-True",
+        "gemini-False",
+        "hybrid-tp-True",
+        "hybrid-whole-False",
+    ],
+    run=RUNS,
+    tied=[False, True],
+)
 def test_a_llama_trains_as_with_whole_logits(run, tied):
     plugin_class, options, world_size = RUNS[run]
     expected = llama(SingleDeviceStrategy, {}, tied, None)
@@ -157,7 +169,7 @@ OUTSIDE = {
 }
 
 
-@matrix(1, run=RUNS)
+@matrix(["ddp", "fsdp-layers", "zero2", "hybrid-tp-zero3"], run=RUNS)
 def test_a_plain_model_trains_as_with_whole_logits(run):
     plugin_class, options, world_size = RUNS[run]
     expected = plain(SingleDeviceStrategy, {}, whole)

@@ -77,6 +77,7 @@ def save(number, plugin_class, options, folder):
     booster.save_lora_as_pretrained(model, folder)
 
 
+@pytest.mark.slow  # the library loads for long; one process trains over a packed base in runtime
 @matrix(["8-zero2"], number=[4, 8], run=RUNS)
 def test_adapters_over_a_packed_base_train_as_in_one_process(run, number):
     (expected,) = run_on_ranks(train, 1, number, SingleDeviceStrategy, {})

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -146,8 +147,7 @@ UPDATES = Tolerance(
 )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", list(PLUGINS))
+@matrix(1, name=PLUGINS, precision=["bf16", "fp16"])
 def test_all_elements_move_as_in_one_process(name, precision):
     gradients, before, after = expected(precision)
     for found, found_before, found_after, _ in run_on_ranks(trained, world_size(name), name, precision):
@@ -159,7 +159,7 @@ def test_all_elements_move_as_in_one_process(name, precision):
         assert float((found_steps - steps).norm() / steps.norm()) < UPDATES.relative
 
 
-@pytest.mark.parametrize("name", list(PLUGINS))
+@matrix(["fsdp", "zero2", "hybrid-pp2"], name=PLUGINS)
 def test_describe_says_what_the_tensors_are(name):
     for *_, described in run_on_ranks(trained, world_size(name), name, "bf16"):
         formats = "param bf16, master fp32" if name in WITH_MASTERS else "param fp32, master none"
@@ -168,7 +168,7 @@ def test_describe_says_what_the_tensors_are(name):
         assert formats in line.replace("reduce fp32, ", "")
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "gemini", "hybrid-dp2"])
+@matrix(["fsdp", "gemini", "hybrid-dp2"], name=["ddp", "fsdp", "zero1", "gemini", "hybrid-dp2"])
 def test_a_lazy_model_is_trained_as_an_eager_one(name):
     eager, lazy = (run_on_ranks(trained, 2, name, "bf16", lazily)[0] for lazily in (False, True))
     assert moved(lazy[1], lazy[2]) >= 0.99
@@ -226,7 +226,7 @@ def trained_purely(name):
     return *found, formats, outputs, booster.describe()
 
 
-@pytest.mark.parametrize("name", list(PLUGINS))
+@matrix(["single", "ddp", "fsdp", "zero2", "gemini", "hybrid-tp2", "hybrid-pp2"], name=PLUGINS)
 def test_pure_bf16_keeps_everything_in_bf16(name):
     plain = make_model(torch.bfloat16)
     batch = {"input_ids": tokens(0)}

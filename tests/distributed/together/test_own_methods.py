@@ -1,7 +1,7 @@
 """Methods of an optimizer's class that write parameters, as ``eval`` of schedule-free optimizers does."""
 
-import pytest
 import torch
+from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
@@ -113,8 +113,7 @@ def alone():
     return found
 
 
-@pytest.mark.parametrize("through_data", [False, True], ids=["in-place", "data"])
-@pytest.mark.parametrize("name", PLUGINS)
+@matrix(1, name=PLUGINS, through_data=named([False, True], ["in-place", "data"]))
 def test_what_a_method_writes_reaches_every_rank(name, through_data, tmp_path):
     expected = alone()
     for of_rank in run_on_ranks(trained, 2, name, through_data, str(tmp_path)):

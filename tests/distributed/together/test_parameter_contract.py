@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster
@@ -340,7 +341,7 @@ def documented(plugin):
     return {row[0].strip("`"): row[column] for row in rows}
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@matrix(["fsdp", "zero", "gemini"], plugin=PLUGINS)
 def test_parameters_are_as_in_one_process_or_raise(plugin):
     failing = PLUGINS[plugin][1]
     for raising, wrong in run_on_ranks(cells, 2, plugin):

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix
 from torch import Tensor, nn
 
 from booster_core.errors import ConfigError, GradientError
@@ -182,6 +183,7 @@ def test_spread_experts_are_planned_with_equally_many_tokens():
         assert planned.assumed == "as many tokens choose each expert"
 
 
+@pytest.mark.slow  # test_plan_stages.py has the same of a timeline that is given
 def test_a_step_has_the_time_that_stages_wait():
     # Four equal stages and a negligible head: of 4 + 3 turns each stage works in 4.
     def build():
@@ -202,8 +204,8 @@ def _without_number(event):
     ("options", "taken"),
     [
         ({"num_microbatches": 4}, [2, 2, 4]),
-        ({"microbatch_size": 2, "zero_stage": 1}, [2, 2, 4]),
-        ({"num_microbatches": 4, "pp_style": "zbv"}, [2, 2, 4]),
+        pytest.param({"microbatch_size": 2, "zero_stage": 1}, [2, 2, 4], marks=pytest.mark.slow),
+        pytest.param({"num_microbatches": 4, "pp_style": "zbv"}, [2, 2, 4], marks=pytest.mark.slow),
         ({"num_microbatches": 3}, [3, 3, 3]),  # not alike: the next message's layout is guessed by the last two
     ],
 )
@@ -238,7 +240,7 @@ def deep(**options):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, **options), lambda outputs, _: outputs.square().mean()
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero"])  # others hold as much in backward, where they gather
+@matrix(["zero"], name=["ddp", "zero"])  # others hold as much in backward, where they gather
 def test_plans_step_as_accelerators_do(name):
     """By default on all parameters at once, with one more tensor for each; on the CPU one after the other."""
 

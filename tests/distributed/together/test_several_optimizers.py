@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
@@ -127,8 +128,9 @@ def trained(plugin, root, is_lazy):
     return whole_model(booster, model), norms, gradients
 
 
-@pytest.mark.parametrize(
-    ("plugin", "is_lazy"), [*((plugin, False) for plugin in RANKS), ("zero-1", True), ("gemini", True)]
+@matrix(
+    ["fsdp-False", "zero-2, offloaded-False", "gemini, replicas-False", "zero-1-True", "gemini-True"],
+    **{"plugin, is_lazy": [*((plugin, False) for plugin in RANKS), ("zero-1", True), ("gemini", True)]},
 )
 def test_training_equals_one_process_through_a_checkpoint(plugin, is_lazy, tmp_path):
     expected, expected_norms, expected_gradients = one_process()
@@ -157,7 +159,7 @@ def trained_by_train_batch(plugin):
     return whole_model(booster, model)
 
 
-@pytest.mark.parametrize("plugin", RANKS)
+@matrix(["fsdp", "zero-2", "gemini"], plugin=RANKS)
 def test_train_batch_steps_all_of_them(plugin):
     model, optimizers = make()
     for step in range(STEPS):
@@ -195,8 +197,7 @@ def overflow_in_one(plugin, overflowing):
     return found, boosted[0].loss_scaler is boosted[1].loss_scaler
 
 
-@pytest.mark.parametrize("overflowing", [0, 1])
-@pytest.mark.parametrize("plugin", [name for name in PLUGINS if "replicas" not in name])
+@matrix(1, plugin=[name for name in PLUGINS if "replicas" not in name], overflowing=[0, 1])
 def test_an_overflow_in_one_skips_the_step_of_all(plugin, overflowing):
     for found, is_shared in run_on_ranks(overflow_in_one, 1, plugin, overflowing):
         assert found == [([False, False], 4.0), ([True, True], 4.0), ([True, True], 8.0)]

@@ -55,7 +55,7 @@ def measured(mixed_precision):
     return measure(training(mixed_precision=mixed_precision), ReferencePlugin())
 
 
-@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+@pytest.mark.parametrize("mixed_precision", [pytest.param(None, marks=pytest.mark.slow), "bf16"])
 def test_predictions_are_what_ranks_hold_and_send(mixed_precision):
     found, _ = run_on_ranks(measured, 2, mixed_precision)
     predicted = predict(build, 2, mixed_precision=mixed_precision)

@@ -7,8 +7,7 @@ from booster_testing.conformance import PluginConformance
 from booster_zero import LowLevelZeroPlugin
 
 
-@slow_cases("test_resumed_run_continues_exactly[fp32]", "test_resumed_run_continues_exactly[fp16]")
-class TestStage1(PluginConformance):
+class TestStage1(VariantConformance):
     plugin_class = LowLevelZeroPlugin
 
 

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import matrix, named
 from torch import nn
 
 from booster_core import Booster
@@ -82,9 +83,7 @@ def train_alone(world_size, uses_all, accumulates):
     return gradients
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}], ids=str)
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("uses_all", [False, True])
+@matrix(1, uses_all=[False, True], accumulates=[False, True], options=named([{"stage": 1}, {"stage": 2}], str))
 def test_gradients_of_a_table_are_those_of_one_process(options, accumulates, uses_all):
     expected = train_alone(2, uses_all, accumulates)
     touched = run_on_ranks(train, 2, options, uses_all, accumulates)

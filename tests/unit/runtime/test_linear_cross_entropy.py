@@ -156,7 +156,7 @@ def test_what_is_no_linear_head_is_refused():
         linear_cross_entropy(hidden, head, labels)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_it_needs_a_fraction_of_the_memory(monkeypatch, dtype):
     monkeypatch.undo()
     monkeypatch.setattr(vocabulary_loss, "_CHUNK_BYTES", 1 << 22)
