@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-<<<<<<< HEAD
-from model_zoo import get_model
-=======
 from matrix import matrix
->>>>>>> d8389afd
+from model_zoo import get_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

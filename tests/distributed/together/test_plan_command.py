@@ -55,12 +55,6 @@ def test_the_best_setting_is_printed_for_booster_run(run):
     assert "is an argument of one plugin" in run(*SIZES, "1GiB", "--option", "stage=2").stderr
 
 
-<<<<<<< HEAD
-def test_nothing_that_fits_is_an_exit_status(run):
-    done = run(*SIZES, "1MiB", "--plugin", "zero")
-    assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="torchft has wheels for Linux alone")
 def test_a_plugin_that_waits_for_other_launches_is_refused_at_once(run, capfd):
     done = run(*SIZES, "1GiB", "--plugin", "ft", "--plugin", "ddp")
@@ -70,8 +64,6 @@ def test_a_plugin_that_waits_for_other_launches_is_refused_at_once(run, capfd):
     assert "Warning" not in capfd.readouterr().err, "torch's, of the group of a plan"
 
 
-=======
->>>>>>> d8389afd
 def test_plans_side_by_side_are_those_made_one_after_the_other():
     def made(num_processes):
         devices = Devices(number=2, memory_bytes=2**30)
