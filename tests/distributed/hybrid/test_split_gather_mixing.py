@@ -292,3 +292,47 @@ def test_layers_that_are_pointwise_outside_of_blocks_train_as_one_process(kind):
 @pytest.mark.parametrize("kind", [Dropping])
 def test_dropout_is_pointwise(kind):
     run_on_ranks(run, 2, kind, 6, False)
+
+
+class Seeing(Model):
+    """Also has layers for pictures, which its example has none of."""
+
+    def __init__(self):
+        super().__init__(Layer)
+        self.pictures = nn.ModuleList(SeeingLayer() for _ in range(2))
+
+    def forward(self, x, pictures=None):
+        if pictures is not None:
+            for layer in self.pictures:
+                pictures = layer(pictures, 0.5)
+            x = torch.cat([x, pictures], 1)
+        return super().forward(x)
+
+
+class SeeingLayer(Unsplit):
+    def forward(self, x, scale):
+        return super().forward(x) + scale * x.cumsum(1)
+
+
+def train_seeing():
+    torch.manual_seed(0)
+    whole, model = Seeing(), Seeing()
+    model.load_state_dict(whole.state_dict())
+    plugin = HybridParallelPlugin(
+        tp_size=2,
+        sequence_parallelism_mode="split_gather",
+        custom_policy=ShardingPolicy(rules=POLICY.rules, layers=("layers", "pictures")),
+        example_batch=torch.randn(2, 6, WIDTH),
+    )
+    booster = Booster("cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(2, length, WIDTH, generator=generator) for length in (5, 4)]
+    whole(*given).square().mean().backward()
+    booster.backward(model(*given).square().mean(), optimizer)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
+
+
+def test_layers_that_no_batch_reaches_have_whole_sequences():
+    run_on_ranks(train_seeing, 2)

@@ -505,7 +505,10 @@ class HybridSetup:
         mode = str(self._config.sequence.mode)
         if mode == "split_gather":
             known = next((each for each in self._lengths if each.compared), None)
-            split_between_blocks(model, lists, self._tensor_group, split, known)
+            left_whole = set() if known is None else known.left_whole
+            split_between_blocks(
+                model, [name for name in lists if name not in left_whole], self._tensor_group, split, known
+            )
             return
         split_sequences(
             model,

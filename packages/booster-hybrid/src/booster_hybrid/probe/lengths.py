@@ -71,6 +71,7 @@ class Lengths:
         watched: Classes of layers of which all of that is known.
         unwatched: Those of which a number of positions could not be told from other sizes.
         dims: Along which dimension their arguments are cut.
+        left_whole: Lists of layers that no batch has reached, whose sequences stay whole.
     """
 
     compared: set[int] = field(default_factory=set)
@@ -80,6 +81,7 @@ class Lengths:
     watched: set[str] = field(default_factory=set)
     unwatched: set[str] = field(default_factory=set)
     dims: dict[Argument, int | None] = field(default_factory=dict)
+    left_whole: set[str] = field(default_factory=set)
 
     def doubt(self, samples: int, length: int, parts: Collection[int]) -> str | None:
         """Return why layers may compute something else from parts of sequences; ``None`` where they don't.

@@ -101,11 +101,11 @@ class ListRun:
         self._is_running, self._is_split = False, False
         modules = dict(model.named_modules())
         name = next(name for name, module in modules.items() if module is layers[0])
-        while name:
-            name = name.rpartition(".")[0]
-            if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
-                changes.hook(modules[name].register_forward_pre_hook(lambda *_: self._begin()))
-                changes.hook(modules[name].register_forward_hook(lambda *_: self._end()))
+        caller = modules[name := name.rpartition(".")[0]]
+        while name and isinstance(caller, (nn.ModuleList, nn.ModuleDict)):
+            caller = modules[name := name.rpartition(".")[0]]
+        changes.hook(caller.register_forward_pre_hook(lambda *_: self._begin()))
+        changes.hook(caller.register_forward_hook(lambda *_: self._end()))
 
     def split(self) -> None:
         """Note that the first layer is called."""
