@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ def test_the_best_setting_is_printed_for_booster_run(run):
 def test_nothing_that_fits_is_an_exit_status(run):
     done = run(*SIZES, "1MiB", "--plugin", "zero")
     assert (done.exit_code, "No setting fits." in done.stdout) == (1, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torchft has wheels for Linux alone")
+def test_a_plugin_that_waits_for_other_launches_is_refused_at_once(run, capfd):
+    done = run(*SIZES, "1GiB", "--plugin", "ft", "--plugin", "ddp")
+    assert done.exit_code == 0
+    assert "not planned: ft(): Plugin 'ft' waits for the ranks of other launches" in done.stdout
+    assert "Use its inner plugin 'ddp'." in done.stdout
+    assert "Warning" not in capfd.readouterr().err, "torch's, of the group of a plan"
 
 
 def test_plans_side_by_side_are_those_made_one_after_the_other():

@@ -25,7 +25,6 @@ from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
-from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
@@ -36,6 +35,7 @@ from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel
+from booster_hybrid.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_groups
