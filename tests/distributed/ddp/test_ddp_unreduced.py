@@ -54,6 +54,19 @@ def test_synchronized_backward_through_other_parameters_than_under_no_sync_raise
     )
 
 
+def gradient_alone():
+    booster, model, optimizer = boost(Heads())
+    inputs = own().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs, "l")[0].sum(), inputs, create_graph=True)
+    booster.backward(gradient.square().mean(), optimizer)
+    optimizer.step()
+
+
+def test_the_search_is_not_advised_where_it_has_found_what_the_loss_leaves_out():
+    remedy = r"not in this backward.*'left\.bias'.*\. Run every forward and backward of the step under"
+    expect_on_ranks(GradientError, remedy, gradient_alone, 2)
+
+
 def losses_of_two_heads(*, under_no_sync):
     booster, model, optimizer = boost(Heads(), find_unused_parameters=False)
     for _ in range(2):

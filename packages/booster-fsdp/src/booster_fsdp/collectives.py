@@ -5,7 +5,7 @@ Sums are in rank order and in fp32. Other devices use torch's defaults.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
 def use_runtime_collectives(module: FSDPModule) -> None:
     """Let a unit use the collectives of booster-runtime, if this version of torch supports that."""
+    unit: Any = module  # the protocols of these two have no public name
     if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
-        module.set_custom_all_gather(cast("AllGather", _AllGather()))
-        module.set_custom_reduce_scatter(cast("ReduceScatter", _ReduceScatter()))
+        unit.set_custom_all_gather(_AllGather())
+        unit.set_custom_reduce_scatter(_ReduceScatter())
 
 
 class _Buffers:

@@ -68,6 +68,7 @@ class Meeting:
         self._ranks = tuple(ranks)
         self._gone_ranks = gone_ranks
         self._numbers = itertools.count()
+        self._last_name: str | None = None  # as the store has it
 
     def meet(
         self, name: str, *, digest: bytes = b"", error: Exception | None = None, timeout_seconds: float
@@ -133,7 +134,9 @@ class Meeting:
             index = store.add(f"{number}/errors", 1)
             if index <= _MAX_NAMED:
                 store.set(f"{number}/error/{index}", json.dumps({**describe_error(error), "rank": self._rank}))
-        store.set(f"last/{self._rank}", own["name"])
+        if own["name"] != self._last_name:
+            store.set(f"last/{self._rank}", own["name"])
+            self._last_name = own["name"]
         store.append(f"{number}/came", f"{self._rank} ")  # type: ignore[attr-defined] # torch does not list it
         # One request counts those who came, and among them those with errors, and with other values.
         own_count = 1 + (_ERRORS if error is not None else 0) + (_DIFFERING if first["digest"] != own["digest"] else 0)

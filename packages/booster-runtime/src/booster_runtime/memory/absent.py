@@ -69,9 +69,6 @@ class AbsentTensors:
         on_use: Called with the position of one that is used without values, and with what uses it. It brings the values
             of all by `show`, or raises; what it returns, if anything, is entered for the duration of the use.
 
-    Attributes:
-        are_hidden: Whether their values are away.
-
     Collective: none of its methods; ``on_use`` may be.
     """
 
@@ -85,7 +82,6 @@ class AbsentTensors:
     ) -> None:
         _listen()
         self.on_use = on_use
-        self.are_hidden = False
         self._tensors = tensors
         self._classes = [_own_class(tensor) for tensor in tensors]
         self._absent_classes = [_absent_class(own) for own in self._classes]
@@ -101,12 +97,10 @@ class AbsentTensors:
         self._assign(self._shells)
         for tensor, absent in zip(self._tensors, self._absent_classes, strict=True):
             tensor.__class__ = absent
-        self.are_hidden = True
 
     def show(self, values: Iterable[Tensor]) -> None:
         """Give the tensors values, in the shapes, dtypes and on the devices that they have."""
         self._assign(values)
-        self.are_hidden = False
 
     def _assign(self, values: Iterable[Tensor]) -> None:
         for tensor, own in zip(self._tensors, self._classes, strict=True):
