@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -36,6 +37,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
+
+
+def pytest_collection_finish() -> None:
+    _settle_garbage()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _settle_garbage()
+
+
+def _settle_garbage() -> None:
+    """Exclude imported modules and collected tests from collections of garbage, and from searches among all objects.
+
+    There are hundreds of thousands, at which a lazy model that gets its values would look each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

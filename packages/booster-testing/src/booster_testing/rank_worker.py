@@ -41,7 +41,10 @@ _THOROUGH_CALLS = 50
 _SECONDS_TO_END = 2.0
 """How long threads that a call began may take to end after it."""
 _MANY_GLOO_THREADS = 50
+"""More than after the last thorough collection, these ask for one: garbage may hold process groups."""
 _num_calls = 0
+_num_threads_kept = 0
+"""Number of gloo threads after the last thorough collection."""
 _open_group_name = ""
 """Of the group that calls share."""
 _before_group: _State | None = None
@@ -253,14 +256,16 @@ def _collect_garbage() -> None:
     """Collect the garbage of a call, looking only at objects that are new since the previous call.
 
     The survivors are mostly imported modules and caches. Later collections skip them, except for a full collection from
-    time to time, and when process groups accumulate.
+    time to time, and when process groups accumulate: it takes hundreds of times longer, and copies the memory that
+    forks share.
     """
-    global _num_calls  # noqa: PLW0603 - a worker serves one call after another
+    global _num_calls, _num_threads_kept  # noqa: PLW0603 - a worker serves one call after another
     _num_calls += 1
     gc.collect()
-    if _num_calls % _THOROUGH_CALLS == 0 or _num_gloo_threads() > _MANY_GLOO_THREADS:
+    if _num_calls % _THOROUGH_CALLS == 0 or _num_gloo_threads() > _num_threads_kept + _MANY_GLOO_THREADS:
         gc.unfreeze()
         gc.collect()
+        _num_threads_kept = _num_gloo_threads()
     gc.freeze()
 
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 MAX_WORLD_SIZE = 8
 """With more ranks, tests depend on the machine's scheduler."""
 
-_GRACE_SECONDS = 15.0
+_GRACE_SECONDS = 5.0
+"""What the other ranks get after the first failure, not counting the time in which they wait for a processor."""
 _POLL_SECONDS = 0.2
 _MAX_GLOO_THREADS = 100
 """A worker with more threads is replaced: DDP and DeviceMesh keep groups alive after they are destroyed."""

@@ -70,10 +70,22 @@ class Result:
     Args:
         output: Its first floating output: hidden states, or a loss.
         gradients: By the ``id`` of a parameter, or the number of an input.
+        others: Its other floating outputs in plain containers.
     """
 
     output: Tensor
     gradients: Mapping[int, Tensor | None]
+    others: Sequence[Tensor] = ()
+
+    def other_that_differs(self, whole: Result, tolerance: float) -> str | None:
+        """Return how another output than the first one differs from another result's; ``None`` where none does."""
+        for own, wanted in zip(self.others, whole.others, strict=False):
+            if own.shape != wanted.shape:
+                return f"a tensor of shape {tuple(own.shape)} in place of {tuple(wanted.shape)}"
+            scale, difference = _largest(wanted), _difference(own, wanted)
+            if not difference <= tolerance * scale:
+                return f"a tensor of shape {tuple(own.shape)}, of up to {scale:.3g}, that differs by {difference:.3g}"
+        return None
 
     def differs_from(self, whole: Result, tolerance: float, part_of: Callable[[int, Tensor], Tensor]) -> Difference:
         """Return what is different in another result, taken for the truth; ``None`` where nothing is.
@@ -179,19 +191,23 @@ class Runner:
                 torch.autocast(self._device.type, enabled=False),
                 eager(),
             ):
-                output = _first(self._module(*args, **kwargs))
-                return output if leaves is None else _with_gradients(output, *leaves)
+                output = self._module(*args, **kwargs)
+                first = _first(output)
+                others = [each.detach() for each in _floats(output) if each is not first]
+                return first if leaves is None else _with_gradients(first, others, *leaves)
         finally:
             changes.undo()
 
 
-def _with_gradients(output: Tensor, inputs: Sequence[Tensor], leaves: Mapping[int, Tensor]) -> Result:
+def _with_gradients(
+    output: Tensor, others: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Mapping[int, Tensor]
+) -> Result:
     generator = torch.Generator(output.device).manual_seed(_SEED)
     # In the order of the indices, whatever memory format the output has.
     weights = torch.empty(output.shape, dtype=output.dtype, device=output.device).normal_(generator=generator)
     keys = [*range(len(inputs)), *leaves]
     gradients = torch.autograd.grad(output, [*inputs, *leaves.values()], weights, allow_unused=True)
-    return Result(output.detach(), dict(zip(keys, gradients, strict=True)))
+    return Result(output.detach(), dict(zip(keys, gradients, strict=True)), others)
 
 
 def _first(output: Any) -> Tensor:
@@ -203,6 +219,15 @@ def _first(output: Any) -> Tensor:
     raise TypeError(msg)
 
 
+def _floats(output: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors that a module returns, but for those in objects such as caches of keys."""
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        yield output
+    elif isinstance(output, (list, tuple, dict)):
+        for each in output.values() if isinstance(output, dict) else output:
+            yield from _floats(each)
+
+
 def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
@@ -212,7 +237,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Keeps what dropouts would drop."""
+    """Keeps what dropouts would drop, and lets masks of attention be in the format of its queries."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -223,8 +248,12 @@ class WithoutDropout(TorchFunctionMode):
         if getattr(func, "__name__", "") in _DROPOUTS:
             return args[0] if args else named["input"]
         if func is nn.functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                named = {**named, "dropout_p": 0.0}
+            given = (
+                dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | named
+            )
+            mask = given.get("attn_mask")
+            if mask is not None and mask.is_floating_point():
+                # torch 2.13 reads a mask in fp32 as if it were in the format of queries in fp64.
+                given["attn_mask"] = mask.to(given["query"].dtype)
+            return func(**{**given, "dropout_p": 0.0})
         return func(*args, **named)
