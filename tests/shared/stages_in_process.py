@@ -9,10 +9,10 @@ import torch
 
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.host_draws import HostDraws
-from booster_hybrid.pipeline.skipped_layers import kept_generators
 from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams
+from booster_hybrid.skipped_layers import kept_generators
 
 CPU = torch.device("cpu")
 

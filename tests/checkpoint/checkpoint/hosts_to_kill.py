@@ -5,6 +5,7 @@ as it would see an NFS export (`tests/shared/fuse_mirror.py`).
 """
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -62,6 +63,7 @@ def import_all(folder):
     open_world(store, rank=0, world_size=1, local_rank=0, backend="gloo", timeout_seconds=60)
     make(ReferencePlugin())
     close_world()
+    gc.collect()  # a process group that a fork collects waits for threads that only this process has
 
 
 def main(folder, seed, lives):

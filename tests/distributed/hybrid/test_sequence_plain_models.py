@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from matrix import matrix
+from model_zoo import get_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.policy.base import ShardingPolicy
+from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self.out, self.mlp = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.dropout = nn.Dropout(0.0)
 
-    def attend(self, hidden, angles):
+    def attend(self, hidden, angles, scale, mask):
         batch, length, _ = hidden.shape
         parts = self.qkv(self.norm(hidden)).view(batch, length, 2 * HEADS, -1).transpose(1, 2)
         query, key, value = parts.split([HEADS, HEADS // 2, HEADS // 2], 1)
@@ -46,18 +46,32 @@ class Layer(nn.Module):
             scores = (query @ key.repeat_interleave(2, 1).transpose(-1, -2)).softmax(-1)
             found = scores @ value.repeat_interleave(2, 1)
         else:
-            found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return found.transpose(1, 2).flatten(2)
+            found = nn.functional.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, enable_gqa=True
+            )
+        return found.transpose(1, 2).flatten(2) * scale
 
-    def forward(self, hidden, angles=None):
+    def forward(self, hidden, angles, scale, mask=None):
         if self.kind == "checkpoints a function":
-            found = checkpoint(self.attend, hidden, angles, use_reentrant=False)
+            found = checkpoint(self.attend, hidden, angles, scale, mask, use_reentrant=False)
         else:
-            found = self.attend(hidden, angles)
+            found = self.attend(hidden, angles, scale, mask)
         hidden = hidden + self.dropout(self.out(found))
         if self.kind == "sums positions":
             hidden = hidden.cumsum(1)
         return hidden + nn.functional.gelu(self.mlp(hidden))
+
+
+def mask_of(kind, samples, length):
+    """Return a mask, or a bias, in one of the forms that torch's attention takes."""
+    distances = (torch.arange(length)[None] - torch.arange(length)[:, None]).abs()
+    if kind == "takes a mask":
+        return distances < 7
+    if kind == "takes biases of heads":
+        return -distances * torch.tensor([1.0, 0.5, 0.25, 0.0]).view(HEADS, 1, 1)
+    if kind == "takes a mask of keys":
+        return (torch.arange(length) % 5 < torch.arange(4, 4 + samples)[:, None] % 4 + 1).view(samples, 1, 1, length)
+    return None
 
 
 class Model(nn.Module):
@@ -71,8 +85,10 @@ class Model(nn.Module):
         positions = torch.arange(tokens.shape[1])
         hidden = self.embedding(tokens) + self.positions(positions)
         angles = positions[:, None] / torch.tensor([1.0, 7.0])[: HIDDEN // 2 // HEADS][None]
+        scale = torch.linspace(0.5, 1.5, HIDDEN).expand(len(tokens), 1, HIDDEN)
+        mask = mask_of(self.blocks[0].kind, *tokens.shape)
         for block in self.blocks:
-            hidden = block(hidden, angles)
+            hidden = block(hidden, angles, scale, mask=mask)
         return self.head(hidden)
 
 
@@ -107,8 +123,9 @@ def compare(kind, mode, checkpointed):
         enable_activation_checkpointing(model, Layer)
     expected = make(kind)
     generator = torch.Generator().manual_seed(1)
-    for length in (11, 16, 2):
-        tokens = torch.randint(32, (3, length), generator=generator)
+    # As many positions as samples, features or heads tell no more than others along which dimension to split.
+    for samples, length in ((3, 11), (3, 2), (16, 16), (3, HIDDEN), (2, HEADS), (3, 3)):
+        tokens = torch.randint(32, (samples, length), generator=generator)
         truth, found = loss_of(expected, tokens), loss_of(model, tokens)
         truth.backward()
         booster.backward(found, optimizer)
@@ -120,9 +137,9 @@ def compare(kind, mode, checkpointed):
 
 
 def compare_kinds(mode):
-    for kind in ("takes none", "takes angles"):
-        for checkpointed in (False, True):
-            compare(kind, mode, checkpointed)
+    compare("takes angles", mode, checkpointed=True)
+    for kind in ("takes none", "takes angles", "takes a mask", "takes biases of heads", "takes a mask of keys"):
+        compare(kind, mode, checkpointed=False)
 
 
 @matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
@@ -149,10 +166,90 @@ def test_checkpointing_before_boost_is_refused():
     expect_on_ranks(ConfigError, "Enable it after `boost`|enable it after `boost`", checkpoint_first, 2)
 
 
-def run_square():
+def run_unproved(samples):
+    plugin = HybridParallelPlugin(
+        sp_size=2,
+        sequence_parallelism_mode="ring_attn",
+        custom_policy=ShardingPolicy(layers=("blocks",)),
+        unchecked="allow",
+    )
+    booster = Booster("cpu", plugin=plugin)
+    model = make("takes angles")
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.zeros(samples, HIDDEN + 2, dtype=torch.long))
+
+
+def test_what_no_example_has_shown_is_split_where_its_sizes_tell_how():
+    run_on_ranks(run_unproved, 2, 3)
+    message = rf"`angles` of 'Layer' has shape \({HIDDEN + 2}, 2\) with hidden states of {HIDDEN + 2} samples"
+    expect_on_ranks(ConfigError, message, run_unproved, 2, HIDDEN + 2)
+
+
+def run_with_other_positions():
     _, model, _ = boosted("takes angles", "ring_attn")
-    model(torch.zeros(16, 16, dtype=torch.long))
+    hidden = torch.zeros(3, 12, HIDDEN)
+    block = model.unwrap().blocks[0]
+    block(hidden, torch.zeros(20, 2), torch.ones(3, 1, HIDDEN))
 
 
-def test_as_many_samples_as_positions_are_refused():
-    expect_on_ranks(ConfigError, "16 samples of 16 positions", run_square, 2)
+def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
+    message = "`angles` of 'Layer' has 20 entries along dimension 0, which runs over the 12 positions"
+    expect_on_ranks(ConfigError, message, run_with_other_positions, 2)
+
+
+class Skipping(Model):
+    """Leaves a layer out, as training with stochastic depth does."""
+
+    left_out, probability = None, 0.0
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        angles = torch.arange(tokens.shape[1])[:, None] / torch.tensor([1.0, 7.0])[None]
+        for index, block in enumerate(self.blocks):
+            is_skipped = self.training and torch.rand([]) < self.probability
+            if index != self.left_out and not is_skipped:
+                hidden = block(hidden, angles, torch.ones(len(tokens), 1, HIDDEN))
+        return self.head(hidden.mean(1))
+
+
+def run_without_a_layer(mode, index, probability=0.0):
+    plugin = HybridParallelPlugin(
+        sp_size=2,
+        sequence_parallelism_mode=mode,
+        custom_policy=ShardingPolicy(layers=("blocks",)),
+        example_batch=torch.arange(60).view(3, 20) % 32,
+    )
+    torch.manual_seed(0)
+    model = Skipping("takes angles")
+    model.probability = probability
+    booster = Booster("cpu", plugin=plugin)
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.unwrap().left_out = index
+    model(torch.zeros(3, 16, dtype=torch.long))
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.parametrize(
+    ("index", "what"), [(0, "without the list's first one"), (1, "without calling the last layer")]
+)
+def test_a_model_that_leaves_out_its_first_or_last_layer_is_refused(mode, index, what):
+    expect_on_ranks(ConfigError, f"Skipping .*{what}", run_without_a_layer, 2, mode, index)
+    expect_on_ranks(
+        ConfigError, r"skips layers at random in training \('blocks.0'\)", run_without_a_layer, 2, mode, 0, 0.1
+    )
+
+
+def boost_opt(options, layerdrop):
+    zoo = get_model("transformers/opt")
+    model = zoo.seeded().train()
+    model.model.decoder.layerdrop = layerdrop
+    booster = Booster("cpu", plugin=HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn", "split_gather"])
+def test_layerdrop_of_transformers_is_refused_at_boost(mode):
+    options = {"tp_size" if mode == "split_gather" else "sp_size": 2, "sequence_parallelism_mode": mode}
+    message = r"skips layers at random in training .* `layerdrop` of its configuration to 0"
+    expect_on_ranks(ConfigError, message, boost_opt, 2, options, 0.1)
+    run_on_ranks(boost_opt, 2, options, 0.0)

@@ -118,9 +118,13 @@ def record_and_materialize() -> tuple[float, float, float]:
     with peak_memory() as recording:
         model = make()
     taken = take_recording(model)
-    kept = {name: torch.zeros(1024, 64, dtype=torch.bfloat16) for name, _ in model.named_parameters()}
+    box = ((0, 1024), (0, 64))
+    shards = [
+        TensorShard(name=name, global_shape=(1024, 1024), dtype=kept.dtype, box=box, data=kept)
+        for name, kept in ((name, torch.zeros(1024, 64, dtype=torch.bfloat16)) for name, _ in model.named_parameters())
+    ]
     with peak_memory() as sharded:
-        taken.place(lambda name, value: kept[name].copy_(value[:, :64]), taken.names)
+        taken.fill(shards)
     model = make()
     with peak_memory() as whole:
         materialize(model)

@@ -22,7 +22,7 @@ from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 from booster_tools import choose_plugin
-from booster_tools.planning import Candidate, measure
+from booster_tools.planning import Candidate, TrainingStep, measure, shares_of
 from booster_tools.planning.candidates import candidates
 
 MIB = 2**20
@@ -91,7 +91,8 @@ def peak_of(plugin, options):
         model = mlp()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3), lambda outputs, batch: outputs.square().mean()
 
-    return measure(build, lambda: torch.zeros(8, WIDTH), load(plugin)(**options)).peak_bytes
+    step = TrainingStep(build=build, share=shares_of(lambda: torch.zeros(8, WIDTH)))
+    return measure(step, load(plugin)(**options)).peak_bytes
 
 
 def test_two_ranks_train_as_under_the_plugin_that_was_chosen_which_fits_where_replicas_do_not():

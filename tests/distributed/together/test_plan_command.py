@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ def test_the_best_setting_is_printed_for_booster_run(run):
     assert json.loads(done.stdout) == {"plugin": "zero", "options": {"stage": 2}, "precision": "bf16"}
     assert "zero(stage=2)" in done.stderr, "the table"
     assert "is an argument of one plugin" in run(*SIZES, "1GiB", "--option", "stage=2").stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torchft has wheels for Linux alone")
+def test_a_plugin_that_waits_for_other_launches_is_refused_at_once(run, capfd):
+    done = run(*SIZES, "1GiB", "--plugin", "ft", "--plugin", "ddp")
+    assert done.exit_code == 0
+    assert "not planned: ft(): Plugin 'ft' waits for the ranks of other launches" in done.stdout
+    assert "Use its inner plugin 'ddp'." in done.stdout
+    assert "Warning" not in capfd.readouterr().err, "torch's, of the group of a plan"
 
 
 def test_plans_side_by_side_are_those_made_one_after_the_other():

@@ -20,9 +20,9 @@ from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.tensor_parallel.loss import _blocks
 from booster_testing import run_on_ranks
-from booster_tools.planning import Candidate, Devices, measure, plan, predict, predict_ranks
-from booster_tools.planning.mail import Mail, Mailbox
-from booster_tools.planning.timeline import Busy, replay
+from booster_tools.planning import Candidate, Devices, TrainingStep, measure, plan, shares_of, simulate
+from booster_tools.planning.ranking import replay
+from booster_tools.planning.stages import Busy, Messages
 from booster_tools.planning.world import planned_world, planning
 
 SETTINGS = {
@@ -76,6 +76,10 @@ def small_tokens():
     return {"input_ids": ids, "labels": ids}
 
 
+def training(build, batch, **options):
+    return TrainingStep(build=build, share=shares_of(batch), **options)
+
+
 def trained(settings, size):
     """Return what this rank holds and sends under each setting, and the size of all tensors that Python can see."""
     return [_trained(*{**SETTINGS, **ON_FOUR}[setting], size) for setting in settings]
@@ -94,7 +98,7 @@ def _trained(name, options, size):
 
     torch.optim.AdamW.step = step_and_count
     try:
-        measured = measure(lambda: llama(size), tokens, load(name)(**options))
+        measured = measure(training(lambda: llama(size), tokens), load(name)(**options))
     finally:
         torch.optim.AdamW.step = step
     return measured, held[-1]
@@ -119,7 +123,7 @@ def compare(settings, size, world_size):
     ranks = run_on_ranks(trained, world_size, settings, size)
     for index, setting in enumerate(settings):
         name, options = {**SETTINGS, **ON_FOUR}[setting]
-        planned = predict_ranks(lambda: llama(size), tokens, load(name)(**options), world_size, on_host=True)
+        planned = simulate(training(lambda: llama(size), tokens, on_host=True), load(name)(**options), world_size)
         assert len(planned) == options.get("pp_size", 1), setting
         for rank, predicted in planned.items():
             measured, held = ranks[rank][index]
@@ -154,7 +158,7 @@ def test_a_step_has_the_time_that_stages_wait():
     def build():
         return llama("1M", num_hidden_layers=4, vocab_size=64)
 
-    ranks = predict_ranks(build, small_tokens, load("hybrid")(pp_size=4, num_microbatches=4), 4, steps=1)
+    ranks = simulate(training(build, small_tokens, steps=1), load("hybrid")(pp_size=4, num_microbatches=4), 4)
     everything = replay([each.timeline for each in ranks.values()], 1e12, 1e15)
     busiest = max(each.flops for each in ranks.values()) / 1e12
     assert everything / busiest == pytest.approx((4 + 3) / 4, rel=0.1)
@@ -186,7 +190,8 @@ def test_first_batches_are_shortened_and_leave_what_whole_ones_do(monkeypatch, o
 
     def planned():
         runs.clear()
-        made = predict_ranks(lambda: llama("1M", num_hidden_layers=4), tokens, load("hybrid")(pp_size=2, **options), 2)
+        step = training(lambda: llama("1M", num_hidden_layers=4), tokens)
+        made = simulate(step, load("hybrid")(pp_size=2, **options), 2)
         seconds = replay([each.timeline for each in made.values()], 1e12, 1e9)
         events = [[_without_number(event) for event in each.timeline] for each in made.values()]
         return [replace(each, seconds=0.0) for each in made.values()], events, seconds
@@ -210,7 +215,7 @@ def test_plans_step_as_accelerators_do(name):
 
     def peak(*, on_host=False, **options):
         batch = partial(torch.zeros, 4, 128)
-        return predict(lambda: deep(**options), batch, load(name)(), 1, on_host=on_host).peak_bytes
+        return simulate(training(lambda: deep(**options), batch, on_host=on_host), load(name)(), 1)[0].peak_bytes
 
     num_bytes = 4 * sum(parameter.numel() for parameter in deep()[0].parameters())
     assert peak() == peak(foreach=True)
@@ -222,7 +227,7 @@ def test_plans_step_as_accelerators_do(name):
 def test_plans_take_the_blocks_of_accelerators():
     logits = torch.empty(4096, 16000)  # 250 MiB
     assert len(_blocks(logits)) == 256
-    with planning(), planned_world(2, Mailbox(Mail(), 0, lambda *_: pytest.fail("nothing is sent"))):
+    with planning(), planned_world(2, Messages(0, {}, lambda *_: pytest.fail("nothing is sent"))):
         assert len(_blocks(logits)) == 4
         aside = []
         thread = threading.Thread(target=lambda: aside.append(len(_blocks(logits))))
@@ -293,7 +298,7 @@ def little_memory_and_time(cpu_seconds):
 @pytest.mark.slow
 def test_a_model_of_70_billion_parameters_is_planned_in_little_memory_and_time():
     with little_memory_and_time(60):
-        found = predict(large_llama, many_tokens, load("fsdp")(), 1024, mixed_precision="bf16")
+        found = simulate(training(large_llama, many_tokens, mixed_precision="bf16"), load("fsdp")(), 1024)[0]
     assert found.state_bytes == pytest.approx(16 * LARGE_PARAMETERS / 1024, rel=0.05)
     assert found.sent_bytes == pytest.approx((2 + 2 + 4) * LARGE_PARAMETERS, rel=0.1)
 
@@ -302,7 +307,7 @@ def test_a_model_of_70_billion_parameters_is_planned_in_little_memory_and_time()
 def test_a_pipeline_of_70_billion_parameters_is_planned_in_little_memory_and_time():
     plugin = load("hybrid")(tp_size=8, pp_size=8, num_microbatches=32)
     with little_memory_and_time(90):
-        ranks = predict_ranks(large_llama, many_tokens, plugin, 1024, mixed_precision="bf16")
+        ranks = simulate(training(large_llama, many_tokens, mixed_precision="bf16"), plugin, 1024)
     assert list(ranks) == list(range(0, 64, 8))  # one of each stage
     # A copy in bf16 and masters in fp32, and the optimizer's two moments, of the part of one tensor parallel rank.
     assert sum(each.parameter_bytes for each in ranks.values()) == pytest.approx(6 * LARGE_PARAMETERS / 8, rel=0.01)

@@ -11,9 +11,10 @@ from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
-from booster_tools.planning import measure, predict
-from booster_tools.planning.mail import Mail, Mailbox
-from booster_tools.planning.world import counted, planned_world, planning, watching
+from booster_tools.planning import TrainingStep, measure, shares_of, simulate
+from booster_tools.planning.recorder import counted, recorded
+from booster_tools.planning.stages import Messages
+from booster_tools.planning.world import planned_world, planning
 
 WIDTH = 256
 NUM_PARAMETERS = 2 * WIDTH * WIDTH + 2 * WIDTH
@@ -42,14 +43,22 @@ def batch():
     return {"x": torch.ones(512, WIDTH)}
 
 
+def training(make=build, **options):
+    return TrainingStep(build=make, share=shares_of(batch), **options)
+
+
+def predict(make, world_size, rank=0, plugin_class=ReferencePlugin, **options):
+    return simulate(training(make, **options), plugin_class(), world_size, rank)[rank]
+
+
 def measured(mixed_precision):
-    return measure(build, batch, ReferencePlugin(), mixed_precision=mixed_precision)
+    return measure(training(mixed_precision=mixed_precision), ReferencePlugin())
 
 
 @pytest.mark.parametrize("mixed_precision", [pytest.param(None, marks=pytest.mark.slow), "bf16"])
 def test_predictions_are_what_ranks_hold_and_send(mixed_precision):
     found, _ = run_on_ranks(measured, 2, mixed_precision)
-    predicted = predict(build, batch, ReferencePlugin(), 2, mixed_precision=mixed_precision)
+    predicted = predict(build, 2, mixed_precision=mixed_precision)
     assert predicted.traffic == found.traffic
     assert predicted.flops == found.flops
     assert predicted.state_bytes == pytest.approx(found.state_bytes, rel=0.01)
@@ -58,7 +67,7 @@ def test_predictions_are_what_ranks_hold_and_send(mixed_precision):
 
 
 def test_predictions_are_those_of_arithmetic():
-    found = predict(build, batch, ReferencePlugin(), 4, rank=3)
+    found = predict(build, 4, rank=3)
     assert (found.world_size, found.rank) == (4, 3)
     assert found.parameter_bytes == pytest.approx(4 * NUM_PARAMETERS, abs=64)
     assert found.gradient_bytes == pytest.approx(4 * NUM_PARAMETERS, abs=64)
@@ -93,24 +102,24 @@ def choosing():
 )
 def test_what_can_not_be_planned_says_why(make, rank, message):
     with pytest.raises(ConfigError, match=message):
-        predict(make, batch, ReferencePlugin(), 2, rank)
+        predict(make, 2, rank)
 
 
 def test_a_pipeline_of_one_stage_is_planned():
-    plain = predict(build, batch, ReferencePlugin(), 2)
-    found = predict(build, batch, ReferencePipelinePlugin(), 2)
+    plain = predict(build, 2)
+    found = predict(build, 2, plugin_class=ReferencePipelinePlugin)
     assert found.traffic["all_reduce"].sent_bytes == pytest.approx(plain.traffic["all_reduce"].sent_bytes, rel=0.01)
     assert found.flops == plain.flops
 
 
-def communicate(mailbox=None):
+def communicate(messages=None):
     """Use each collective once, with the same values on both ranks; return the traffic and the results."""
     rank = dist.get_rank()
     values = torch.arange(8, dtype=torch.float32)
     halves = [0, 4, 8]
-    with watching(mailbox, computes=False) as ledger:
+    with recorded(messages, computes=False) as recorder:
         collectives.all_gather_object("the first call chooses a transport")
-        ledger.start_step()
+        recorder.start_step()
         added, gathered, exchanged = torch.ones(4), values.clone(), torch.zeros(8)
         reduced, sent = values.clone(), values.clone()
         collectives.reduce_scatter(values, halves, added, scale=0.5, accumulate=True).wait()
@@ -124,7 +133,7 @@ def communicate(mailbox=None):
         collectives.broadcast(sent).wait()
         collectives.reduce_scatter([(2, values[2:5])], halves, torch.zeros(4)).wait()
         objects = collectives.all_gather_object("same")
-    traffic = {kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in ledger.traffic.items()}
+    traffic = {kind: (each.calls, each.payload_bytes, each.sent_bytes) for kind, each in recorder.traffic.items()}
     start = halves[rank]
     assert torch.equal(added, 1 + values[start : start + 4])
     assert torch.equal(plain, 2 * values[start : start + 4])
@@ -148,9 +157,9 @@ def expect_no_wait(*_):
 def test_planned_collectives_answer_and_count_as_those_of_ranks():
     found = run_on_ranks(communicate_on_ranks, 2)
     for rank in range(2):
-        mailbox = Mailbox(Mail(), rank, expect_no_wait)
-        with planning(), planned_world(2, mailbox):
-            assert communicate(mailbox) == found[rank]
+        messages = Messages(rank, {}, expect_no_wait)
+        with planning(), planned_world(2, messages):
+            assert communicate(messages) == found[rank]
     # Whole buffers are 32 bytes, of which half stays; of the parts, two elements are the first rank's, and one is not.
     assert found[0]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 4)
     assert found[1]["reduce_scatter"] == (3, 32 + 32 + 12, 16 + 16 + 8)
@@ -177,12 +186,12 @@ def distributed():
 
 
 def traffic_of_dtensor():
-    return measure(distributed, batch, ReferencePlugin()).traffic
+    return measure(training(distributed), ReferencePlugin()).traffic
 
 
 def test_collectives_of_dtensor_are_counted():
     measured_traffic, _ = run_on_ranks(traffic_of_dtensor, 2)
-    planned = predict(distributed, batch, ReferencePlugin(), 2).traffic
+    planned = predict(distributed, 2).traffic
     assert planned == measured_traffic
     block = 4 * 64 * WIDTH
     assert (planned["all_gather"].payload_bytes, planned["all_gather"].sent_bytes) == (2 * block, block)

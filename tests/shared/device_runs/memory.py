@@ -81,7 +81,7 @@ def compare_with_plans(setting: Setting, *, size: str) -> list[Figure]:
 
 def plan(name: str, size: str) -> int:
     """Return the predicted peak in bytes."""
-    from booster_tools.planning import predict
+    from booster_tools.planning import TrainingStep, shares_of, simulate
 
     torch.set_num_threads(1)
     plugin, options = PLUGINS[name]
@@ -90,8 +90,8 @@ def plan(name: str, size: str) -> int:
         model = make_llama(size)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    found = predict(build, lambda: batch_of(size), make_plugin(plugin, options), 1, mixed_precision="bf16")
-    return found.peak_bytes
+    step = TrainingStep(build=build, share=shares_of(lambda: batch_of(size)), mixed_precision="bf16")
+    return simulate(step, make_plugin(plugin, options), 1)[0].peak_bytes
 
 
 def measure(setting: Setting, name: str, size: str) -> tuple[int, int]:

@@ -77,7 +77,10 @@ def test_a_page_that_does_not_show_this_group_is_not_taken_for_one_without_other
 def test_groups_are_started_with_their_numbers_and_the_settings_of_the_run(tmp_path):
     script = tmp_path / "train.py"
     names = ["REPLICA_GROUP_ID", "RANK", "NUM_REPLICA_GROUPS", "BOOSTER_SETTINGS"]
-    script.write_text(f"import os, sys; print(*(os.environ[name] for name in {names}), *sys.argv[1:], flush=True)")
+    script.write_text(  # one write a line: the ranks share a pipe
+        f"import os, sys; line = ' '.join([*(os.environ[name] for name in {names}), *sys.argv[1:]])\n"
+        "os.write(1, f'{line}\\n'.encode())"
+    )
     command = [sys.executable, "-c", "from booster_core.cli import main; main()", "run", "--groups", "2"]
     command += ["--nproc", "2", "--plugin", "ft", str(script), "--lr", "1"]
     done = subprocess.run(

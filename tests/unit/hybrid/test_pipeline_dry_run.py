@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_hybrid.pipeline.fakes import Fakes
-from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.skipped_layers import FixedDraws
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import take_recording
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from booster_core import Boosted, Booster, Plugin
 from booster_core.plugin import ModelWrapper, OptimizerWrapper
-from booster_core.state.shard import TensorShard
+from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, take_recording
 from booster_runtime.lazy.replay import Replay
@@ -111,20 +111,30 @@ def test_a_plugin_may_keep_parts() -> None:
         assert torch.equal(model.get_buffer(name), buffer)
 
 
-def test_place_hands_each_tensor_over_once() -> None:
+def whole_shards(model: nn.Module) -> list[TensorShard]:
+    """Return one shard for each parameter and buffer, which has all of it."""
+    return [
+        TensorShard(
+            name=name,
+            global_shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            box=full_box(tuple(tensor.shape)),
+            data=torch.empty(tensor.shape, dtype=tensor.dtype),
+        )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+
+
+def test_each_shard_is_announced_once_and_written() -> None:
     model = build(lazy=True, model_class=TinyMixedBag)
     eager = build(lazy=False, model_class=TinyMixedBag)
     recording = take_recording(model)
-    seen: dict[str, torch.Tensor] = {}
-
-    def place(name: str, value: torch.Tensor) -> None:
-        assert name not in seen
-        seen[name] = value.clone()
-
-    recording.place(place, recording.names)
+    shards = whole_shards(model)
+    announced: list[str] = []
+    recording.fill(shards, before_write=lambda shard: announced.append(shard.name))
     expected = {**dict(eager.named_parameters()), **dict(eager.named_buffers())}
-    assert seen.keys() == expected.keys()
-    assert all(torch.equal(seen[name], tensor) for name, tensor in expected.items())
+    assert sorted(announced) == sorted(expected)
+    assert all(torch.equal(shard.data, expected[shard.name]) for shard in shards)
 
 
 def test_values_go_while_the_replay_runs(monkeypatch) -> None:
@@ -139,11 +149,11 @@ def test_values_go_while_the_replay_runs(monkeypatch) -> None:
         finish(replay, index)
 
     monkeypatch.setattr(Replay, "_finish", count)
-    dtypes = []
-    recording.place(lambda name, value: dtypes.append((name, value.dtype)), recording.names)
+    order: list[str] = []
+    recording.fill(whole_shards(model), before_write=lambda shard: order.append(shard.name))
     # A weight and what it was converted from, although conversion was asked for after the last layer was made.
     assert max(alive) == 2
-    assert dtypes == [(name, torch.float16) for name, _ in model.named_parameters()]
+    assert order == [name for name, _ in model.named_parameters()]
 
 
 def test_what_stands_in_for_values_takes_one_element_each_whatever_its_shape() -> None:
@@ -174,7 +184,7 @@ def test_nothing_is_made_for_parameters_that_the_model_has_lost() -> None:
     del model.embedding.weight, model.repeated.weight
     kept = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     recording.leave_out_absent()
-    assert "repeated.weight" not in recording.names
-    assert "embedding.weight" in recording.names, "the head has it still"
+    assert "repeated.weight" not in recording.name_of.values()
+    assert "embedding.weight" in recording.name_of.values(), "the head has it still"
     recording.fill((), "cpu")
     assert all(torch.equal(model.get_parameter(name), eager.get_parameter(name)) for name in kept)

@@ -194,4 +194,4 @@ def test_a_taken_recording_leaves_meta_tensors(model) -> None:
     assert not is_lazy(model)
     assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
     assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in parameters)
-    assert recording.names == [name for name, _ in model.named_parameters()]
+    assert list(recording.name_of.values()) == [name for name, _ in model.named_parameters()]

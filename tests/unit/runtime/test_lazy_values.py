@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
-from booster_runtime.lazy.log import Const, Entry
+from booster_runtime.lazy.log import Constant, Entry
 from booster_runtime.lazy.replay import Replay
 from booster_testing.models import TinyMixedBag
 
@@ -506,7 +506,7 @@ def test_a_large_tensor_is_kept_once_and_not_copied() -> None:
         model = nn.ModuleList(nn.Linear(100, 100) for _ in range(3))
         for layer in model:
             layer.weight.data.copy_(values)
-    consts = {id(leaf): leaf for entry in context.recorder.entries for leaf in entry.args if isinstance(leaf, Const)}
+    consts = {id(leaf): leaf for entry in context.recorder.entries for leaf in entry.args if isinstance(leaf, Constant)}
     assert [const.get().data_ptr() for const in consts.values()] == [values.data_ptr()]
     assert values.untyped_storage().resizable()
     materialize(model)

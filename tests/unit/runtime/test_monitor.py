@@ -237,7 +237,7 @@ def _own_address():
 def test_the_server_listens_where_other_hosts_reach_rank_0(resolved_here):
     store, own = dist.HashStore(), _own_address()
     store.set("monitor/1", json.dumps(["203.0.113.7", own]))  # the first stands for a router before this host
-    server, news = _start_server(World(world_size=2, store=store), ["a", "b"], resolved_here, is_wanted=True)
+    server, news = _start_server(World(world_size=2, store=store), ["a", "b"], resolved_here)
     try:
         assert (news["address"], server._listener.getsockname()[0]) == (own, own)
     finally:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from monitor_clients import TOKEN, WHERE, MonitorClient
 
 from booster_core.ranks import World
-from booster_runtime.watch import NOT_WANTED, Monitor, start_monitor
+from booster_runtime.watch import Monitor, start_monitor
 from booster_runtime.watch import member as member_module
 from booster_runtime.watch import server as server_module
 from booster_runtime.watch.server import Server
@@ -318,16 +318,16 @@ def test_a_member_whose_thread_fails_says_so(capfd, monkeypatch):
     monitor.close()
 
 
-def start_both(wanted=(True, True)):
+def start_both():
     """Start the monitor of two ranks; return their worlds, and those that have one."""
     store = dist.HashStore()
     worlds = [World(rank=rank, world_size=2, store=store) for rank in range(2)]
     monitors = {}
 
-    def start(world, is_wanted):
-        monitors[world.rank] = start_monitor(world, ["a", "a"], "x", may_end_process=False, is_wanted=is_wanted)
+    def start(world):
+        monitors[world.rank] = start_monitor(world, ["a", "a"], "x", may_end_process=False)
 
-    threads = [threading.Thread(target=start, args=pair) for pair in zip(worlds, wanted, strict=True)]
+    threads = [threading.Thread(target=start, args=[world]) for world in worlds]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -344,22 +344,3 @@ def test_a_server_that_cannot_be_started_is_told_to_every_rank(monkeypatch):
     assert monitors == {}
     expected = "rank 0 could not start it: [Errno 98] no port is free"
     assert [world.unwatched_because for world in worlds] == [expected] * 2
-
-
-OFF_ON_RANK_0 = "BOOSTER_MONITOR=0 is set on rank 0, but not on every rank"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "watched_ranks", "reasons"),
-    [
-        ((False, False), [], [NOT_WANTED, NOT_WANTED]),
-        ((False, True), [], [NOT_WANTED, OFF_ON_RANK_0]),
-        ((True, False), [0], [None, NOT_WANTED]),
-    ],
-)
-def test_a_monitor_that_is_turned_off(wanted, watched_ranks, reasons):
-    worlds, monitors = start_both(wanted)
-    assert sorted(monitors) == watched_ranks
-    assert [world.unwatched_because for world in worlds] == reasons
-    for monitor in monitors.values():
-        monitor.close()

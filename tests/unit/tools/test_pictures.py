@@ -14,7 +14,7 @@ import pytest
 from booster_core.errors import ConfigError
 from booster_tools import pictures
 from booster_tools.pictures import check_picture, draw_curve, draw_memory, draw_plan, format_bytes, format_seconds
-from booster_tools.planning import Candidate, Devices, Plan, Planned, Prediction
+from booster_tools.planning import Candidate, Devices, Plan, Planned, StepCost
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -119,7 +119,7 @@ def test_memory_is_stacked_above_its_phases_with_its_peak(tmp_path, drawn):
 
 def planned(name, peak_gib, memory_gib=4):
     devices = Devices(number=8, memory_bytes=memory_gib * GIB)
-    prediction = Prediction(
+    prediction = StepCost(
         world_size=8, rank=0, parameter_bytes=GIB, gradient_bytes=GIB // 2, optimizer_bytes=GIB // 4, other_bytes=0,
         peak_bytes=int(peak_gib * GIB), flops=150 * 10**12,
     )  # fmt: skip

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAMES = (
+    "_C._are_functorch_transforms_active",
     "_C._current_graph_task_id",
     "_compile._disable_dynamo",
     "autograd.grad_mode._unsafe_preserve_version_counter",
@@ -66,6 +67,12 @@ not_compiled_itself = _disable_dynamo(recursive=False)
 # The number of the backward that this thread is in, as `torch.autograd.graph` identifies them. No function around it:
 # each parameter's hook calls it.
 graph_task = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+@not_compiled
+def transforms_are_active() -> bool:
+    """Return whether a transform of ``torch.func`` is running what is called now."""
+    return bool(torch._C._are_functorch_transforms_active())  # noqa: SLF001
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):

@@ -135,11 +135,13 @@ class UnreducedGradients:
         assert model is not None, "its DDP has been asked"
         missing = [name for name, p in model.trained.items() if p.grad is None]
         which = f": {', '.join(map(repr, missing[:10]))}" if missing else ""
+        # The search begins at the outputs: it can't know that the loss leaves out what they came of.
+        searches = model.ddp is not None and model.ddp.find_unused_parameters
+        first = "Run" if searches else "Pass `find_unused_parameters=True` to the plugin, or run"
         msg = (
-            f"{len(missing) or 'Some'} parameter(s) were used in an earlier step or under `no_sync` but not in this "
-            f"backward, so DDP could not finish averaging{which}. Pass `find_unused_parameters=True` to the plugin, or "
-            "run every forward and backward of the step under `booster.no_sync`; `optimizer.step()` then averages the "
-            "gradients."
+            f"{len(missing) or 'Some'} parameter(s) were used in forward, in an earlier step or under `no_sync`, but "
+            f"not in this backward, so DDP could not finish averaging{which}. {first} every forward and backward of "
+            "the step under `booster.no_sync`; `optimizer.step()` then averages the gradients."
         )
         raise GradientError(msg) from cause
 

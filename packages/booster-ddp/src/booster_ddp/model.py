@@ -20,6 +20,7 @@ from booster_ddp._torch_private import (
     not_compiled,
     not_compiled_itself,
     release,
+    transforms_are_active,
 )
 from booster_ddp.config import BY_DTYPE, register_comm_hook, restart_comm_hook
 from booster_ddp.gradients import UnreducedGradients
@@ -71,6 +72,11 @@ class DDPModel(ModelWrapper):
         self._comm_hook = config.comm_hook or BY_DTYPE.get(context.precision.reduce_dtype)
         self._accumulates = False
         self._named = dict(module.named_parameters())
+        self._held = [
+            (owner._parameters, name, parameter)  # noqa: SLF001 - the dictionary that holds it
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+        ]
         self._built_for: list[bool] | None = None
         self._was_built = False
         self.trained: Mapping[str, nn.Parameter] = {}
@@ -99,6 +105,9 @@ class DDPModel(ModelWrapper):
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's model in DDP's forward.
 
+        Transforms of ``torch.func`` run the model itself: they return gradients, and DDP's autograd functions refuse
+        them. What `Booster.backward` makes of their results is averaged in the step.
+
         Raises:
             ConfigError: If DDP can't follow the graph from the outputs, or ranks train different parameters.
             GradientError: If ``static_graph`` has no synchronized backward to learn from.
@@ -107,6 +116,8 @@ class DDPModel(ModelWrapper):
         """
         if not torch.is_grad_enabled():
             return (self.module if self.ddp is None else self.ddp)(*args, **kwargs)
+        if transforms_are_active():
+            return self.module(*args, **kwargs)
         ddp = self._prepare()
         if ddp is None:
             return self.module(*args, **kwargs)
@@ -116,7 +127,13 @@ class DDPModel(ModelWrapper):
 
     @not_compiled
     def _prepare(self) -> DistributedDataParallel | None:
-        """Return the DDP for a forward that records a graph."""
+        """Return the DDP for a forward that records a graph; ``None`` for one that goes without.
+
+        That is one with other tensors in place of the parameters, as of ``torch.func.functional_call``, whose graph DDP
+        would wait for in vain.
+        """
+        if any(held.get(name) is not parameter for held, name, parameter in self._held):
+            return None
         self._fit_ddp()
         if self.ddp is None:
             return None

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_core.precision import PrecisionPolicy
-    from booster_runtime.strategy import Values
+    from booster_runtime.lazy import Recording
 
 
 class TorchDDPPlugin(Strategy):
@@ -128,7 +128,7 @@ class TorchDDPPlugin(Strategy):
         if self.config.sync_batchnorm:
             check_sync_batchnorm(model, context.device)
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Move the model to the device, wrap it by DDP, and wrap the optimizers.
 
         Collective: every rank of the world.

@@ -32,6 +32,7 @@ _OF_GROUPS = (
     "pre_backward",
     "pre_forward",
     "reduce_grads",
+    "reshard_after_backward",
 )
 _OF_PARAMETERS = ("_module_info", "_param_fqn", "_setattr_on_modules", "reset_sharded_param", "sharded_param")
 
@@ -43,6 +44,17 @@ def groups_of(module: FSDPModule) -> Iterator[Any]:
     if groups is None:  # before torch 2.12 there was only one
         groups = [state._fsdp_param_group]  # noqa: SLF001
     yield from (group for group in groups if group is not None)
+
+
+def held_parameters(group: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
+    """Yield the module that holds each parameter of a group, its name there, and torch's object for it."""
+    for inner in group.fsdp_params:
+        yield inner._module_info.module, inner._module_info.param_name, inner  # noqa: SLF001
+
+
+def transforms_are_active() -> bool:
+    """Return whether a transform of ``torch.func`` is running what is called now."""
+    return bool(torch._C._are_functorch_transforms_active())  # noqa: SLF001 - no public name
 
 
 def show_rows(group: Any) -> None:
@@ -113,6 +125,11 @@ def gradient_of(inner: Any) -> torch.Tensor | None:
     """Return the gradient of a gathered parameter that is not reduced yet."""
     apart: torch.Tensor | None = _apart(inner)
     return inner._unsharded_param.grad if apart is None else apart  # noqa: SLF001
+
+
+def has_gradients(group: Any) -> bool:
+    """Return whether gathered parameters of a group have gradients that are not reduced yet."""
+    return any(gradient_of(inner) is not None for inner, _ in gathered_parameters(group))
 
 
 def drop_gradient(inner: Any) -> None:

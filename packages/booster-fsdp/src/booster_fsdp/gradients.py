@@ -23,6 +23,7 @@ from booster_fsdp._torch_private import (
     fill_gradients,
     gradient_of,
     groups_of,
+    has_gradients,
     reduce_accumulated,
 )
 from booster_runtime import collectives
@@ -192,10 +193,12 @@ class ShardedGradients:
         fill_gradients(trained)
 
     def _reduce_rest(self) -> None:
-        """Reduce gradients that were accumulated under ``no_sync``.
+        """Reduce gradients that torch has left: of ``no_sync``, and of graphs in which it does not see its units.
 
         Collective: every rank of the world, if there was such a backward since the last reduction; else none.
         """
+        # After a transform of torch.func, too, nothing has told torch that backward has come to a unit.
+        self._unreduced.update(group for group in self._groups if has_gradients(group))
         if not self._unreduced:
             return
         before = [(group.reduce_grads, group.all_reduce_grads) for group in self._groups]
@@ -208,8 +211,8 @@ class ShardedGradients:
                 group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
         if self._unreduced:
             msg = (
-                "torch has not reduced the gradients that were accumulated under `no_sync`. Call the boosted model "
-                "itself, rather than a part of it."
+                "torch has not reduced the gradients of the last backward. Call the boosted model itself, rather than "
+                "a part of it."
             )
             raise GradientError(msg)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from booster_core.plugin import rebind, stored_dtypes
 from booster_fsdp._torch_private import take_parameters
-from booster_runtime.lazy import take_values
+from booster_runtime.lazy import take_recording
 from booster_runtime.sharding import dtensor_shards, local_of, send_first
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
-    from booster_runtime.lazy import HostValues, Recording
+    from booster_runtime.lazy import Recording
 
 
 def hollow_model(
     model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, policy: PrecisionPolicy
-) -> Recording | HostValues:
+) -> Recording:
     """Take the values of a lazy model, or of one on the host, out of it, and move what is left to the device.
 
     Args:
@@ -37,7 +37,7 @@ def hollow_model(
 
     Collective: every rank of the world, if the model has tensors with values.
     """
-    recording = take_values(model)
+    recording = take_recording(model)
     for optimizer in optimizers:
         rebind(optimizer, recording.replaced)
     moved: dict[int, torch.Tensor] = {}
@@ -57,7 +57,7 @@ def hollow_model(
 
 def fill_model(
     model: nn.Module,
-    recording: Recording | HostValues,
+    recording: Recording,
     units: Sequence[FSDPModule],
     device: torch.device,
     policy: PrecisionPolicy,

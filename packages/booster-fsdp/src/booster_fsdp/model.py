@@ -19,7 +19,14 @@ from torch.distributed.utils import _apply_to_tensors
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import ModelWrapper, through_guard
 from booster_core.ranks import NamedCall
-from booster_fsdp._torch_private import gathered_parameters, groups_of, show_gathered, show_rows
+from booster_fsdp._torch_private import (
+    gathered_parameters,
+    groups_of,
+    held_parameters,
+    show_gathered,
+    show_rows,
+    transforms_are_active,
+)
 from booster_runtime.data import hidden_tensors
 from booster_runtime.local_state import refuse_pickle
 
@@ -144,6 +151,7 @@ class Forwards:
         self._gradients = gradients
         self._writes = ForwardWrites(cast("Sequence[nn.Module]", gradients.modules))
         self._groups: list[Any] = []
+        self._kept: list[Any] = []  # groups that stay gathered after backward
         self._depth = 0
         for module in gradients.modules:
             state: Any = module._get_fsdp_state()  # noqa: SLF001 - as in `_torch_private`; also below
@@ -154,7 +162,14 @@ class Forwards:
             for group in groups:
                 group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
                 group.post_forward = functools.partial(self._post_forward, group, group.post_forward)
-                group.pre_backward = functools.partial(_pre_backward, group, group.pre_backward)
+                group.pre_backward = functools.partial(self._pre_backward, group, group.pre_backward)
+        root = cast("nn.Module", gradients.modules[0])
+        path_of = {module: f"{path}." if path else "" for path, module in root.named_modules()}
+        self._held = {
+            path_of[module] + name: (module._parameters, name, inner)  # noqa: SLF001 - the dictionary that holds it
+            for group in self._groups
+            for module, name, inner in held_parameters(group)
+        }
 
     @contextlib.contextmanager
     def outermost(self) -> Iterator[None]:
@@ -163,10 +178,13 @@ class Forwards:
         What is gathered stays so for backward, but not after a call without gradients.
 
         Raises:
-            ConfigError: If forward has used a parameter that was not gathered.
+            ConfigError: If forward has used a parameter that was not gathered, or other tensors are in the place of
+                parameters.
         """
         if not self._depth:
             self._gradients.reshard()
+            self._let_go()
+            self._check_held()
         self._depth += 1
         try:
             yield
@@ -188,6 +206,23 @@ class Forwards:
                 for group in self._groups:
                     if not group.is_sharded:
                         show_rows(group)
+
+    def _check_held(self) -> None:
+        """Raise where a module holds another tensor in place of a parameter, which torch would not compute with."""
+        for path, (held, name, inner) in self._held.items():
+            if held.get(name) is not inner.sharded_param:
+                msg = (
+                    f"Another tensor is in the place of parameter '{path}', as inside of `torch.func.functional_call`. "
+                    "FSDP would compute with the parameter's own values: it gathers them itself. Write values to the "
+                    "parameter, as by `parameter.copy_(values)`, or use plugin='ddp' or 'zero', whose models take "
+                    "other tensors."
+                )
+                raise ConfigError(msg)
+
+    def _let_go(self) -> None:
+        for group in self._kept:
+            group.reshard_after_backward = True
+        self._kept.clear()
 
     def _pre_forward(self, group: Any, run: Any, *args: Any) -> Any:
         was_gathered = group.is_unsharded
@@ -232,18 +267,24 @@ class Forwards:
             raise GradientError(msg)
         return cast("Tensor", gather(gradient))
 
+    def _pre_backward(self, group: Any, run: Any, *args: Any) -> None:
+        """Gather a unit for backward; what recomputes its forward finds the gathered parameters in the modules.
+
+        A backward that records a graph, as of a gradient penalty, leaves the unit gathered for that graph's backward.
+        """
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded and group.reshard_after_backward:
+            self._kept.append(group)
+            group.reshard_after_backward = False
+        was_gathered = group.is_unsharded
+        run(*args)
+        if was_gathered:
+            show_gathered(group)
+
     def _version_of(self, groups: Sequence[Any]) -> tuple[int, int]:
         """Return what changes with a unit's shards: our optimizer updates views of their rows."""
         writes = sum(inner.sharded_param.num_writes for group in groups for inner in group.fsdp_params)
         return self._gradients.num_updates, writes
-
-
-def _pre_backward(group: Any, run: Any, *args: Any) -> None:
-    """Gather a unit for backward; what recomputes its forward finds the gathered parameters in the modules."""
-    was_gathered = group.is_unsharded
-    run(*args)
-    if was_gathered:
-        show_gathered(group)
 
 
 class ForwardWrites:
@@ -400,6 +441,8 @@ def _with_own_memory(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _own(module: nn.Module, tensor: Tensor) -> Tensor:
+    if transforms_are_active():  # whose tensors don't tell what memory they have
+        return tensor.clone()
     if tensor.requires_grad and torch.is_grad_enabled():
         return tensor.clone() if tensor.is_leaf or tensor._is_view() else tensor  # noqa: SLF001 - the only way to ask
     if isinstance(tensor, DTensor) or tensor.layout != torch.strided:

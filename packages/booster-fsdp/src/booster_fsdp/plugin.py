@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
-    from booster_runtime.strategy import Values
+    from booster_runtime.lazy import Recording
 
 
 class TorchFSDPPlugin(Strategy):
@@ -171,7 +171,7 @@ class TorchFSDPPlugin(Strategy):
         """Return the option that offloads, if any; ``booster plan`` can't tell device and host memory apart."""
         return "cpu_offload=True" if self.config.cpu_offload else None
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Shard the model, and let the optimizer update this rank's shards.
 
         Raises:

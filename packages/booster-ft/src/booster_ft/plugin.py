@@ -187,6 +187,10 @@ class FaultTolerantPlugin(PipelinePlugin):
             self._groups.average()
         return self.inner.full_gradient(model, name)
 
+    def what_to_plan(self) -> str:
+        """Return what `booster plan` can run: what a group does without the others."""
+        return f"its inner plugin '{self.inner.name}'"
+
     def describe(self) -> Mapping[str, object]:
         """Return the options of both plugins and their values."""
         return self._options(self.inner.describe())

@@ -13,14 +13,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.plugin import BoostContext
-    from booster_runtime.lazy import HostValues, Recording
+    from booster_runtime.lazy import Recording
     from booster_zero.engine import Bucket
     from booster_zero.gathering import ChunkManager
 
 
-def fill_chunks(
-    model: nn.Module, recording: Recording | HostValues, manager: ChunkManager, context: BoostContext
-) -> None:
+def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, context: BoostContext) -> None:
     """Give a model in chunks its values: this rank's slices of parameters, wherever they are, and all buffers.
 
     One chunk is in memory at a time besides those that stay there.

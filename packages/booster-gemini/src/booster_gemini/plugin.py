@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
+    from booster_runtime.lazy import Recording
     from booster_runtime.sharding import ShardingRanks
-    from booster_runtime.strategy import Values
     from booster_zero.engine import Format
 
 
@@ -153,7 +153,7 @@ class GeminiPlugin(Strategy):
         check_modules(objects.model)
         find_leaves(objects.model, self.config.leaf_modules)
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Lay all parameters out in chunks, and let the optimizer update this rank's slices of them.
 
         Raises:

@@ -25,7 +25,6 @@ from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
-from booster_hybrid.pipeline.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
@@ -36,6 +35,7 @@ from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel
+from booster_hybrid.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
 from booster_runtime.collectives import new_groups
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_runtime.lazy import HostValues, Recording
+    from booster_runtime.lazy import Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class HybridSetup:
         self._is_on_host = False
         self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
 
-    def place_values(self) -> Recording | HostValues | None:
+    def place_values(self) -> Recording | None:
         """Bring the model to its device with the same values on every rank; see `place_or_hollow`.
 
         One on the host stays there until `take_from_host`: checks run it.
@@ -156,7 +156,7 @@ class HybridSetup:
             return None
         return place_or_hollow(model, optimizer, context)
 
-    def take_from_host(self) -> Recording | HostValues | None:
+    def take_from_host(self) -> Recording | None:
         """Take the values of the parameters out of a model that was left on the host.
 
         Returns:

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
-    from booster_runtime.strategy import Values
+    from booster_runtime.lazy import Recording
 
 
 _PARAMETERS = 3
@@ -237,7 +237,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if context.coordinator.world_size > 1:
             refuse_renormalized(objects.model)
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
         Raises:

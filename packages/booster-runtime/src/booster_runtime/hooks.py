@@ -32,13 +32,12 @@ def watch_ranks(
     hosts: Sequence[str] | None,
     address: str,
     error_file: str | None,
-    is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
 ) -> Monitor | None:
     """Connect this rank to the monitor, so that all ranks end when one fails."""
-    from booster_runtime.watch import NOT_WANTED, start_monitor
+    from booster_runtime.watch import start_monitor
 
-    monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file, is_wanted=is_wanted)
-    if monitor is None and world.unwatched_because not in (None, NOT_WANTED):
+    monitor = start_monitor(world, hosts, address, may_end_process=True, error_file=error_file)
+    if world.unwatched_because is not None:
         msg = (
             f"No monitor watches rank {world.rank} ({world.unwatched_because}): if a rank dies, this one waits for it "
             f"for {world.timeout_seconds:g} s. Check that the hosts accept each other's connections on any port, or "

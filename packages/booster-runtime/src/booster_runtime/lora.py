@@ -17,7 +17,7 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import Capability, ModelWrapper, boosted_inside
 from booster_core.state import NamedTensors, compiled_module, has_adapters
 from booster_runtime.lazy.context import continued
-from booster_runtime.lazy.model import is_lazy
+from booster_runtime.lazy.recording import is_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, Plugin
-    from booster_runtime.lazy.boosting import Values
+    from booster_runtime.lazy.recording import Recording
 
 
 class SingleDeviceStrategy(Strategy, SingleDevicePlugin):
@@ -18,7 +18,7 @@ class SingleDeviceStrategy(Strategy, SingleDevicePlugin):
     api_version: ClassVar[int] = 2
     capabilities: ClassVar[frozenset[Capability]] = SingleDevicePlugin.capabilities | STRATEGY_TRAINING
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Move the model to the device and wrap it."""
         del values
         return SingleDevicePlugin.configure(self, objects, context)

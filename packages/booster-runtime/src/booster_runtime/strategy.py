@@ -14,7 +14,7 @@ from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
 from booster_runtime.data.shard import shard_dataloader
 from booster_runtime.data.watches import watch_first_batch
 from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import Values, begin_lazy, check_not_taken, describe_lazy
+from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
 from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset, Sampler
 
     from booster_core.plugin import BoostContext, Boosted, ModelWrapper
+    from booster_runtime.lazy.recording import Recording
 
-__all__ = ["STRATEGY_TRAINING", "Strategy", "Values"]
+__all__ = ["STRATEGY_TRAINING", "Strategy"]
 
 STRATEGY_TRAINING = SYNCHRONOUS_TRAINING | {Capability.LAZY_INIT, Capability.LORA}
 """What strategies can do that train as one process does, on every device and in every precision."""
@@ -75,7 +76,7 @@ class Strategy(Plugin):
         return boosted
 
     @abstractmethod
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Return the objects laid out for this rank, wrapped.
 
         Args:

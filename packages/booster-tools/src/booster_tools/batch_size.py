@@ -11,15 +11,17 @@ import copy
 import gc
 import traceback
 import warnings
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from booster_core.errors import BudgetError, ConfigError
-from booster_tools.planning.candidates import check_on_device
-from booster_tools.planning.mail import Mail, Mailbox
-from booster_tools.planning.prediction import built
-from booster_tools.planning.world import planned_world, planning, watching
+from booster_tools.planning.candidates import check_plannable
+from booster_tools.planning.recorder import recorded
+from booster_tools.planning.simulate import built
+from booster_tools.planning.stages import Messages
+from booster_tools.planning.world import planned_world, planning
 from booster_tools.verification.losses import has_stages
 from booster_tools.verification.objects import without_step_hooks
 from booster_tools.verification.run import random_state_kept
@@ -88,8 +90,8 @@ def find_batch_size(
     Raises:
         TypeError: If ``start`` is no int.
         ConfigError: If ``start`` is less than 1, ranks differ in it, the device is the CPU, whose memory has no limit
-            that raises, or the plugin has a pipeline, whose number of micro-batches it sets itself, offloads, or can't
-            be copied.
+            that raises, or the plugin has a pipeline, whose number of micro-batches it sets itself, offloads, waits for
+            other launches, or can't be copied.
         BudgetError: If one sample does not fit.
         Exception: What ``build`` or ``step`` raise but for lack of memory, on every rank.
 
@@ -133,7 +135,7 @@ def _check(start: int, booster: Booster) -> None:
             "`microbatch_size` by `booster plan`, which runs all stages."
         )
         raise ConfigError(msg)
-    check_on_device(booster.plugin)
+    check_plannable(booster.plugin)
 
 
 def _halves(start: int) -> Iterator[int]:
@@ -160,23 +162,17 @@ def _try(step: Callable[..., object], size: int, booster: Booster, build: Callab
 
 
 def _train(step: Callable[..., object], size: int, booster: Booster, build: Callable[[], tuple[Any, ...]]) -> None:
-    coordinator, device = booster.context.coordinator, booster.device
-    mailbox = Mailbox(Mail(), coordinator.rank, _refuse_message)
+    coordinator = booster.context.coordinator
+    messages = Messages(coordinator.rank, defaultdict(list), _refuse_message)
     with contextlib.ExitStack() as stack:
         # Backward runs on this thread, which has the groups.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(planning())
-        stack.enter_context(planned_world(coordinator.world_size, mailbox, device_type=device.type))
-        stack.enter_context(watching(mailbox, computes=True))
+        stack.enter_context(planned_world(coordinator.world_size, messages, on_host=True))
+        stack.enter_context(recorded(messages, computes=True))
         second = without_step_hooks(booster, _copied(booster.plugin))
         model, optimizer, *others = second.boost(*built(build))
         del others
-        if optimizer.scaling.replicas is not None:
-            msg = (
-                f"Plugin '{booster.plugin.name}' averages gradients with other groups, whose tries this one is no part "
-                "of. Find the size with a Booster of the plugin inside of the group."
-            )
-            raise ConfigError(msg)
         taken: list[bool] = []
         optimizer.on_step.append(lambda _, metrics: taken.append(not metrics["skipped"]))
         for each in optimizer.scaling.optimizers:
@@ -203,8 +199,8 @@ def _copied(plugin: Plugin) -> Plugin:
         raise ConfigError(msg) from error
 
 
-def _refuse_message(rank: int, sender: int, key: object) -> NoReturn:
-    del key
+def _refuse_message(rank: int, sender: int, channel: object, number: int) -> NoReturn:
+    del channel, number
     msg = (
         f"Rank {rank} waits for a message of rank {sender}, and `find_batch_size` tries each rank alone. Choose the "
         "size by `booster plan`, which runs both."

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext
     from booster_core.state import StateAdapter
-    from booster_runtime.lazy import HostValues, Recording
+    from booster_runtime.lazy import Recording
     from booster_zero.engine.engine import ShardedEngine
 
 
 def fill_model(
     model: nn.Module,
-    recording: Recording | HostValues,
+    recording: Recording,
     adapter: StateAdapter,
     context: BoostContext,
     engine: ShardedEngine | None,
@@ -66,7 +66,7 @@ def fill_model(
 
 def _shards(
     model: nn.Module,
-    recording: Recording | HostValues,
+    recording: Recording,
     adapter: StateAdapter,
     sharded: Mapping[str, tuple[int, ...]],
     *,

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.state import StateAdapter
+    from booster_runtime.lazy import Recording
     from booster_runtime.sharding import ShardingRanks
-    from booster_runtime.strategy import Values
 
 
 class LowLevelZeroPlugin(Strategy):
@@ -151,7 +151,7 @@ class LowLevelZeroPlugin(Strategy):
         if context.coordinator.world_size > 1:
             refuse_renormalized(objects.model)
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Lay the trained parameters out in buckets, and let the optimizer update this rank's part of them.
 
         Raises:

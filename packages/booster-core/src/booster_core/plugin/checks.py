@@ -110,12 +110,9 @@ def check_values(model: nn.Module, plugin: Plugin, device: torch.device) -> None
 def outline(objects: Boosted, plugin: Plugin, policy: PrecisionPolicy) -> dict[str, Any]:
     """Return what every rank must bring to ``boost`` alike: the plugin and its options, the precision, the objects.
 
-    Of these the names, shapes and formats of parameters, and the groups. Parameters that a model declares to be a
-    rank's own, by ``_ddp_params_and_buffers_to_ignore``, are left out.
+    Of these the names, shapes and formats of parameters, and the groups.
     """
-    named = NamedTensors.of(objects.model)
-    own = set(getattr(objects.model, "_ddp_params_and_buffers_to_ignore", ()))
-    tensors = {name: tensor for name, tensor in named.tensors.items() if named.paths[name] not in own}
+    tensors = NamedTensors.of(objects.model).tensors
     forms = {
         f"'{name}'": f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
         + (", trained" if tensor.requires_grad else "")
@@ -126,7 +123,7 @@ def outline(objects: Boosted, plugin: Plugin, policy: PrecisionPolicy) -> dict[s
     ]
     passed = {name: getattr(objects, name) is not None for name in ("criterion", "dataloader", "lr_scheduler")}
     options = {"plugin": plugin.name, "precision": asdict(policy), **plugin.agreed_options()}
-    return {**options, **forms, "optimizers and their groups": [] if own else groups, "passed": passed}
+    return {**options, **forms, "optimizers and their groups": groups, "passed": passed}
 
 
 def check_boosted(boosted: Boosted, objects: Boosted, plugin: Plugin) -> None:

@@ -40,18 +40,12 @@ def before_launch(backend: str) -> None:
 
 
 @hookspec(firstresult=True)
-def watch_ranks(
-    world: World,
-    hosts: Sequence[str] | None,
-    address: str,
-    error_file: str | None,
-    is_wanted: bool,  # noqa: FBT001 - hooks' arguments are passed by name
-) -> Monitor | None:
+def watch_ranks(world: World, hosts: Sequence[str] | None, address: str, error_file: str | None) -> Monitor | None:
     """Start a monitor of the ranks of a world that is being opened; ``None`` to pass. Collective: every rank.
 
     ``hosts`` are the names of all ranks' hosts, on rank 0; ``address`` is a name of rank 0's host. Where torchrun's
-    agent expects the reason of a failure in a file, that is ``error_file``. ``is_wanted`` is false where the user has
-    turned watching off.
+    agent expects the reason of a failure in a file, that is ``error_file``. Not called where the user has turned
+    watching off.
     """
 
 

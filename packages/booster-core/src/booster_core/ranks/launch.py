@@ -251,7 +251,7 @@ def _open_group(
             timeout_seconds=timeout_seconds,
             device=device if "nccl" in backend else None,
             # Before the group is opened: a rank that fails in that brings down those that wait for it.
-            watch=partial(_watch, store=store, address=environment.address, is_wanted=is_watched),
+            watch=partial(_watch, store=store, address=environment.address) if is_watched else None,
         )
     except RuntimeError as error:
         msg = (
@@ -266,14 +266,11 @@ def _open_group(
             world.at_close.append(world.monitor.hear_uncaught())
 
 
-def _watch(world: World, *, store: Store, address: str, is_wanted: bool) -> None:
+def _watch(world: World, *, store: Store, address: str) -> None:
     """Start the monitor, which ends all ranks when one fails."""
     world.monitor = hook_relay().watch_ranks(
         world=world,
         hosts=distinct_names(hosts_of(store, range(world.world_size))) if world.rank == 0 else None,
         address=address,
         error_file=environments.agent_error_file(),
-        is_wanted=is_wanted,
     )
-    if world.monitor is None and world.unwatched_because is None and world.world_size > 1:
-        world.unwatched_because = "booster-runtime, which brings the monitor, is not installed"

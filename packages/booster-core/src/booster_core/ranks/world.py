@@ -65,7 +65,7 @@ class World:
         process_group: The default group that this describes; ``None`` where there is none.
         generation: Counts the groups this process has had; the same on all ranks that open and close in step.
         monitor: This rank's connection to the monitor, where one runs.
-        unwatched_because: Why several ranks have no monitor.
+        unwatched_because: Why the monitor, which was to be there, is not.
         at_close: Called, last added first, before the group is destroyed.
         jobs: Numbers work in the background, which all ranks start in step.
     """

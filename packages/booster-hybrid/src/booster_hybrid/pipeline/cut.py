@@ -24,9 +24,9 @@ from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, 
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
-from booster_hybrid.pipeline.skipped_layers import host_states
 from booster_hybrid.pipeline.stage_run import AbsentCalls, StageRun, show
 from booster_hybrid.pipeline.trace import is_carried
+from booster_hybrid.skipped_layers import host_states
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:

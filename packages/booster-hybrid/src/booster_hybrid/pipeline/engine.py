@@ -21,9 +21,9 @@ from booster_hybrid.pipeline.microbatches import (
 )
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import Work, make_schedule
-from booster_hybrid.pipeline.skipped_layers import kept_generators
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
+from booster_hybrid.skipped_layers import kept_generators
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
 from booster_runtime.sharding import between_hosts

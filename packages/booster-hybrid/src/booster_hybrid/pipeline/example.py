@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.per_sample import lengths_of, not_per_sample
-from booster_hybrid.pipeline.skipped_layers import kept_generators
+from booster_hybrid.skipped_layers import kept_generators
 
 if TYPE_CHECKING:
     from torch import nn

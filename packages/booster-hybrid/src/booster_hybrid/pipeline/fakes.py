@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from booster_hybrid.pipeline.skipped_layers import FixedDraws
+    from booster_hybrid.skipped_layers import FixedDraws
 
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.arguments import LikeArguments
 from booster_hybrid.pipeline.flow import edge_of, tensors_in
-from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import CONTAINERS, call_on, run_dry, stand_ins
+from booster_hybrid.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.module_names import peft_classes
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.skipped_layers import host_states
 from booster_hybrid.pipeline.trace import is_inside
+from booster_hybrid.skipped_layers import host_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_hybrid.pipeline.absent import is_plain
 from booster_hybrid.pipeline.arguments import ArgumentNames
-from booster_hybrid.pipeline.skipped_layers import FixedDraws
 from booster_hybrid.pipeline.trace import (
     call_on,
     copy_of,
@@ -30,6 +29,7 @@ from booster_hybrid.pipeline.trace import (
     run_dry,
     stand_ins,
 )
+from booster_hybrid.skipped_layers import FixedDraws
 from booster_runtime.data import leaves_by_path, tensors_of
 
 if TYPE_CHECKING:

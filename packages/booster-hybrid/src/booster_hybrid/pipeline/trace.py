@@ -25,7 +25,7 @@ from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.flow import Flow
 from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
-from booster_hybrid.pipeline.skipped_layers import FixedDraws, host_states
+from booster_hybrid.skipped_layers import FixedDraws, host_states
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
 

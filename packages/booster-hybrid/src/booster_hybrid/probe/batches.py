@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_hybrid.probe.lengths import MOST_POSITIONS
+from booster_hybrid.probe.lengths import MOST_POSITIONS, is_clear
 from booster_runtime.data import taken_by
 
 if TYPE_CHECKING:
@@ -22,21 +22,22 @@ _ENOUGH = 32
 """Positions of a shorter sequence that is repeated."""
 
 
-def _rows_of(given: Any) -> Tensor | None:
-    """Return the tokens of a batch, which tell how many samples and positions it has."""
-    rows = (each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor) and each.dim() > 1)
-    return next((each for each in rows if not each.is_floating_point()), None)
+def _positions_of(given: Any) -> tuple[Tensor, int] | None:
+    """Return the tokens of a batch, or its hidden states, and their dimension that runs over positions."""
+    rows = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor) and each.dim() > 1]
+    tokens = ((each, each.dim() - 1) for each in rows if not each.is_floating_point())
+    return next(tokens, None) or next(((each, 1) for each in rows if each.dim() == 3), None)
 
 
 def sizes_of(model: nn.Module, batch: Any) -> tuple[int, int]:
-    """Return the numbers of samples and positions of a batch of tokens; 0 for others.
+    """Return the numbers of samples and positions of a batch of tokens or hidden states; 0 for others.
 
     Args:
         model: The model.
         batch: What it takes.
     """
-    rows = _rows_of(taken_by(model, batch))
-    return (0, 0) if rows is None else (rows.shape[0], rows.shape[-1])
+    found = _positions_of(taken_by(model, batch))
+    return (0, 0) if found is None else (found[0].shape[0], found[0].shape[found[1]])
 
 
 def calls_of_model(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
@@ -50,9 +51,10 @@ def calls_of_model(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
         size: Number of ranks over which sequences are split, each of which gets equally many positions.
     """
     given = taken_by(model, batch)
-    rows = _rows_of(given)
-    if rows is not None:
-        samples, length = max(rows.shape[0], 2), rows.shape[-1]
+    found = _positions_of(given)
+    if found is not None:
+        rows, along = found
+        samples, length = max(rows.shape[0], 2), rows.shape[along]
         for longest in (min(max(length, _ENOUGH), MOST_POSITIONS), min(length, MOST_POSITIONS)):
             clear = clear_number(model, samples, longest // size)
             if clear is not None:
@@ -68,9 +70,8 @@ def clear_number(module: nn.Module, samples: int, longest: int) -> int | None:
         samples: Another size.
         longest: The limit.
     """
-    sizes = {samples} | {size for each in module.parameters() for size in each.shape if size}
     primes = (each for each in range(longest, 2, -1) if all(each % factor for factor in range(2, each)))
-    return next((each for each in primes if all(other % each for other in sizes)), None)
+    return next((each for each in primes if is_clear(module, samples, each)), None)
 
 
 def _with(length: int, wanted: int, value: Tensor) -> Tensor:
@@ -79,9 +80,11 @@ def _with(length: int, wanted: int, value: Tensor) -> Tensor:
         return value
     if value.shape[0] == 1:
         value = torch.cat([value, value])  # or what there is for each token can't be told from what is for a position
-    for dim, size in enumerate(value.shape):
-        if dim > 0 and size == length:
-            value = torch.cat([value] * -(-wanted // length), dim).narrow(dim, 0, wanted)
+    dims = [dim for dim, size in enumerate(value.shape) if dim > 0 and size == length]
+    if value.is_floating_point() and value.dim() == 3:
+        dims = dims[:1]  # hidden states may be as wide
+    for dim in dims:
+        value = torch.cat([value] * -(-wanted // length), dim).narrow(dim, 0, wanted)
     is_mask = not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
     return torch.ones_like(value) if is_mask else value
 

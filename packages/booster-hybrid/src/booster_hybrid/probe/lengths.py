@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from booster_hybrid.sequence_parallel.stack import Argument
+
 MOST_POSITIONS = 128
 """Most positions of the sequences in a probe, but where a layer asks for more."""
 Expression = Any
@@ -68,6 +70,7 @@ class Lengths:
         samples: Number of samples that were compared.
         watched: Classes of layers of which all of that is known.
         unwatched: Those of which a number of positions could not be told from other sizes.
+        dims: Along which dimension their arguments are cut.
     """
 
     compared: set[int] = field(default_factory=set)
@@ -76,6 +79,7 @@ class Lengths:
     samples: int = 1
     watched: set[str] = field(default_factory=set)
     unwatched: set[str] = field(default_factory=set)
+    dims: dict[Argument, int | None] = field(default_factory=dict)
 
     def doubt(self, samples: int, length: int, parts: Collection[int]) -> str | None:
         """Return why layers may compute something else from parts of sequences; ``None`` where they don't.
@@ -249,6 +253,18 @@ def _text(expression: Expression) -> str:
     return f"{getattr(name, '__name__', name)}({', '.join(map(_text, rest))})"
 
 
+def is_clear(module: nn.Module, samples: int, positions: int) -> bool:
+    """Return whether a number of positions can be told from all other sizes: none is a multiple of it.
+
+    Args:
+        module: Has parameters of the other sizes.
+        samples: Another size.
+        positions: The number.
+    """
+    sizes = {samples} | {size for each in module.parameters() for size in each.shape if size}
+    return positions > 1 and all(size % positions for size in sizes)
+
+
 class LengthWatch(TorchFunctionMode):
     """Notes what layers ask about the number of their positions while they run on a part of a sequence.
 
@@ -280,8 +296,7 @@ class LengthWatch(TorchFunctionMode):
         give_whole_sequences(to_what_follows=False)
         samples, here = (args[0] if args else kwargs[HIDDEN_STATES]).shape[:2]
         self.here = here
-        sizes = {size for each in layer.parameters() for size in each.shape if size}
-        if here < 2 or any(size % here == 0 for size in (samples, *sizes)):
+        if not is_clear(layer, samples, here):
             self.lengths.unwatched.add(type(layer).__name__)
             return forward(*args, **kwargs)
         self.lengths.samples = samples

@@ -27,6 +27,7 @@ from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch, t
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored, return_memory
+from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated
 
@@ -207,8 +208,16 @@ class _Probe:
             for args, kwargs in clear:
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
+                    layers = {each: names.modules[each] for each in names.modules if self._is_in_list(each)}
+                    run = functools.partial(record_calls, model, kwargs or args, watched, alike, {}, is_training=True)
+                    check_no_layer_is_skipped(model, "split_gather", layers, run)
                     return recording
             return record_calls(model, copied(batch), watched, alike, split)
+
+    def _is_in_list(self, name: str) -> bool:
+        """Return whether a module is one of the layers between which sequences are split."""
+        path = name.rpartition(".")[0]
+        return path in self._plan.policy.layers and isinstance(self._plan.names.modules[path], nn.ModuleList)
 
     def _check_in_place(self, unit: Unit, kinds: Sequence[Sequence[Unit]], recording: Recording) -> set[str]:
         """Raise if a unit computes something else when it is split, also where the layers around it are split."""

@@ -212,7 +212,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Keeps what dropouts would drop."""
+    """Keeps what dropouts would drop, and lets masks of attention be in the format of its queries."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -223,8 +223,12 @@ class WithoutDropout(TorchFunctionMode):
         if getattr(func, "__name__", "") in _DROPOUTS:
             return args[0] if args else named["input"]
         if func is nn.functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                named = {**named, "dropout_p": 0.0}
+            given = (
+                dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | named
+            )
+            mask = given.get("attn_mask")
+            if mask is not None and mask.is_floating_point():
+                # torch 2.13 reads a mask in fp32 as if it were in the format of queries in fp64.
+                given["attn_mask"] = mask.to(given["query"].dtype)
+            return func(**{**given, "dropout_p": 0.0})
         return func(*args, **named)

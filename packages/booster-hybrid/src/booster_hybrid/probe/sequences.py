@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,15 @@ from booster_hybrid.layer_plan import Changes
 from booster_hybrid.probe.batches import as_call, calls_of_model, sizes_of
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
-from booster_hybrid.probe.lengths import Lengths, LengthWatch, told_by_math
+from booster_hybrid.probe.lengths import Lengths, LengthWatch, is_clear, told_by_math
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
 from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
-from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import (
+    check_no_layer_is_skipped,
+    lists_of_layers,
+    refuse_outputs_of_layers,
+)
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.tensor_parallel.split import cut_units
@@ -120,7 +125,8 @@ class _Probe:
         parts = SequenceLayout(length, size, zigzag=self._mode == "ring_attn").lengths
         if length < size or all(each.doubt(samples, length, parts) is None for each in known):
             return
-        self.lengths, self.size = [], size  # with fewer ranks, each would have more positions
+        self.lengths = [Lengths(dims=each.dims) for each in known]
+        self.size = size  # with fewer ranks, each would have more positions
         is_compared = self.run(as_call(taken_by(self._model, batch)), is_short=True) is None
         longer, self.lengths = self.lengths, known
         for own, more in zip(known, longer, strict=True) if is_compared else ():
@@ -148,12 +154,18 @@ class _Probe:
             except Exception as error:  # noqa: BLE001 - the batch may need what a training loop does to it first
                 reason = reason or f"the model does not run on it ({type(error).__name__}: {error})"
                 continue
+            self._check_skips(call, values, setting)
             if whole is None:
                 reason = reason or "the model gives other outputs in each call, or infinite ones"
                 continue
             self._compare(whole, runner, values, setting)
             return None
         return reason
+
+    def _check_skips(self, call: Call, values: Mapping[int, Tensor], setting: Setting) -> None:
+        runner = Runner(self._model, call, replace(setting, is_training=True), self._device)
+        layers = {name: each for name, each in self._model.named_modules() if name.rpartition(".")[0] in self._lists}
+        check_no_layer_is_skipped(self._model, self._mode, layers, functools.partial(runner.output, values))
 
     def _split(self, rank: InProcessRank) -> list[Stack]:
         """Split sequences for a rank, and watch what layers ask about their lengths."""
@@ -162,7 +174,7 @@ class _Probe:
         split = split_layers(self._model, self._lists, self._mode, rank)
         self.lengths = self.lengths or [Lengths() for _ in split]
         for (stack, layers), lengths in zip(split, self.lengths, strict=True):
-            stack.drops = False
+            stack.drops, stack.dims, stack.is_clear = False, lengths.dims, is_clear
             watch = LengthWatch(lengths)
             for layer in layers:
                 vars(layer)["forward"] = functools.partial(watch.run, layer=layer, forward=layer.forward)

@@ -18,8 +18,9 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
+from booster_hybrid.layer_plan import Changes
 from booster_hybrid.sequence_parallel.attention import ATTENTION_NAME, attention, set_attention_context
-from booster_hybrid.sequence_parallel.layers import lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.loss import LogitsOfPositions, head_of
 from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.own_attention import replace_attention
@@ -65,7 +66,7 @@ def split_sequences(
     num_threads = _most_threads(group) if mode == "ring_attn" else 1
     stacks = split_layers(model, lists, mode, group, rings=rings, num_threads=num_threads)
     for (stack, _), known in zip(stacks, lengths, strict=False):
-        stack.lengths = known
+        stack.lengths, stack.dims = known, known.dims
     if parallel_output and has_causal_loss(model):
         LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
@@ -105,10 +106,11 @@ def split_layers(
             enter_through_sdpa(stack, layers)
     _install_attention(model, stacks)
     for stack, layers in stacks:
+        run = ListRun(model, layers, mode, Changes())
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
             is_last = index == len(layers) - 1
-            hooks = LayerHooks(stack, layer, is_first=index == 0, is_last=is_last)
+            hooks = LayerHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
     return stacks

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
 
 from booster_core.errors import ConfigError
+from booster_hybrid.layer_plan import Changes
 from booster_hybrid.pipeline.trace import CONTAINERS, is_plain_output, shown_output
+from booster_hybrid.skipped_layers import REMEDY, FixedDraws, kept_generators, skipped_at_random
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
+    from collections.abc import Callable, Mapping, Sequence
 
     from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
@@ -25,7 +28,7 @@ def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[l
         mode: The mode of sequence parallelism, for messages.
 
     Raises:
-        ConfigError: If there is none, or layers may be skipped.
+        ConfigError: If there is none.
     """
     modules = dict(model.named_modules())
     found = [[*modules[name].children()] for name in lists if isinstance(modules.get(name), CONTAINERS)]
@@ -36,13 +39,106 @@ def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[l
             "`custom_policy=ShardingPolicy(layers=['model.layers'])` with the name of its list."
         )
         raise ConfigError(msg)
-    config = getattr(model, "config", None)
-    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        dropped = getattr(config, name, 0.0)
-        if dropped:
-            msg = f"`{name}={dropped}` skips layers at random, also the first, where sequences are split. Set it to 0."
-            raise ConfigError(msg)
     return found
+
+
+def check_no_layer_is_skipped(
+    model: nn.Module, mode: str, layers: Mapping[str, nn.Module], run: Callable[[], object]
+) -> None:
+    """Raise if training skips some of a model's layers at random, between which sequences are split.
+
+    Args:
+        model: The model.
+        mode: The mode of sequence parallelism, for messages.
+        layers: Its layers, by name.
+        run: Runs it on a batch.
+
+    Raises:
+        ConfigError: If it does.
+    """
+
+    def called(draws: FixedDraws) -> set[str]:
+        changes = Changes()
+        found: set[str] = set()
+        for name, layer in layers.items():
+            changes.hook(layer.register_forward_pre_hook(lambda *_, name=name: found.add(name)))
+        try:
+            with draws:
+                run()
+        finally:
+            changes.undo()
+        return found
+
+    with kept_generators(), torch.random.fork_rng():
+        skipped = skipped_at_random(model, [*layers], called)
+    if skipped:
+        msg = (
+            f"{type(model).__name__} skips layers at random in training ({skipped}), between which sequences are split "
+            f"(`sequence_parallelism_mode={mode!r}`). {REMEDY}, or leave `sequence_parallelism_mode` out."
+        )
+        raise ConfigError(msg)
+
+
+class ListRun:
+    """Sees to it that sequences which are split before the first layer of a list are put together after the last one.
+
+    A model that leaves its first layer out would give whole sequences to layers which work on parts, and one that
+    leaves its last layer out would go on with parts.
+
+    Args:
+        model: The user's model.
+        layers: The layers of one of its lists.
+        mode: The mode of sequence parallelism, for messages.
+        changes: Notes the hooks.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], mode: str, changes: Changes) -> None:
+        self._model_name, self._mode = type(model).__name__, mode
+        self._is_running, self._is_split = False, False
+        modules = dict(model.named_modules())
+        name = next(name for name, module in modules.items() if module is layers[0])
+        while name:
+            name = name.rpartition(".")[0]
+            if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+                changes.hook(modules[name].register_forward_pre_hook(lambda *_: self._begin()))
+                changes.hook(modules[name].register_forward_hook(lambda *_: self._end()))
+
+    def split(self) -> None:
+        """Note that the first layer is called."""
+        self._is_split = True
+
+    def join(self) -> None:
+        """Note that the last layer has been called."""
+        self._is_split = False
+
+    def note_backward(self) -> None:
+        """Note that backward runs, in which single layers may be computed again."""
+        self._is_running = False
+
+    def check_layer(self, layer: nn.Module) -> None:
+        """Check before a layer, but the first one, that the first one has been called.
+
+        Raises:
+            ConfigError: If not, on every rank.
+        """
+        if self._is_running and not self._is_split:
+            self._refuse(f"calls a '{type(layer).__name__}' of a list of layers without the list's first one")
+
+    def _begin(self) -> None:
+        self._is_running, self._is_split = True, False
+
+    def _end(self) -> None:
+        if self._is_split:
+            self._is_split = False
+            self._refuse("returns without calling the last layer of a list whose first one it has called")
+
+    def _refuse(self, what: str) -> NoReturn:
+        msg = (
+            f"{self._model_name} {what}, between which sequences are split (`sequence_parallelism_mode={self._mode!r}`)"
+            ". Switch off what skips layers, such as `layerdrop`, stochastic depth or an early exit, or leave "
+            "`sequence_parallelism_mode` out."
+        )
+        raise ConfigError(msg)
 
 
 def check_lengths(model_name: str, mode: str, known: Lengths | None, samples: int, layout: SequenceLayout) -> None:

@@ -23,6 +23,7 @@ from booster_hybrid.rank_group import AloneRank, RankGroup
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, not_of_the_layer
 from booster_hybrid.sequence_parallel.layers import (
+    ListRun,
     check_layer_output,
     check_lengths,
     lists_of_layers,
@@ -58,7 +59,7 @@ class SequenceLengths:
         self._length_of[layout.lengths[self._rank]] = self._length = length
         return layout
 
-    def in_backward_of(self, output: Any) -> None:
+    def in_backward_of(self, output: Any, run: ListRun) -> None:
         """See to it that what is computed again of a layer knows how long its sequences are."""
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
@@ -66,6 +67,7 @@ class SequenceLengths:
 
             def enter_again(_: Tensor) -> None:
                 self.enter(length)
+                run.note_backward()
 
             hidden.register_hook(enter_again)
 
@@ -165,8 +167,9 @@ def split_layers(
         }
         for module in (module for layer in layers for module in layer.modules()):
             sum_where_used(module, dict.fromkeys(parts), group, changes, [module])
+        run = ListRun(model, layers, "split_gather", changes)
         for index, layer in enumerate(layers):
-            hooks = _LayerHooks(lengths, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
+            hooks = _LayerHooks(lengths, run, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
             changes.hook(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
             changes.hook(layer.register_forward_hook(hooks.after, always_call=True))
 
@@ -300,9 +303,9 @@ def _name(names: ModuleNames, module: nn.Module) -> str:
 
 class _LayerHooks:
     def __init__(
-        self, lengths: SequenceLengths, stream: Stream, group: RankGroup, *, is_first: bool, is_last: bool
+        self, lengths: SequenceLengths, run: ListRun, stream: Stream, group: RankGroup, *, is_first: bool, is_last: bool
     ) -> None:
-        self._lengths, self._stream, self._group = lengths, stream, group
+        self._lengths, self._run, self._stream, self._group = lengths, run, stream, group
         self._is_first, self._is_last = is_first, is_last
 
     @outside_of_graphs
@@ -313,7 +316,10 @@ class _LayerHooks:
         hidden = args[0] if args else kwargs["hidden_states"]
         if self._is_first:
             layout = self._lengths.enter(hidden.shape[1])
+            self._run.split()
             args, kwargs = _replaced(args, kwargs, cut_replica(hidden, layout, self._group))
+        else:
+            self._run.check_layer(module)
         if module.training:
             self._stream.enter(hidden.device)
         return args, kwargs
@@ -325,9 +331,10 @@ class _LayerHooks:
         if output is None:  # the layer has raised
             return output
         check_layer_output(module, output)
-        self._lengths.in_backward_of(output)
+        self._lengths.in_backward_of(output, self._run)
         if not self._is_last:
             return output
+        self._run.join()
         return _mapped(output, lambda hidden: join_replicas(*self._lengths.of_part(hidden), self._group))
 
 

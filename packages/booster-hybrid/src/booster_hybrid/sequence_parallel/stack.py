@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,17 +25,34 @@ from booster_hybrid.sequence_parallel.mask import SequenceMask
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
     from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.sequence_parallel.layers import ListRun
 
 HIDDEN_STATES = "hidden_states"
 """What layers call their own hidden states, where these are not the first positional argument."""
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
 """What layers and attention call the hidden states of another sequence, by transformers' conventions."""
+
+
+class Argument(NamedTuple):
+    """A tensor that layers are given.
+
+    Args:
+        layer: Class of the layer.
+        name: What its forward calls the argument.
+        path: Where in the argument the tensor is.
+        num_dims: Its number of dimensions.
+    """
+
+    layer: str
+    name: str
+    path: str
+    num_dims: int
 
 
 class Stack:
@@ -52,9 +69,11 @@ class Stack:
         length: Number of positions of the whole sequences that the layer works on which is running.
         key_length: That of the other sequences which it also attends to, 0 where there are none.
         num_attentions: Calls of attention in the layer which is running.
-        is_plain: Whether the layers attend by torch's function, and know nothing of transformers' conventions.
+        is_plain: Whether the layers attend by torch's function.
         lengths: For which lengths the layers were compared; ``None`` where that does not matter.
-        widths: Numbers of dimensions and last sizes of arguments that were cut; see `_position_dims`.
+        dims: Along which dimension arguments are cut, by `sequence_dim`.
+        is_clear: Whether no other size in a layer is that of its sequences, given the numbers of samples and of
+            positions: what it is given then is noted in ``dims``.
         heads: Numbers of query and key/value heads of attention that was called.
         drops: Whether attention drops weights where it is asked to.
     """
@@ -73,7 +92,8 @@ class Stack:
         self.lengths: Lengths | None = None
         self.heads: set[tuple[int, int]] = set()
         self.drops = True
-        self.widths: set[tuple[int, int]] = set()
+        self.dims: dict[Argument, int | None] = {}
+        self.is_clear: Callable[[nn.Module, int, int], bool] = lambda *_: False
         self.length, self.key_length = 0, 0
         self.num_attentions = 0
         self.stream = Stream(group.rank)
@@ -84,23 +104,53 @@ class Stack:
         """Return how a sequence of a length is split."""
         return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
 
-    def cut(self, values: Any, length: int) -> Any:
-        """Return this rank's part of what layers are given for whole sequences.
+    def cut(self, layer: nn.Module, name: str, values: Any, hidden: Tensor) -> Any:
+        """Return this rank's part of what a layer is given for whole sequences.
 
         Args:
+            layer: The layer.
+            name: What its forward calls the argument.
             values: Nested tensors and others.
-            length: Number of positions of the sequences.
+            hidden: The layer's hidden states.
+
+        Raises:
+            ConfigError: If it can't be told along which dimension a tensor is cut, on every rank.
         """
-        layout = self.layout(length)
+        layout, kind = self.layout(self.length), type(compiled_module(layer) or layer).__name__
 
-        def part(value: Tensor) -> Tensor:
-            dims = _position_dims(value, length, self.widths) if self.is_plain else _sequence_dims(value, length)
-            if value.dim() > 1 and len(dims) == 1:
-                self.widths.add((value.dim(), value.shape[-1]))
-            is_whole = len(dims) != 1 or _is_of_keys(value, length)
-            return value if is_whole else layout.take(value, dims[0], self.group.rank)
+        def part(path: Any, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            argument = Argument(kind, name, pytree.keystr(path), value.dim())
+            if argument not in self.dims and self.is_clear(layer, hidden.shape[0], self.length):
+                self.dims[argument] = sequence_dim(value, self.length)
+            dim = self._dim(argument, value, hidden)
+            return value if dim is None else layout.take(value, dim, self.group.rank)
 
-        return pytree.tree_map_only(torch.Tensor, part, values)
+        return part((), values) if isinstance(values, torch.Tensor) else pytree.tree_map_with_path(part, values)
+
+    def _dim(self, argument: Argument, value: Tensor, hidden: Tensor) -> int | None:
+        length, what = self.length, f"`{argument.name}{argument.path}` of '{argument.layer}'"
+        if argument not in self.dims:
+            if length in value.shape and length in (hidden.shape[0], *hidden.shape[2:]):
+                msg = (
+                    f"{what} has shape {tuple(value.shape)} with hidden states of {hidden.shape[0]} samples and "
+                    f"{length} positions: it can't be told along which dimension to split it. Pass "
+                    "`HybridParallelPlugin(example_batch=...)` with a batch where it is given, or use another number "
+                    "of samples or positions."
+                )
+                raise ConfigError(msg)
+            return sequence_dim(value, length)
+        dim = self.dims[argument]
+        if dim is None or value.shape[dim] == 1:
+            return None
+        if value.shape[dim] != length:
+            msg = (
+                f"{what} has {value.shape[dim]} entries along dimension {dim}, which runs over the {length} positions "
+                "of its sequences. Pass as many, or leave `sequence_parallelism_mode` out."
+            )
+            raise ConfigError(msg)
+        return dim
 
     def check_length(self, samples: int, length: int) -> None:
         """Check that each rank gets a part of a sequence, and that layers compute the same from parts of that length.
@@ -156,11 +206,12 @@ class Stack:
             self.length = found.length
         return found is not None
 
-    def in_backward_of(self, output: Tensor) -> None:
+    def in_backward_of(self, output: Tensor, run: ListRun) -> None:
         """See to it that what is computed again of a layer knows how long its sequences are.
 
         Args:
             output: What the layer returns.
+            run: Knows which layers have been called.
         """
         if output.requires_grad:
             lengths = self.length, self.key_length
@@ -168,6 +219,7 @@ class Stack:
             def enter_again(_: Tensor) -> None:
                 self.enter(lengths[0])
                 self.key_length = lengths[1]
+                run.note_backward()
 
             output.register_hook(enter_again)  # type: ignore[no-untyped-call]
 
@@ -191,13 +243,14 @@ class LayerHooks:
 
     Args:
         stack: The list that it is in.
+        run: Knows which of the list have been called.
         layer: The layer.
         is_first: Whether hidden states are split before it.
         is_last: Whether they are put together after it.
     """
 
-    def __init__(self, stack: Stack, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
-        self._stack, self._is_first, self._is_last = stack, is_first, is_last
+    def __init__(self, stack: Stack, run: ListRun, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        self._stack, self._run, self._is_first, self._is_last = stack, run, is_first, is_last
         self._names = argument_names(layer)
 
     @outside_of_graphs
@@ -214,17 +267,17 @@ class LayerHooks:
         if self._is_first:
             stack.check_length(*hidden.shape[:2])
             stack.enter(hidden.shape[1])
+            self._run.split()
         else:
+            self._run.check_layer(module)
             stack.resume(hidden.shape[1], named.values())
         stack.key_length = 0
         layout, rank = stack.layout(stack.length), stack.group.rank
-        if stack.is_plain:
-            _check_batch(hidden, named, stack)
         for name, value in named.items():
             if name in OTHER_STATES and isinstance(value, torch.Tensor):
                 named[name] = stack.part_of_other(value)
             else:
-                named[name] = stack.cut(value, stack.length)
+                named[name] = stack.cut(module, name, value, hidden)
         named[first] = layout.take(hidden, 1, rank) if self._is_first else hidden
         stack.num_attentions = 0
         if module.training:
@@ -244,9 +297,10 @@ class LayerHooks:
         first = output[0] if isinstance(output, tuple) else output
         if not is_absent(first):  # as of a layer of another stage of a pipeline
             stack.check_attention(module)
-        stack.in_backward_of(first)
+        stack.in_backward_of(first, self._run)
         if not self._is_last:
             return output
+        self._run.join()
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         hidden = gather_sequence(hidden, stack.layout(stack.length), stack.group)
         return (hidden, *rest) if isinstance(output, tuple) else hidden
@@ -262,36 +316,16 @@ def argument_names(module: nn.Module) -> list[str]:
     return [name for name in inspect.signature(forward).parameters if name != "self"]
 
 
-def _check_batch(hidden: Tensor, named: Mapping[str, Any], stack: Stack) -> None:
-    """Refuse a batch of as many samples as positions, of which arguments can't be told."""
-    if hidden.shape[0] == stack.length > 1 and any(
-        isinstance(each, torch.Tensor) for each in pytree.tree_leaves(dict(named))
-    ):
-        msg = (
-            f"{stack.model_name} was given {stack.length} samples of {stack.length} positions, and other tensors, of "
-            "which it can't be told along which dimension to split them. Use another number of samples."
-        )
-        raise ConfigError(msg)
+def sequence_dim(value: Tensor, length: int) -> int | None:
+    """Return along which dimension a layer's argument is cut; ``None`` where every rank needs it whole.
 
+    What has two dimensions over positions, or one of shape ``(samples, heads, queries, length)`` or
+    ``(samples, 1, length)``, is a mask or a bias of attention, for all keys.
 
-def _sequence_dims(value: Tensor, length: int) -> list[int]:
-    """Return which dimension of a layer's argument runs over whole sequences, by transformers' conventions."""
-    if value.dim() in (2, 3) and value.shape[1] == length:
-        return [1]
-    if value.dim() == 4 and value.shape[3] != length:  # what is multiplied with heads, and not a mask
-        return [dim for dim in (1, 2) if value.shape[dim] == length]
-    return [0] if value.dim() == 1 and value.shape[0] == length else []
-
-
-def _position_dims(value: Tensor, length: int, widths: Collection[tuple[int, int]]) -> list[int]:
-    """Return which dimensions of an argument run over whole sequences: the first of this size, or a mask's last two."""
-    last = value.dim() - 1
-    is_known = (value.dim(), value.shape[-1] if value.dim() else 0) in widths
-    if last > 0 and tuple(value.shape[-2:]) == (length, length) and not is_known:
-        return [last - 1, last]
-    return [last] if _is_of_keys(value, length) else [dim for dim, size in enumerate(value.shape) if size == length][:1]
-
-
-def _is_of_keys(value: Tensor, length: int) -> bool:
-    """Return whether an argument is a mask of keys, alike for all queries, which attention needs whole."""
-    return value.dim() == 4 and tuple(value.shape[-2:]) == (1, length)
+    Args:
+        value: The argument, for whole sequences of a length that none of its other sizes equals.
+        length: The length.
+    """
+    dims = [dim for dim, size in enumerate(value.shape) if size == length]
+    is_of_keys = dims == [value.dim() - 1] and (value.dim() > 3 or (value.dim() == 3 and value.shape[1] == 1))
+    return dims[0] if len(dims) == 1 and not is_of_keys else None

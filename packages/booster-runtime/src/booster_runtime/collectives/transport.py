@@ -48,13 +48,14 @@ class Transport:
 
     Attributes:
         agreement: Compares calls between the ranks before they run; ``None`` where nobody asked for that.
+        size: Number of ranks of the group.
     """
 
     agreement: Agreement | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self._reference = weakref.ref(group)
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._stages = Stages()
 
     @property
@@ -63,9 +64,9 @@ class Transport:
         assert group is not None, "the caller of a collective holds its group"
         return group
 
-    def _is_by_torch(self, tensor: Tensor) -> bool:
+    def is_by_torch(self, tensor: Tensor) -> bool:
         """Return whether torch's own collectives move a tensor."""
-        return tensor.device.type != "cpu" and self._size > 1
+        return tensor.device.type != "cpu" and self.size > 1
 
     def reduce_scatter(
         self,
@@ -79,11 +80,11 @@ class Transport:
     ) -> Pending:
         """See `booster_runtime.collectives.reduce_scatter`."""
         if isinstance(source, torch.Tensor):
-            if self._is_by_torch(source):
+            if self.is_by_torch(source):
                 return reduce_scatter_by_torch(source, bounds, out, self._group, scale=scale, accumulate=accumulate)
             source = [(0, source)]
-        matrices = [(offset, part) for offset, part in source if part.dim() == 2 and self._size > 1]
-        parts = [(offset, part.view(-1)) for offset, part in source if part.dim() < 2 or self._size == 1]
+        matrices = [(offset, part) for offset, part in source if part.dim() == 2 and self.size > 1]
+        parts = [(offset, part.view(-1)) for offset, part in source if part.dim() < 2 or self.size == 1]
         works, sums = self._send_parts(parts, bounds, out, scratch)
         exchanges = []
         for offset, matrix in matrices:
@@ -104,7 +105,7 @@ class Transport:
         self, parts: Sequence[tuple[int, Tensor]], bounds: Sequence[int], out: Tensor, scratch: Tensor | None
     ) -> tuple[list[Any], list[tuple[Tensor, list[Tensor]]]]:
         """Start sending slices of flat parts; return what to wait for, and what is to be summed then, and into what."""
-        rank, size, low = self._rank, self._size, bounds[self._rank]
+        rank, size, low = self._rank, self.size, bounds[self._rank]
         own = overlaps(parts, low, bounds[rank + 1])
         received = _rooms(own, size - 1, scratch)
         works: list[Any] = []
@@ -128,13 +129,13 @@ class Transport:
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
-        if self._is_by_torch(buffer):
+        if self.is_by_torch(buffer):
             return all_gather_by_torch(buffer, bounds, self._group)
         return Pending(self._spread(buffer, bounds, _GATHER_TAG), keep=buffer)
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_to_all`."""
-        if self._is_by_torch(source):
+        if self.is_by_torch(source):
             return all_to_all_by_torch(source, sent, out, received, self._group)
         slices = [source[start:stop] for start, stop in pairwise(sent)]
         outs = [out[start:stop] for start, stop in pairwise(received)]
@@ -149,18 +150,18 @@ class Transport:
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Pending:
         """See `booster_runtime.collectives.all_reduce`."""
-        if self._size == 1:
+        if self.size == 1:
             return Pending()
-        is_ours = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_complex()
+        is_ours = not self.is_by_torch(tensor) and tensor.is_contiguous() and not tensor.is_complex()
         # To every other rank is too much where there are many; what has no order to keep is gloo's then.
-        is_sent_whole = op in SUMMED or tensor.nbytes * (self._size - 1) <= _MOST_SENT_BYTES
+        is_sent_whole = op in SUMMED or tensor.nbytes * (self.size - 1) <= _MOST_SENT_BYTES
         if is_ours and tensor.numel() and op in COMBINED and tensor.nbytes <= SMALL_BYTES and is_sent_whole:
             return self._combine_whole(tensor.view(-1), op)
         if is_ours and op in SUMMED and tensor.is_floating_point() and not self._sums_exactly(tensor, op):
             return self._combine_slices(tensor.view(-1), op)
         if is_ours and op == dist.ReduceOp.AVG and tensor.is_floating_point():
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            return Pending([work], lambda: _scale(tensor, scale_of(op, self._size)), keep=tensor)
+            return Pending([work], lambda: _scale(tensor, scale_of(op, self.size)), keep=tensor)
         return Pending([dist.all_reduce(tensor, op, group=self._group, async_op=True)], keep=tensor)
 
     def _sums_exactly(self, tensor: Tensor, op: Any) -> bool:
@@ -168,25 +169,25 @@ class Transport:
 
         With two terms there is one order and one rounding. An average of narrow numbers could overflow in their sum.
         """
-        return self._size == 2 and (op == dist.ReduceOp.SUM or tensor.dtype not in NARROW)
+        return self.size == 2 and (op == dist.ReduceOp.SUM or tensor.dtype not in NARROW)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """See `booster_runtime.collectives.broadcast`."""
-        if self._size == 1:
+        if self.size == 1:
             return Pending()
         return Pending([dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)], keep=tensor)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `booster_runtime.collectives.all_gather_object`."""
-        if self._size == 1:
+        if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self._size
+        gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def _combine_whole(self, flat: Tensor, op: Any) -> Pending:
         """Send the whole tensor to every rank, and let each compute the result: one message each way."""
-        terms = self._in_rank_order(flat, flat.new_empty((self._size - 1, flat.numel())))
+        terms = self._in_rank_order(flat, flat.new_empty((self.size - 1, flat.numel())))
         works: list[Any] = []
         for sender, receiver in self._neighbours():
             works.append(self._receive(terms[sender], sender, _COMBINE_TAG))
@@ -201,9 +202,9 @@ class Transport:
 
     def _combine_slices(self, flat: Tensor, op: Any) -> Pending:
         """Let each rank sum its slice, then send the sum to the others: two messages each way, of fewer bytes."""
-        bounds = [flat.numel() * rank // self._size for rank in range(self._size + 1)]
+        bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
-        terms = self._in_rank_order(own, flat.new_empty((self._size - 1, own.numel())))
+        terms = self._in_rank_order(own, flat.new_empty((self.size - 1, own.numel())))
         works: list[Any] = []
         for sender, receiver in self._neighbours():
             works.append(self._receive(terms[sender], sender, _COMBINE_TAG))
@@ -212,7 +213,7 @@ class Transport:
         def sum_and_spread() -> list[Any]:
             for work in works:
                 work.wait()
-            _sum_in_blocks(own, terms, scale=scale_of(op, self._size), accumulate=False)
+            _sum_in_blocks(own, terms, scale=scale_of(op, self.size), accumulate=False)
             return self._spread(flat, bounds, _SPREAD_TAG)
 
         # Not in `wait`: ranks may wait for several operations in different orders.
@@ -232,13 +233,13 @@ class Transport:
 
     def _in_rank_order(self, own: Tensor, received: Tensor) -> list[Tensor]:
         """Return every rank's term: this rank's, and the rows that the others' are received into."""
-        return [own if peer == self._rank else received[peer - (peer > self._rank)] for peer in range(self._size)]
+        return [own if peer == self._rank else received[peer - (peer > self._rank)] for peer in range(self.size)]
 
     def _neighbours(self) -> list[tuple[int, int]]:
         """Return whom to receive from and send to, step by step; no rank is every other's first."""
         return [
-            ((self._rank - distance) % self._size, (self._rank + distance) % self._size)
-            for distance in range(1, self._size)
+            ((self._rank - distance) % self.size, (self._rank + distance) % self.size)
+            for distance in range(1, self.size)
         ]
 
     def _send(self, tensor: Tensor, receiver: int, tag: int) -> Any:

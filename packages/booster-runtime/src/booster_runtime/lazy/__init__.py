@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from booster_runtime.lazy.boosting import hollow_objects, place_or_hollow, take_values
+from booster_runtime.lazy.boosting import hollow_objects, place_or_hollow
 from booster_runtime.lazy.context import LazyInitContext
 from booster_runtime.lazy.files import load_pretrained
-from booster_runtime.lazy.host_values import HostValues, shards_from_host
-from booster_runtime.lazy.model import Recording, is_lazy, materialize, take_recording
+from booster_runtime.lazy.host import shards_from_host
+from booster_runtime.lazy.recording import Recording, is_lazy, materialize, take_recording
 
 __all__ = [
-    "HostValues",
     "LazyInitContext",
     "Recording",
     "hollow_objects",
@@ -19,5 +18,4 @@ __all__ = [
     "place_or_hollow",
     "shards_from_host",
     "take_recording",
-    "take_values",
 ]

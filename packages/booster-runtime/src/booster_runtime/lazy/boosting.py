@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Literal
 
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import as_tuple, place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
-from booster_runtime.lazy.host_values import HostValues, StateOnHost, shards_from_host
-from booster_runtime.lazy.model import Recording, fill_elsewhere, is_lazy, take_recording
+from booster_runtime.lazy.host import StateOnHost, shards_from_host
+from booster_runtime.lazy.recording import Recording, ReplaySource, fill_elsewhere, is_lazy, take_recording
 from booster_runtime.sharding.broadcast import agree_on_values, send_first
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
-    from booster_runtime.lazy.holders import Holder
+    from booster_runtime.lazy.holders import LazyHolder
     from booster_runtime.lazy.recorder import Recorder
-
-Values = Union["Recording", "HostValues"]
-"""How the values of placeholders are made, or where they are."""
 
 _RUN_EAGERLY = "_booster_run_eagerly"
 """Attribute of a model that was lazy: how often each operation that can't be recorded was run instead."""
@@ -44,7 +41,9 @@ def check_not_taken(model: object) -> None:
         raise ConfigError(msg)
 
 
-def begin_lazy(objects: Boosted, context: BoostContext, placeholders: Literal["device", "own"] | None) -> Values | None:
+def begin_lazy(
+    objects: Boosted, context: BoostContext, placeholders: Literal["device", "own"] | None
+) -> Recording | None:
     """Give a lazy model its values, or put placeholders in their place; see `Strategy.placeholders`.
 
     Returns:
@@ -58,7 +57,7 @@ def begin_lazy(objects: Boosted, context: BoostContext, placeholders: Literal["d
     with context.coordinator.together("boost"):
         elsewhere = find_elsewhere(model, objects.criterion)
         if is_lazy(model):
-            model.__dict__[_RUN_EAGERLY] = Counter(Recording(model).run_eagerly)
+            model.__dict__[_RUN_EAGERLY] = sum((each.run_eagerly for each in ReplaySource(model).recorders), Counter())
         if placeholders is not None:
             # First, so that a strategy finds optimizer state with values; views of parameters are copies from now on,
             # as of an eager model, whose parameters move to other memory.
@@ -83,7 +82,7 @@ def materialize_objects(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None,
     device: torch.device,
-    elsewhere: Sequence[Holder] = (),
+    elsewhere: Sequence[LazyHolder] = (),
 ) -> None:
     """Give a lazy model its values on a device, whole, and keep its optimizer's hold on the parameters.
 
@@ -93,7 +92,7 @@ def materialize_objects(
         device: Where parameters and buffers go.
         elsewhere: Lazy tensors outside of its modules.
     """
-    recording = Recording(model, elsewhere)
+    recording = Recording(model, ReplaySource(model, elsewhere))
     recording.fill((), device)
     for each in as_tuple(optimizer):
         rebind(each, recording.replaced)
@@ -104,7 +103,7 @@ def hollow_objects(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     device: torch.device,
     policy: PrecisionPolicy,
-) -> Recording | HostValues:
+) -> Recording:
     """Take the values of a model's parameters out of it, and bring what is left to a device, with the first rank's.
 
     Args:
@@ -125,7 +124,7 @@ def hollow_objects(
     states = [StateOnHost(each) for each in optimizers]
     for state in states:
         state.take()
-    recording = take_values(model, device)
+    recording = take_recording(model, device)
     for each in optimizers:
         rebind(each, recording.replaced)
     hollow = recording.name_of
@@ -138,7 +137,7 @@ def hollow_objects(
 
 def place_or_hollow(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, context: BoostContext
-) -> Recording | HostValues | None:
+) -> Recording | None:
     """Bring a model to the run's device in its own formats, with the first rank's values on every rank.
 
     The values of a lazy model, and of one on the host, are left for when it is known what this rank keeps of them.
@@ -164,15 +163,6 @@ def place_or_hollow(
     return None
 
 
-def take_values(model: nn.Module, device: torch.device | str = "meta") -> Recording | HostValues:
-    """Take the recording out of a lazy model, or the parameters' values from one on the host; see `take_recording`."""
-    if is_lazy(model):
-        return take_recording(model, device)
-    values = HostValues(model)
-    values.hollow(device)
-    return values
-
-
 def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
     """Let every rank replay the first rank's draws, so that shards of different ranks are of the same tensors.
 
@@ -184,10 +174,10 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
     Collective: every rank of the world, whether or not its model is lazy.
     """
     with coordinator.together("boost"):
-        recording = Recording(model) if is_lazy(model) else None
-        recorders = [] if recording is None else recording.recorders
+        source = ReplaySource(model) if is_lazy(model) else None
+        recorders = [] if source is None else source.recorders
         own = [_recorded(recorder) for recorder in recorders]
-        values = {} if recording is None else recording.fingerprints()
+        values = {} if source is None else source.fingerprints()
     mine = (own, [recorder.generators.seeds for recorder in recorders], values)
     first, seeds, first_values = coordinator.broadcast_object(mine, name="boost")
     head = f"Rank {coordinator.rank} built another model than rank 0: "

@@ -14,7 +14,7 @@ import xxhash
 from torch.utils._pytree import tree_leaves
 
 from booster_runtime.lazy.files import FileRead
-from booster_runtime.lazy.log import Const, Entry, Ref
+from booster_runtime.lazy.log import Constant, Entry, Ref
 from booster_runtime.lazy.replay import find_live
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def fingerprints(entries: Sequence[Entry], wanted: Collection[int]) -> dict[int,
 
     Args:
         entries: The recording.
-        wanted: Slots.
+        wanted: Storages.
 
     Raises:
         LazyInitError: If a file was changed since it was recorded, or can't be read any more.
@@ -86,7 +86,7 @@ def _described(leaf: object, entry: Entry, of_slot: dict[int, bytes]) -> bytes:
     if isinstance(leaf, Ref):
         is_read = not leaf.is_shape_only and (leaf.slot in entry.reads or leaf.slot not in entry.covers)
         return geometry(leaf).encode() + (of_slot.get(leaf.slot, b"") if is_read else b"-")
-    if isinstance(leaf, Const):
+    if isinstance(leaf, Constant):
         return leaf.digest().to_bytes(8, "big")
     if isinstance(leaf, torch.Tensor):  # on meta
         return f"{leaf.dtype} {tuple(leaf.shape)}".encode()

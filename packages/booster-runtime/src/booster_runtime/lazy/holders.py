@@ -30,33 +30,34 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(eq=False)
 class Holder:
-    """One lazy tensor of a model.
+    """One tensor of a model that gets its values later.
 
     Args:
-        tensor: The tensor object; it stays the same object when it gets values.
-        ref: Its place in the recording.
-        recorder: The recording.
+        tensor: The tensor object; it stays the same object when it gets values, where torch allows it.
         is_parameter: Whether it is a parameter, and not a buffer or a plain attribute.
         names: Its names, first in the order of ``state_dict``; empty for a plain attribute.
         places: The modules' dictionaries that hold it, and its key there.
-        is_elsewhere: Whether no module holds it: it stays on the device that it was recorded on.
+
+    Attributes:
+        given: The tensor object that the model had first.
     """
 
     tensor: torch.Tensor
-    ref: Ref
-    recorder: Recorder
     is_parameter: bool = False
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    is_elsewhere: bool = False
 
-    def cut(self) -> bool:
-        """Let go of the graph, or the tensor that this is a view of; return whether nothing is left of them.
+    def __post_init__(self) -> None:
+        """Remember the tensor object."""
+        self.given = self.tensor
 
-        They hold on to other tensors, which then can't get their values in place.
-        """
-        holds = not self.tensor.is_leaf or (self.tensor._is_view() and not self.tensor.requires_grad)  # noqa: SLF001
-        return not holds or not _swap(self.tensor, self.tensor.detach())
+    def hollow(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor without values of the same geometry: on meta, or with one element of a device's memory."""
+        like = self._on_meta()
+        return like if device.type == "meta" else torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+
+    def _on_meta(self) -> torch.Tensor:
+        return torch.empty_like(self.tensor.detach(), device="meta")
 
     def become(self, value: torch.Tensor) -> None:
         """Let the tensor object be a real (or meta) tensor from now on.
@@ -92,15 +93,53 @@ class Holder:
             setattr(self.tensor, name, registered)
 
 
-def find_holders(model: nn.Module) -> list[Holder]:
-    """Return the lazy tensors of a model, each once: plain attributes first, then buffers, then parameters."""
+@dataclass(eq=False)
+class LazyHolder(Holder):
+    """One lazy tensor of a model.
+
+    Args:
+        ref: Its place in the recording.
+        recorder: The recording.
+        is_elsewhere: Whether no module holds it: it stays on the device that it was recorded on.
+    """
+
+    ref: Ref = field(kw_only=True)
+    recorder: Recorder = field(kw_only=True)
+    is_elsewhere: bool = field(default=False, kw_only=True)
+
+    def cut(self) -> bool:
+        """Let go of the graph, or the tensor that this is a view of; return whether nothing is left of them.
+
+        They hold on to other tensors, which then can't get their values in place.
+        """
+        holds = not self.tensor.is_leaf or (self.tensor._is_view() and not self.tensor.requires_grad)  # noqa: SLF001
+        return not holds or not _swap(self.tensor, self.tensor.detach())
+
+    def _on_meta(self) -> torch.Tensor:
+        return torch.empty_strided(self.ref.size, self.ref.stride, dtype=self.ref.dtype, device="meta")
+
+
+def find_parameters(model: nn.Module) -> list[Holder]:
+    """Return the parameters of an eager model, each once."""
     found: dict[int, Holder] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():  # noqa: SLF001 - the dictionary itself
+            if parameter is not None:
+                holder = found.setdefault(id(parameter), Holder(parameter, is_parameter=True))
+                holder.names.append(f"{prefix}.{name}" if prefix else name)
+                holder.places.append((module._parameters, name))  # noqa: SLF001
+    return list(found.values())
+
+
+def find_holders(model: nn.Module) -> list[LazyHolder]:
+    """Return the lazy tensors of a model, each once: plain attributes first, then buffers, then parameters."""
+    found: dict[int, LazyHolder] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         _add_holders(found, module, f"{prefix}." if prefix else "")
     return sorted(found.values(), key=lambda holder: (holder.is_parameter, bool(holder.names)))
 
 
-def find_elsewhere(model: nn.Module, *also: object) -> list[Holder]:
+def find_elsewhere(model: nn.Module, *also: object) -> list[LazyHolder]:
     """Return the living lazy tensors of a model's recordings that are not the model's: in closures, caches, optimizers.
 
     What other modules hold is left out: those are models of their own.
@@ -116,7 +155,7 @@ def find_elsewhere(model: nn.Module, *also: object) -> list[Holder]:
         return []
     gc.collect()  # what only garbage holds needs no values
     living = gc.get_objects()
-    found: dict[int, Holder] = {}
+    found: dict[int, LazyHolder] = {}
     known = {id(holder.tensor) for holder in own}
     for tensor in living:
         if type(tensor) is LazyTensor and id(tensor) not in known and id(tensor.lazy_recorder) in recorders:
@@ -124,7 +163,7 @@ def find_elsewhere(model: nn.Module, *also: object) -> list[Holder]:
     if not found:
         return []
     included = {id(module) for each in (model, *modules) for module in each.modules()}
-    others: dict[int, Holder] = {}
+    others: dict[int, LazyHolder] = {}
     for module in living:
         if issubclass(type(module), nn.Module) and id(module) not in included and "_modules" in vars(module):
             _add_holders(others, module, "")
@@ -135,7 +174,7 @@ def find_elsewhere(model: nn.Module, *also: object) -> list[Holder]:
     return elsewhere
 
 
-def cut_all(holders: Sequence[Holder]) -> None:
+def cut_all(holders: Sequence[LazyHolder]) -> None:
     """Let tensors go of graphs and of each other."""
     held = list(holders)
     while len(rest := [holder for holder in held if not holder.cut()]) < len(held):
@@ -155,7 +194,7 @@ def loosened(model: nn.Module) -> Iterator[None]:
             module._init_flat_weights()  # noqa: SLF001
 
 
-def _add_holders(found: dict[int, Holder], module: nn.Module, start: str) -> None:
+def _add_holders(found: dict[int, LazyHolder], module: nn.Module, start: str) -> None:
     """Add the lazy tensors that a module itself holds, under names that begin with ``start``."""
     for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):  # noqa: SLF001 - the dictionaries themselves
         for name, tensor in tensors.items():
@@ -211,9 +250,9 @@ def _key_of(holder: dict[Any, Any], tensor: torch.Tensor) -> object:
     return next((key for key, value in holder.items() if value is tensor), None)
 
 
-def _hold(found: dict[int, Holder], tensor: LazyTensor) -> Holder:
+def _hold(found: dict[int, LazyHolder], tensor: LazyTensor) -> LazyHolder:
     recorder = tensor.lazy_recorder
-    return found.setdefault(id(tensor), Holder(tensor, recorder.ref_of(tensor), recorder))
+    return found.setdefault(id(tensor), LazyHolder(tensor, ref=recorder.ref_of(tensor), recorder=recorder))
 
 
 def _inside(value: Any, depth: int) -> Iterator[LazyTensor]:

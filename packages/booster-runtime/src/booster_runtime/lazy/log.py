@@ -42,13 +42,13 @@ class Ref:
     offset: int
     is_shape_only: bool = False
 
-    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the view, of a real storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
-class Const:
+class Constant:
     """A real tensor that an operation reads.
 
     Args:
@@ -112,10 +112,10 @@ class Entry:
     Args:
         name: The operation, such as ``"aten::normal_"``.
         function: What to call.
-        args: Positional arguments, `Ref` and `Const` in place of tensors.
+        args: Positional arguments, `Ref` and `Constant` in place of tensors.
         kwargs: Keyword arguments, likewise.
-        reads: Slots whose values it needs.
-        writes: Slots that it writes in place.
+        reads: Storages whose values it needs.
+        writes: Storages that it writes in place.
         covers: Those of ``writes`` that it overwrites as a whole without reading them.
         results: Index among the output tensors and view, for each storage that it makes.
         draw: Its use of a random generator, if any.
@@ -167,29 +167,29 @@ _COPY_NUMEL = 4096
 """Real tensors up to this size are copied when they are read; larger ones just before they change."""
 
 
-class Consts:
+class Constants:
     """The real tensors that a recording reads."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, list[Const]] = {}
+        self._by_storage: dict[int, list[Constant]] = {}
 
-    def read(self, tensor: torch.Tensor) -> Const:
+    def read(self, tensor: torch.Tensor) -> Constant:
         """Return what stands for a tensor in the recording."""
         if tensor.numel() <= _COPY_NUMEL or not _is_torchs_own(tensor):
-            return Const(tensor.clone(), is_watched=False)
+            return Constant(tensor.clone(), is_watched=False)
         watched = self._by_storage.setdefault(tensor.untyped_storage()._cdata, [])  # noqa: SLF001 - identifies it
-        known = next((const for const in watched if const.is_view(tensor)), None)
+        known = next((constant for constant in watched if constant.is_view(tensor)), None)
         if known is not None:
             return known
-        watched.append(Const(tensor, is_watched=True))
+        watched.append(Constant(tensor, is_watched=True))
         return watched[-1]
 
     def before_write(self, target: torch.Tensor) -> None:
         """Keep the values that were recorded of a real tensor that is about to change."""
         if target.device.type == "meta":
             return
-        for const in self._by_storage.pop(target.untyped_storage()._cdata, []):  # noqa: SLF001 - as above
-            const.keep()
+        for constant in self._by_storage.pop(target.untyped_storage()._cdata, []):  # noqa: SLF001 - as above
+            constant.keep()
 
 
 def _is_torchs_own(tensor: torch.Tensor) -> bool:
@@ -203,7 +203,7 @@ def _is_torchs_own(tensor: torch.Tensor) -> bool:
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
-class Slots:
+class Storages:
     """Numbers storages in the order in which they are met.
 
     Attributes:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from booster_core.errors import LazyInitError
 from booster_runtime.lazy.files import OpenFiles
 from booster_runtime.lazy.generators import Draw, Generators
-from booster_runtime.lazy.log import Const, Consts, Entry, Ref, Slots
+from booster_runtime.lazy.log import Constant, Constants, Entry, Ref, Storages
 from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
 from booster_runtime.lazy.replay import Replay, find_live
 from booster_runtime.lazy.tensor import REMEDY, LazyTensor
@@ -44,8 +44,8 @@ class Recorder:
         self.files = OpenFiles()
         # Leave draws out where no values that are wanted depend on any.
         self.draws_if_needed = False
-        self._slots = Slots()
-        self._consts = Consts()
+        self._slots = Storages()
+        self._constants = Constants()
         self._lock = threading.RLock()
 
     # What the context and the tensors call --------------------------------------------------------------------------
@@ -97,19 +97,19 @@ class Recorder:
             )
 
     def record_source(
-        self, name: str, function: Callable[..., torch.Tensor], like: torch.Tensor, *consts: Const
+        self, name: str, function: Callable[..., torch.Tensor], like: torch.Tensor, *constants: Constant
     ) -> LazyTensor:
         """Record a function of constants that returns a tensor of the geometry of ``like``, a meta tensor."""
         with self._lock:
             tensor = LazyTensor(like, torch.device("cpu"), self)
-            self.entries.append(Entry(name, function, consts, {}, results=((0, self.ref_of(tensor)),)))
+            self.entries.append(Entry(name, function, constants, {}, results=((0, self.ref_of(tensor)),)))
             return tensor
 
     def adopt(self, value: torch.Tensor) -> LazyTensor:
         """Return a lazy tensor that will have the values of a real one."""
-        const = Const(value.detach().clone(), is_watched=False)
+        constant = Constant(value.detach().clone(), is_watched=False)
         inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
-        return self.record_source("a real tensor", torch.clone, inner, const)
+        return self.record_source("a real tensor", torch.clone, inner, constant)
 
     def check_open(self, what: str, instead: str) -> None:
         """Raise where something is legal in the context only.
@@ -125,7 +125,7 @@ class Recorder:
         """Return the present values of a lazy tensor."""
         with self._lock:
             ref = self.ref_of(tensor)
-            return ref.of(self._values({ref.slot})[ref.slot])
+            return ref.view_of(self._values({ref.slot})[ref.slot])
 
     def ref_of(self, tensor: LazyTensor) -> Ref:
         """Return a tensor's place in the recording."""
@@ -182,7 +182,7 @@ class Recorder:
         elif is_random(func) and any(tensor.device != _META for tensor in tensors):
             return self._eagerly(func, name, args, kwargs)
         for target in written(func, args, kwargs):
-            self._consts.before_write(target)
+            self._constants.before_write(target)
         return func(*args, **kwargs)
 
     # Recording -------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Recorder:
             return replace(self.ref_of(leaf), is_shape_only=is_shape_only)
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
-        return self._consts.read(leaf)
+        return self._constants.read(leaf)
 
     def _draw(self, generator: Generator | None, device: torch.device) -> Draw:
         return self.generators.record(generator, device)
@@ -312,10 +312,10 @@ class Recorder:
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         refs = {id(leaf): self.ref_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)}
         storages = self._values({ref.slot for ref in refs.values()}) if refs else {}
-        real = {key: ref.of(storages[ref.slot]) for key, ref in refs.items()}
+        real = {key: ref.view_of(storages[ref.slot]) for key, ref in refs.items()}
         real_args, real_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, kwargs))
         for target in written(func, real_args, real_kwargs):
-            self._consts.before_write(target)
+            self._constants.before_write(target)
         if not is_random(func):
             return func(*real_args, **real_kwargs)
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))

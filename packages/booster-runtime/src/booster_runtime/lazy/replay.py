@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from booster_runtime.lazy.log import Const, Entry, Ref
+from booster_runtime.lazy.log import Constant, Entry, Ref
 from booster_runtime.lazy.operations import COPIES, UNSET
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Replay:
 
     Args:
         entries: The recording.
-        wanted: Slots whose values are handed over.
+        wanted: Storages whose values are handed over.
         slot_bytes: Size of each storage.
         slot_devices: The recorded device of each storage.
         hand_over: Called with each wanted slot and its storage, once, when it has its final values; returns whether
@@ -115,7 +115,7 @@ class Replay:
         args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
         if entry.name in COPIES:
             ref = entry.results[0][1]
-            made = ref.of(self._storage(ref.slot)).copy_(args[0])
+            made = ref.view_of(self._storage(ref.slot)).copy_(args[0])
         else:
             with nullcontext() if entry.draw is None else self._playback.at(entry.draw):
                 made = self._call(entry, args, kwargs)
@@ -159,8 +159,8 @@ class Replay:
         if isinstance(value, Ref):
             if value.is_shape_only:
                 return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
-            return value.of(self._storage(value.slot))
-        return value.get() if isinstance(value, Const) else value
+            return value.view_of(self._storage(value.slot))
+        return value.get() if isinstance(value, Constant) else value
 
     def _storage(self, slot: int) -> torch.UntypedStorage:
         if slot not in self._storages:
@@ -174,7 +174,7 @@ class Replay:
         if is_same and storage.nbytes() == self._slot_bytes[ref.slot]:
             return storage
         laid_out = self._memory.take(self._slot_bytes[ref.slot], storage.device)
-        ref.of(laid_out).copy_(tensor)
+        ref.view_of(laid_out).copy_(tensor)
         return laid_out
 
     def _discard_draw(self, draw: Draw) -> None:
@@ -192,7 +192,7 @@ class Replay:
         if not isinstance(value, Ref) or value.is_shape_only:
             return self._real(value)
         storages.append(self._memory.take(self._slot_bytes[value.slot], self._slot_devices[value.slot]))
-        return value.of(storages[-1])
+        return value.view_of(storages[-1])
 
 
 def _has_memory(leaf: Any) -> bool:
@@ -223,7 +223,7 @@ def make_plan(entries: Sequence[Entry], wanted: Collection[int]) -> Plan:
 
     Args:
         entries: The recording.
-        wanted: Slots.
+        wanted: Storages.
     """
     plan = Plan(find_live(entries, wanted))
     writer: dict[int, int] = {}

@@ -8,6 +8,6 @@ has recorded (`flight_recorder`).
 """
 
 from booster_runtime.watch.member import Monitor
-from booster_runtime.watch.start import NOT_WANTED, start_monitor
+from booster_runtime.watch.start import start_monitor
 
-__all__ = ["NOT_WANTED", "Monitor", "start_monitor"]
+__all__ = ["Monitor", "start_monitor"]

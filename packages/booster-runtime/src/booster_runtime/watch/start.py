@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from booster_core.ranks import World
 
-NOT_WANTED = "it is turned off"
-"""Why there is no monitor, where that is as it should be."""
-
 _CONNECT_SECONDS = 10.0
 _ALL_SECONDS = 20.0
 _LOOPBACK = ("127.", "::1")
@@ -34,7 +31,6 @@ def start_monitor(
     *,
     may_end_process: bool,
     error_file: str | None = None,
-    is_wanted: bool = True,
 ) -> Monitor | None:
     """Connect this rank to the monitor, which rank 0 starts.
 
@@ -44,7 +40,6 @@ def start_monitor(
         address: The name of rank 0's host by which the other ranks reach it.
         may_end_process: Whether this process ends when another rank fails.
         error_file: Where torchrun's agent expects the reason of a failure.
-        is_wanted: Whether this rank takes part; where rank 0 does not, none does.
 
     Returns:
         The monitor; ``None`` where this rank could not reach it, and in a world of one.
@@ -57,13 +52,12 @@ def start_monitor(
     server = None
     if world.rank == 0:
         assert hosts is not None
-        server, news = _start_server(world, hosts, address, is_wanted=is_wanted)
+        server, news = _start_server(world, hosts, address)
         world.store.set("monitor", json.dumps(news))
-    else:  # also where it takes no part: rank 0 may ask for it
+    else:
         world.store.set(f"monitor/{world.rank}", json.dumps(_addresses_of(address)))
     where = json.loads(world.store.get("monitor"))
-    monitor, connection = None, None
-    problem = NOT_WANTED if not is_wanted else where.get("problem")
+    monitor, connection, problem = None, None, where.get("problem")
     if problem is None:
         connection, problem = _connect(where["address"], where["port"], world.timeout_seconds)
     if connection is not None:
@@ -88,12 +82,8 @@ def start_monitor(
     return None
 
 
-def _start_server(
-    world: World, hosts: Sequence[str], address: str, *, is_wanted: bool
-) -> tuple[Server | None, dict[str, Any]]:
+def _start_server(world: World, hosts: Sequence[str], address: str) -> tuple[Server | None, dict[str, Any]]:
     """Return the server, started, and what the others are told of it: where it is, or why there is none."""
-    if not is_wanted:
-        return None, {"problem": "BOOSTER_MONITOR=0 is set on rank 0, but not on every rank"}
     addresses = ["127.0.0.1"]
     remote = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if remote is not None:

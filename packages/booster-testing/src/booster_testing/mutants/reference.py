@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
     from booster_core.state import ParamGroup, StateAdapter, TensorMeta
-    from booster_runtime.strategy import Values
+    from booster_runtime.lazy import Recording
 
 
 class ReferenceOptimizer(OptimizerWrapper):
@@ -226,7 +226,7 @@ class ReferencePlugin(Strategy):
     def __init__(self, *, precision: PrecisionPolicy | str | None = None) -> None:
         self.precision = precision
 
-    def shard(self, objects: Boosted, context: BoostContext, values: Values | None) -> Boosted:
+    def shard(self, objects: Boosted, context: BoostContext, values: Recording | None) -> Boosted:
         """Take rank 0's values, and wrap model and optimizer.
 
         Collective: every rank of the world.

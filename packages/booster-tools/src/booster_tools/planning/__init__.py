@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from booster_tools.planning.candidates import Candidate
 from booster_tools.planning.choice import choose_plugin
-from booster_tools.planning.ledger import Traffic
-from booster_tools.planning.prediction import Prediction, measure, predict, predict_ranks
 from booster_tools.planning.processes import default_processes
 from booster_tools.planning.ranking import Devices, Plan, Planned, plan
+from booster_tools.planning.recorder import Traffic
+from booster_tools.planning.simulate import StepCost, TrainingStep, measure, shares_of, simulate
 
 __all__ = [
     "Candidate",
     "Devices",
     "Plan",
     "Planned",
-    "Prediction",
+    "StepCost",
     "Traffic",
+    "TrainingStep",
     "choose_plugin",
     "default_processes",
     "measure",
     "plan",
-    "predict",
-    "predict_ranks",
+    "shares_of",
+    "simulate",
 ]

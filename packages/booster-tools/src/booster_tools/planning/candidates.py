@@ -36,6 +36,14 @@ class Offloads(Protocol):
 
 
 @runtime_checkable
+class JoinsOthers(Protocol):
+    """A plugin whose ranks train with those of other launches. Plans of it are refused, as these are not there."""
+
+    def what_to_plan(self) -> str:
+        """Return what can be planned in its place, such as ``"its inner plugin 'ddp'"``."""
+
+
+@runtime_checkable
 class Rehearses(Protocol):
     """A plugin that can shorten the batches of the first steps, which a plan takes only to lay out what stays."""
 
@@ -63,12 +71,18 @@ def without_probes(plugin: Plugin) -> Iterator[None]:
         plugin.unchecked = before
 
 
-def check_on_device(plugin: Plugin) -> None:
-    """Check that a plugin keeps everything on the device.
+def check_plannable(plugin: Plugin) -> None:
+    """Check that a plugin keeps everything on the device, and trains with nobody else than its ranks.
 
     Raises:
-        ConfigError: If it offloads.
+        ConfigError: If it offloads, or waits for other launches.
     """
+    if isinstance(plugin, JoinsOthers):
+        msg = (
+            f"Plugin '{plugin.name}' waits for the ranks of other launches, so that neither a plan nor a try of one "
+            f"rank can run it. Use {plugin.what_to_plan()}."
+        )
+        raise ConfigError(msg)
     option = plugin.offloading() if isinstance(plugin, Offloads) else None
     if option is not None:
         msg = (

@@ -17,10 +17,10 @@ from booster_core.plugin import Boosted
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import ensure_process_group
 from booster_runtime.lazy import is_lazy
-from booster_tools.planning.answers import SMALL_NUMEL
 from booster_tools.planning.candidates import Candidate, candidates
-from booster_tools.planning.prediction import Training, predict_training
 from booster_tools.planning.ranking import Devices, Planned, planned, size_text
+from booster_tools.planning.simulate import TrainingStep, simulate
+from booster_tools.planning.skipping import SMALL_NUMEL
 from booster_tools.verification.first_batches import copy_of
 from booster_tools.verification.losses import guessed_losses, has_stages
 from booster_tools.verification.objects import checked_objects, copied
@@ -136,7 +136,7 @@ def _best(objects: Boosted, devices: Devices, policy: PrecisionPolicy | None, *,
     with random_state_kept(torch.device("cpu")):
         batch = _first_batch(objects.dataloader)
     values = _without_values(model, optimizer)
-    training = Training(
+    training = TrainingStep(
         build=lambda: copied(model, optimizer, values(), what="`choose_plugin`", instead=_INSTEAD),
         share=lambda *_: batch,
         loss=_explained(guessed_losses(objects.criterion, batch).forward),
@@ -144,13 +144,13 @@ def _best(objects: Boosted, devices: Devices, policy: PrecisionPolicy | None, *,
         on_host=on_host,
     )
 
-    def predict(plugin: Plugin) -> Any:
+    def simulated(plugin: Plugin) -> Any:
         if has_stages(plugin):
             msg = "Loops over a pipeline differ from others, so that it has to be named."
             raise ConfigError(msg)
-        return predict_training(training, plugin, devices.number)
+        return simulate(training, plugin, devices.number)
 
-    found = [planned(each, devices, predict) for each in candidates(devices.number)]
+    found = [planned(each, devices, simulated) for each in candidates(devices.number)]
     fitting = [
         (_seconds_per_share(each), each.prediction.peak_bytes, each) for each in found if each.prediction and each.fits
     ]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_tools.planning.candidates import Candidate, candidates
-from booster_tools.planning.prediction import STEPS, Prediction, StoppedError, predict_ranks
 from booster_tools.planning.processes import in_processes
-from booster_tools.planning.timeline import replay
+from booster_tools.planning.simulate import STEPS, StepCost, StoppedError, TrainingStep, shares_of, simulate
+from booster_tools.planning.stages import Busy, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from booster_core.plugin import Plugin
+    from booster_tools.planning.stages import Channel, Timeline
 
 _GIB = 2**30
 
@@ -61,8 +63,8 @@ class Planned:
 
     candidate: Candidate
     devices: Devices
-    prediction: Prediction | None = None
-    others: tuple[Prediction, ...] = ()
+    prediction: StepCost | None = None
+    others: tuple[StepCost, ...] = ()
     problem: str | None = None
     held_bytes: int = 0
 
@@ -178,11 +180,10 @@ def plan(
         msg = "There is no setting to plan. Install a plugin, such as booster-zero, or name one that is installed."
         raise ConfigError(msg)
 
-    def predict(plugin: Plugin) -> dict[int, Prediction]:
-        return predict_ranks(build, batch, plugin, devices.number, mixed_precision=mixed_precision, steps=steps)
+    training = TrainingStep(build=build, share=shares_of(batch), mixed_precision=mixed_precision, steps=steps)
 
     def work(place: int) -> Planned:
-        return planned(chosen[place], devices, predict)
+        return planned(chosen[place], devices, partial(simulate, training, world_size=devices.number))
 
     done = map(work, range(len(chosen))) if num_processes == 1 else in_processes(work, len(chosen), num_processes)
     found = []
@@ -195,16 +196,16 @@ def plan(
     return Plan(settings=tuple(sorted(found, key=_order)), mixed_precision=mixed_precision)
 
 
-def planned(candidate: Candidate, devices: Devices, predict: Callable[[Plugin], dict[int, Prediction]]) -> Planned:
+def planned(candidate: Candidate, devices: Devices, simulated: Callable[[Plugin], dict[int, StepCost]]) -> Planned:
     """Return what became of one setting; what its plugin or the planner refuses is told, not raised.
 
     Args:
         candidate: The setting.
         devices: What to plan for.
-        predict: Plans ranks under the setting's plugin.
+        simulated: Simulates ranks under the setting's plugin.
     """
     try:
-        ranks = predict(candidate.make())
+        ranks = simulated(candidate.make())
     except StoppedError as error:
         return Planned(candidate=candidate, devices=devices, problem=str(error), held_bytes=error.held_bytes)
     except (BoosterError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -224,3 +225,36 @@ def _order(each: Planned) -> tuple[int, float]:
 def size_text(num_bytes: int) -> str:
     """Return a size for people."""
     return f"{num_bytes / _GIB:.3g} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def replay(timelines: Sequence[Timeline], flops_per_second: float, rate: float) -> float:
+    """Return how many seconds the last rank needs, where ranks wait for each other as the stages of a pipeline do.
+
+    A message travels while its sender goes on. Computing and collectives of a rank come one after the other.
+
+    Args:
+        timelines: What each rank does. Messages from ranks that are not among them are there at once.
+        flops_per_second: Speed of computation.
+        rate: Bytes that a rank sends in a second.
+    """
+    clocks = [0.0] * len(timelines)
+    places = [0] * len(timelines)
+    own = {(event.channel, event.number) for each in timelines for event in each if isinstance(event, Send)}
+    arrivals: dict[tuple[Channel, int], float] = {}
+    while True:
+        before = list(places)
+        for rank, timeline in enumerate(timelines):
+            for event in timeline[places[rank] :]:
+                if isinstance(event, Busy):
+                    clocks[rank] += event.flops / flops_per_second + event.sent_bytes / rate
+                elif isinstance(event, Send):
+                    arrivals[event.channel, event.number] = clocks[rank] + event.num_bytes / rate
+                else:
+                    key = event.channel, event.number
+                    if key in own and key not in arrivals:
+                        break
+                    clocks[rank] = max(clocks[rank], arrivals.get(key, 0.0))
+                places[rank] += 1
+        if places == before:
+            assert all(place == len(each) for place, each in zip(places, timelines, strict=True)), "ranks wait in turn"
+            return max(clocks, default=0.0)

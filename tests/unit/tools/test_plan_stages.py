@@ -9,9 +9,8 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import SingleDevicePlugin
-from booster_tools.planning.mail import Channel, Message
-from booster_tools.planning.relay import Relay
-from booster_tools.planning.timeline import Busy, Receive, Send, replay
+from booster_tools.planning.ranking import replay
+from booster_tools.planning.stages import Busy, Channel, Message, Receive, Send, StageThreads
 
 SECOND = 10**12
 """Operations."""
@@ -58,24 +57,24 @@ def sent(value):
 
 
 def run(bodies):
-    """Run a function of a mailbox for each rank; return what they return."""
-    return Relay(lambda plugin, mailbox: bodies[mailbox.rank](mailbox), SingleDevicePlugin(), 0).run()
+    """Run a function of a messages for each rank; return what they return."""
+    return StageThreads(lambda plugin, messages: bodies[messages.rank](messages), SingleDevicePlugin(), 0).run()
 
 
 def test_ranks_run_when_they_are_needed_and_one_at_a_time():
     order = []
 
-    def first(mailbox):
+    def first(messages):
         order.append("first asks")
-        mailbox.send(channel(0, 1), sent(2.0))
-        answer = mailbox.receive(channel(1, 0), mailbox.expect(channel(1, 0))).values
+        messages.send(channel(0, 1), sent(2.0))
+        answer = messages.receive(channel(1, 0), messages.expect(channel(1, 0))).values
         order.append("first ends")
         return float(answer)
 
-    def second(mailbox):
+    def second(messages):
         order.append(f"second begins in {threading.current_thread().name}")
-        value = float(mailbox.receive(channel(0, 1), mailbox.expect(channel(0, 1))).values)
-        mailbox.send(channel(1, 0), sent(3 * value))
+        value = float(messages.receive(channel(0, 1), messages.expect(channel(0, 1))).values)
+        messages.send(channel(1, 0), sent(3 * value))
         order.append("second ends")
         return value
 
@@ -84,11 +83,11 @@ def test_ranks_run_when_they_are_needed_and_one_at_a_time():
 
 
 def test_objects_come_from_the_rank_that_broadcasts_them():
-    def first(mailbox):
-        return mailbox.broadcast((0, 1), 1, [None])
+    def first(messages):
+        return messages.broadcast((0, 1), 1, [None])
 
-    def second(mailbox):
-        return mailbox.broadcast((0, 1), 1, [{"layers": 4}])
+    def second(messages):
+        return messages.broadcast((0, 1), 1, [{"layers": 4}])
 
     assert run({0: first, 1: second}) == {0: [{"layers": 4}], 1: [{"layers": 4}]}
 
@@ -96,13 +95,13 @@ def test_objects_come_from_the_rank_that_broadcasts_them():
 def test_an_error_of_another_rank_ends_all():
     ended = []
 
-    def first(mailbox):
+    def first(messages):
         try:
-            mailbox.receive(channel(1, 0), mailbox.expect(channel(1, 0)))
+            messages.receive(channel(1, 0), messages.expect(channel(1, 0)))
         finally:
             ended.append(0)
 
-    def second(mailbox):
+    def second(messages):
         msg = "not this model"
         raise ConfigError(msg)
 
@@ -114,7 +113,7 @@ def test_an_error_of_another_rank_ends_all():
 
 def test_ranks_that_wait_for_each_other_are_named():
     def waits_for(sender):
-        return lambda mailbox: mailbox.receive(channel(sender, 1 - sender), 0)
+        return lambda messages: messages.receive(channel(sender, 1 - sender), 0)
 
     with pytest.raises(ConfigError, match="Ranks 0, 1 of the plan wait for each other"):
         run({0: waits_for(1), 1: waits_for(0)})

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from booster_core.errors import ConfigError
-from booster_tools.planning.hollow import Watching
-from booster_tools.planning.ledger import Ledger
-from booster_tools.planning.mail import Mail, Mailbox
+from booster_tools.planning.recorder import StepRecorder
+from booster_tools.planning.stages import Messages
 
 
 @pytest.fixture
 def planned():
-    ledger = Ledger()
-    return Watching(ledger, Mailbox(Mail(), 0, lambda *_: pytest.fail("nothing is sent")), computes=False)
+    return StepRecorder(Messages(0, {}, lambda *_: pytest.fail("nothing is sent")), computes=False)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Layers that training skips at random: found by a dry run in which the numbers that models draw for it are the lowest.
+"""Layers that training skips at random: found by a run in which the numbers that models draw for it are the lowest.
 
-A stage can't begin or end with a layer that is sometimes not called. Models skip layers (`layerdrop`) where a single
-random number is below a probability. So a dry run sees all layers where such numbers are high; one where they are low
+What begins or ends with a layer, as a stage does, can't do without it. Models skip layers (`layerdrop`) where a single
+random number is below a probability. So a run sees all layers where such numbers are high; one where they are low
 shows whether any layer would be skipped.
 """
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import nn
 
@@ -28,6 +28,8 @@ _HIGH, _LOW = 1.0 - 2.0**-24, 0.0
 _NUM_SEEDS = 20
 """Runs with other states of the generators of Python and numpy, which can't be told what to draw."""
 _SHOWN = 3
+REMEDY = "Switch it off, for models of transformers by setting each `layerdrop` of its configuration to 0"
+"""What to do about it."""
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,7 +69,7 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_no_layer_is_skipped(model: nn.Module, trace: Trace, called: Callable[[FixedDraws], Trace]) -> None:
-    """Raise if training skips some of a model's layers at random.
+    """Raise if training skips some of a model's layers at random, along which it is cut into stages.
 
     Args:
         model: The user's model. Where it is in evaluation mode now, all its modules are put into training mode
@@ -81,32 +83,43 @@ def check_no_layer_is_skipped(model: nn.Module, trace: Trace, called: Callable[[
     """
     if trace.is_certain:
         return
-    with _training(model):
-        before = host_states()
-        _compare(model, trace, called)
-        if host_states() == before:
-            return
-        for seed in range(_NUM_SEEDS):
-            random.seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed)
-            _compare(model, trace, called)
-
-
-def _compare(model: nn.Module, trace: Trace, called: Callable[[FixedDraws], Trace]) -> None:
-    try:
-        seen = {layer.name for layer in called(FixedDraws(_LOW)).layers}
-    except Exception:  # noqa: BLE001 - not every model runs without its layers; a run still tells of one that is skipped
-        return
-    skipped = [layer.name for layer in trace.layers if layer.name not in seen]
+    names = [layer.name for layer in trace.layers]
+    skipped = skipped_at_random(model, names, lambda draws: {layer.name for layer in called(draws).layers})
     if skipped:
-        shown = ", ".join(f"'{name}'" for name in skipped[:_SHOWN]) + (", ..." if len(skipped) > _SHOWN else "")
         msg = (
-            f"{type(model).__name__} skips layers at random in training ({shown}), and no activations can pass from "
-            "stage to stage where a stage's first layer is not called. Switch it off, for models of transformers by "
-            "setting each `layerdrop` of its configuration to 0, or use `pp_size=1`."
+            f"{type(model).__name__} skips layers at random in training ({skipped}), and no activations can pass from "
+            f"stage to stage where a stage's first layer is not called. {REMEDY}, or use `pp_size=1`."
         )
         raise ConfigError(msg)
+
+
+def skipped_at_random(model: nn.Module, names: Sequence[str], called: Callable[[FixedDraws], Collection[str]]) -> str:
+    """Return which layers training skips at random, for messages; nothing where it skips none.
+
+    Args:
+        model: The model, all of whose modules are in training mode meanwhile.
+        names: Names of its layers.
+        called: Runs the model with given draws, and returns which layers were called. It may raise: not every model
+            runs without its layers.
+    """
+    with _training(model):
+        before = host_states()
+        skipped = _missing(names, called)
+        if not skipped and host_states() != before:
+            for seed in range(_NUM_SEEDS):
+                random.seed(seed)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(seed)
+                skipped = skipped or _missing(names, called)
+    return ", ".join(f"'{name}'" for name in skipped[:_SHOWN]) + (", ..." if len(skipped) > _SHOWN else "")
+
+
+def _missing(names: Sequence[str], called: Callable[[FixedDraws], Collection[str]]) -> list[str]:
+    try:
+        seen = called(FixedDraws(_LOW))
+    except Exception:  # noqa: BLE001 - a run without layers still tells of one that is skipped
+        return []
+    return [name for name in names if name not in seen]
 
 
 @contextlib.contextmanager

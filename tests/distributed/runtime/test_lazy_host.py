@@ -7,9 +7,7 @@ from torch import nn
 
 from booster_core.ranks import DistCoordinator
 from booster_core.state import TensorShard, full_box
-from booster_runtime.lazy import host_values
-from booster_runtime.lazy.boosting import take_values
-from booster_runtime.lazy.host_values import HostValues, shards_from_host
+from booster_runtime.lazy import host, shards_from_host, take_recording
 from booster_testing import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -39,8 +37,7 @@ def fill():
     rank = dist.get_rank()
     model, expected = Model(seed=rank), dict(Model(seed=0).named_parameters(remove_duplicate=False))
     objects = dict(model.named_parameters())
-    values = take_values(model)
-    assert isinstance(values, HostValues)
+    values = take_recording(model)
     assert all(parameter.is_meta for parameter in model.parameters())
     if rank:
         del model.dropped
@@ -51,7 +48,7 @@ def fill():
     ]
     written = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_values, "_SENT_BYTES", 4 * 7)  # a row and a bit
+        patch.setattr(host, "_SENT_BYTES", 4 * 7)  # a row and a bit
         values.fill(shards, CPU, before_write=written.append)
     assert set(map(id, written)) == set(map(id, shards)), "each is announced"
     wrong = [] if torch.equal(shards[0].data, expected["first.weight"][rank : rank + 3]) else ["a box"]
@@ -70,8 +67,7 @@ def test_shards_get_the_first_ranks_values_and_the_rest_is_whole():
 
 def fail_on_one_rank():
     model = Model()
-    values = HostValues(model)
-    values.hollow(CPU)
+    values = take_recording(model, CPU)
     assert model.first.weight.untyped_storage().nbytes() == 4, "one element, expanded"
 
     def refuse(shard):

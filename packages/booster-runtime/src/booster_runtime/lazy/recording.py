@@ -1,0 +1,339 @@
+"""`Recording`: what waits for the values of one model's tensors, and gives each where a strategy keeps it.
+
+Values come from one of two sources: the replay of a lazy model's construction, which reads tensors of files by their
+ranges, or an eager model's parameters on the host (`host.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from booster_core.errors import LazyInitError
+from booster_core.state import box_shape, full_box, intersect, regions_of, slices_of
+from booster_runtime.lazy.files import find_reads
+from booster_runtime.lazy.fingerprints import fingerprints, geometry
+from booster_runtime.lazy.holders import cut_all, find_elsewhere, find_holders, loosened
+from booster_runtime.lazy.host import HostSource
+from booster_runtime.lazy.tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from booster_core.state import Box, TensorShard
+    from booster_runtime.lazy.files import FileRead
+    from booster_runtime.lazy.holders import Holder, LazyHolder
+    from booster_runtime.lazy.recorder import Recorder
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """Return whether a model has parameters or buffers without values."""
+    return any(isinstance(tensor, LazyTensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Give a lazy model its values: those that it would have without `LazyInitContext`.
+
+    Parameters and buffers stay the same objects, so that an optimizer keeps its hold on them. Random generators that
+    were not used since are left where eager construction would have left them. At most one tensor exists besides the
+    model's own. A model that is not lazy is returned as it is, and not moved.
+
+    Args:
+        model: The model; it is changed in place.
+        device: Where the values go; the recorded device when ``None``.
+
+    Returns:
+        The model.
+
+    Raises:
+        LazyInitError: If the context that it was built in is still open, or a tensor that construction read was changed
+            since.
+    """
+    if is_lazy(model):
+        Recording(model, ReplaySource(model, find_elsewhere(model))).fill((), device)
+    return model
+
+
+def take_recording(model: nn.Module, device: torch.device | str = "meta") -> Recording:
+    """Take the values out of a model, for a strategy that decides itself where they go.
+
+    Afterwards the lazy tensors of a lazy model, or the parameters of an eager one, are plain meta tensors, in the same
+    objects where torch allows it.
+
+    Args:
+        model: A lazy model, or one for which `shards_from_host` holds.
+        device: Put them on another device than meta, with one element of memory each, for a strategy that keeps the
+            objects and changes their memory: meta tensors can't take other memory in place.
+
+    Raises:
+        LazyInitError: If the context of a lazy model is still open.
+    """
+    recording = Recording(model, ReplaySource(model) if is_lazy(model) else HostSource(model))
+    recording.hollow(torch.device(device))
+    return recording
+
+
+def fill_elsewhere(elsewhere: Sequence[LazyHolder]) -> None:
+    """Give lazy tensors outside of a model their values, before the model's own; random generators stay as they are.
+
+    Raises:
+        LazyInitError: If the context is still open, or a tensor can't get its values in place.
+    """
+    cut_all(elsewhere)
+    by_recorder: dict[Recorder, dict[int, list[LazyHolder]]] = defaultdict(lambda: defaultdict(list))
+    for holder in elsewhere:
+        _check_closed(holder.recorder)
+        by_recorder[holder.recorder][holder.ref.slot].append(holder)
+
+    for recorder, by_slot in by_recorder.items():
+
+        def hand_over(slot: int, storage: torch.UntypedStorage, by_slot: dict[int, list[LazyHolder]] = by_slot) -> bool:
+            for holder in by_slot[slot]:
+                holder.become(holder.ref.view_of(storage))
+            return True
+
+        recorder.replay(by_slot.keys(), hand_over, uses_given=True)
+
+
+def _check_closed(recorder: Recorder) -> None:
+    if recorder.is_open:
+        msg = "A lazy model gets its values after its `LazyInitContext`. End the `with` block first."
+        raise LazyInitError(msg)
+
+
+class Source(Protocol):
+    """Where the values of some tensors come from."""
+
+    @property
+    def holders(self) -> Sequence[Holder]:
+        """The tensors, in the order of their names."""
+
+    def leave_out(self, absent: Collection[int]) -> None:
+        """Forget the values of parameters, by ``id`` of the tensor objects, that the model has lost since."""
+
+    def give(self, filling: Filling) -> None:
+        """Give each tensor its values.
+
+        Collective: every rank of the world, if the source is one rank's model.
+        """
+
+
+class Filling:
+    """Takes values: of a tensor that has shards, their parts; of another one, all.
+
+    Args:
+        shards: What this rank keeps.
+        device: Where the other tensors go; ``None`` for where their values are.
+        before_write: See `Recording.fill`.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[TensorShard],
+        device: torch.device | None,
+        before_write: Callable[[TensorShard], None] | None,
+    ) -> None:
+        self.device = device
+        self._before_write = before_write
+        self._by_name: dict[str, list[TensorShard]] = defaultdict(list)
+        for shard in shards:
+            self._by_name[shard.name].append(shard)
+
+    def shards_of(self, holder: Holder) -> Sequence[TensorShard] | None:
+        """Return the shards of a tensor; ``None`` where this rank keeps all of it."""
+        name = next((name for name in holder.names if name in self._by_name), None)
+        return None if name is None else self._by_name[name]
+
+    def announce(self, shard: TensorShard) -> None:
+        """Let a shard have its memory, before it is written."""
+        if self._before_write is not None:
+            self._before_write(shard)
+
+    def write(self, shards: Iterable[TensorShard], values: Tensor, box: Box | None = None) -> None:
+        """Write to each shard what it has of a tensor's values.
+
+        Args:
+            shards: Shards of the tensor.
+            values: The values of a box of it, of any dtype and device.
+            box: The box; ``None`` for the whole tensor.
+        """
+        box = full_box(tuple(values.shape)) if box is None else box
+        for shard in shards:
+            common = [(region, intersect(region.box, box)) for region in regions_of(shard.box, shard.flat)]
+            if all(part is None for _, part in common):
+                continue
+            self.announce(shard)
+            data = shard.data.detach()
+            for region, part in common:
+                if part is None:
+                    continue
+                target = data
+                if shard.flat is not None:
+                    target = data.view(-1)[region.start : region.start + region.numel].view(box_shape(region.box))
+                target[slices_of(part, region.box)].copy_(values[slices_of(part, box)])
+
+
+class Recording:
+    """The tensors of one model that have no values yet, and the source of the values.
+
+    Args:
+        model: The model.
+        source: Where its values come from.
+    """
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        self._model, self._source = model, source
+
+    @property
+    def replaced(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Parameters that could not stay the same objects, and those in their place."""
+        pairs = ((holder.given, holder.tensor) for holder in self._source.holders if holder.is_parameter)
+        return {given: tensor for given, tensor in pairs if tensor is not given}  # type: ignore[misc]
+
+    @property
+    def name_of(self) -> dict[int, str]:
+        """First names of the parameters and buffers, by ``id`` of the tensor objects."""
+        return {id(holder.tensor): holder.names[0] for holder in self._source.holders if holder.names}
+
+    def leave_out_absent(self) -> None:
+        """Forget the parameters that the model has lost since, so that nothing is made, read or kept for them.
+
+        Draws that they came of still move the generators.
+        """
+        present = {id(parameter) for parameter in self._model.parameters()}
+        held = {id(holder.tensor) for holder in self._source.holders if holder.is_parameter}
+        self._source.leave_out(held - present)
+
+    def hollow(self, device: torch.device) -> None:
+        """Turn the tensors into meta tensors, or into ones of a device with one element of memory each."""
+        with loosened(self._model):
+            for holder in self._source.holders:
+                holder.become(holder.hollow(device))
+
+    def fill(
+        self,
+        shards: Iterable[TensorShard],
+        device: torch.device | str | None = None,
+        *,
+        before_write: Callable[[TensorShard], None] | None = None,
+    ) -> None:
+        """Write to each shard its part of the tensor that it names; give all others their values on a device.
+
+        Args:
+            shards: What this rank keeps; a tensor may have several shards. ``data`` may be on any device.
+            device: Where all other tensors that have no values get their memory; where their values are when ``None``.
+            before_write: Called before a shard is written, for a strategy that has few shards in memory at a time: from
+                then until the next call, or the end, the shard's ``data`` must have its memory.
+
+        Raises:
+            LazyInitError: If a file with values was changed since it was recorded, or can't be read any more.
+
+        Collective: every rank of the world, if values are sent by the first rank.
+        """
+        filling = Filling(shards, None if device is None else torch.device(device), before_write)
+        with loosened(self._model):
+            self._source.give(filling)
+
+
+class ReplaySource:
+    """The values of a lazy model: its construction, replayed.
+
+    Args:
+        model: A lazy model.
+        elsewhere: Lazy tensors outside of its modules that get their values with it.
+
+    Attributes:
+        recorders: The recordings of the contexts that the model was built in; usually one.
+
+    Raises:
+        LazyInitError: If the context is still open.
+    """
+
+    def __init__(self, model: nn.Module, elsewhere: Sequence[LazyHolder] = ()) -> None:
+        self.holders = [*elsewhere, *find_holders(model)]
+        self.recorders = list(dict.fromkeys(holder.recorder for holder in self.holders))
+        for recorder in self.recorders:
+            _check_closed(recorder)
+        cut_all(self.holders)
+
+    def fingerprints(self) -> dict[str, bytes]:
+        """Return for each lazy parameter and buffer what is the same in every process that gives it the same values.
+
+        Raises:
+            LazyInitError: If a file was changed since it was recorded, or can't be read any more.
+        """
+        found = {}
+        for recorder in self.recorders:
+            holders = [holder for holder in self.holders if holder.recorder is recorder]
+            with recorder.files.kept_open():
+                of_slot = fingerprints(recorder.entries, {holder.ref.slot for holder in holders})
+            for holder in holders:
+                for name in holder.names[:1]:
+                    found[name] = of_slot[holder.ref.slot] + geometry(holder.ref).encode()
+        return found
+
+    def leave_out(self, absent: Collection[int]) -> None:
+        """Make and read nothing for parameters that the model has lost since."""
+        self.holders = [holder for holder in self.holders if id(holder.tensor) not in absent]
+
+    def give(self, filling: Filling) -> None:
+        """Read what is a file's by its ranges, and replay what is left, one storage after the other."""
+        for recorder in self.recorders:
+            holders = [holder for holder in self.holders if holder.recorder is recorder]
+            by_slot: dict[int, list[LazyHolder]] = defaultdict(list)
+            for holder in _read_directly(recorder, holders, filling):
+                by_slot[holder.ref.slot].append(holder)
+
+            def hand_over(
+                slot: int, storage: torch.UntypedStorage, by_slot: dict[int, list[LazyHolder]] = by_slot
+            ) -> bool:
+                return _hand_over(by_slot[slot], storage, filling)
+
+            recorder.finish(by_slot.keys(), hand_over)
+
+
+def _read_directly(recorder: Recorder, holders: Sequence[LazyHolder], filling: Filling) -> list[LazyHolder]:
+    """Fill the shards of tensors that are a file's from their ranges of it, and return the other tensors."""
+    reads = find_reads(recorder.entries, {holder.ref.slot for holder in holders})
+    left = []
+    with recorder.files.kept_open():
+        for holder in holders:
+            shards, read = filling.shards_of(holder), reads.get(holder.ref.slot)
+            if shards is None or read is None or not _can_read(holder, read, shards):
+                left.append(holder)
+                continue
+            files = read.open()
+            for shard in shards:
+                filling.announce(shard)
+                files.read(read.name, shard)
+    return left
+
+
+def _can_read(holder: LazyHolder, read: FileRead, shards: Sequence[TensorShard]) -> bool:
+    """Return whether a tensor is a file's tensor as a whole, so that converting its parts converts it."""
+    ref = holder.ref
+    geometry = torch.empty_strided(ref.size, ref.stride, device="meta")
+    is_whole = ref.size == read.meta.shape and ref.offset == 0 and geometry.is_contiguous()
+    return is_whole and all(ref.dtype in (read.meta.dtype, shard.dtype) for shard in shards)
+
+
+def _hand_over(holders: Sequence[LazyHolder], storage: torch.UntypedStorage, filling: Filling) -> bool:
+    """Give the tensors of a storage its values; return whether one keeps it."""
+    kept = []
+    for holder in holders:
+        shards = filling.shards_of(holder)
+        if shards is None:
+            kept.append(holder)
+        else:
+            filling.write(shards, holder.ref.view_of(storage))
+    moved = storage
+    if kept and filling.device is not None and filling.device != storage.device:
+        everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        moved = everything.to(filling.device).untyped_storage()
+    for holder in kept:
+        holder.become(holder.ref.view_of(storage if holder.is_elsewhere else moved))
+    return bool(kept)

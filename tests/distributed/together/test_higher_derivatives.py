@@ -1,0 +1,99 @@
+"""Gradients of gradients, and transforms of torch.func, in the loss of a boosted model: as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def penalty(model, x):
+    x.requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return gradient.square().mean() + output.mean()
+
+
+def penalty_of_penalty(model, x):
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    return second.square().mean()
+
+
+def gradient_by_function(model, x):
+    return torch.func.grad(lambda given: model(given).square().sum())(x).square().mean()
+
+
+def vectorized(model, x):
+    return torch.func.vmap(model)(x).square().mean()
+
+
+def functional(model, x):
+    doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, doubled, (x,)).square().mean()
+
+
+LOSSES = {
+    "penalty": penalty,
+    "penalty of penalty": penalty_of_penalty,
+    "torch.func.grad": gradient_by_function,
+    "torch.func.vmap": vectorized,
+    "torch.func.functional_call": functional,
+}
+REPLACED = r"Another tensor is in the place of parameter '0\.weight'.*use plugin='ddp' or 'zero'"
+
+
+def train(plugin, name):
+    loss = LOSSES[name]
+    model, plain = build(), build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    booster = Booster("cpu", plugin=plugin)
+    boosted, wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in range(2)]
+        booster.backward(loss(boosted, batches[dist.get_rank()]), wrapped)
+        wrapped.step()
+        wrapped.zero_grad()
+        (sum(loss(plain, batch) for batch in batches) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_tensors(whole_model(booster, boosted), plain.state_dict(), tolerance_for(torch.float32))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_derivatives_in_a_loss_train_as_in_one_process(plugin, name):
+    if (plugin, name) == ("fsdp", "torch.func.functional_call"):
+        expect_on_ranks(ConfigError, REPLACED, train, 2, plugin, name)
+    else:
+        run_on_ranks(train, 2, plugin, name)
+
+
+def call_with_other_values(was_trained):
+    model = build()
+    booster = Booster("cpu", plugin="fsdp")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if was_trained:
+        booster.backward(model(torch.ones(2, 8)).mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, values, (torch.ones(2, 8),))
+
+
+@pytest.mark.parametrize("was_trained", [False, True])
+def test_other_values_in_place_of_sharded_parameters_are_refused(was_trained):
+    expect_on_ranks(ConfigError, REPLACED, call_with_other_values, 2, was_trained)
