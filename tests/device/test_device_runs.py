@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from device_runs.cases import all_cases
 
-DEFAULT = {"pipeline, fp32, 2 ranks", "files in a stream of the user"}
-"""One with ranks and one without, as a case starts processes of its own; each subject has tests in this folder."""
+DEFAULT = {"pipeline, fp32, 2 ranks"}
+"""One, as a case starts processes of its own; each subject has tests in this folder."""
 SHARED = Path(__file__).parents[1] / "shared"
 
 

@@ -234,7 +234,7 @@ def values_of(run):
     return [parameter.detach().clone() for parameter in run.model.unwrap().parameters()]
 
 
-@pytest.mark.parametrize("lasts", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("lasts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_storage_that_gives_no_answer_makes_no_older_step_the_newest(lasts, silent):
     """At each request of a resume: the newest step, or an error of this kind; and no change that is not told."""
     root, saved = "silent://run", Run()

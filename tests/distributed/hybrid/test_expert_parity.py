@@ -105,13 +105,10 @@ MESHES = {
 
 @matrix(
     [
-        "qwen3_moe-dp2outside",
         "qwen3_moe-tp2zero1",
         "qwen3_moe-zbv",
         "qwen3_moe-ring",
         "deepseek_v3-dp2zero3",
-        "deepseek_v3-dp2whole",
-        "deepseek_v3-gpipe",
         "deepseek_v3-ulysses",
     ],
     name=["qwen3_moe", "deepseek_v3"],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import matrix
+from matrix import matrix, named
 from t5_sequences import run_or_refused
 from torch import nn
 
@@ -217,7 +217,7 @@ def short_prompt(mode):
         model.generate(PROMPT[:, :1], attention_mask=torch.ones_like(PROMPT[:, :1]), **GREEDY)
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
 def test_sequences_that_are_too_short_to_split_are_refused_on_every_rank(mode):
     run_on_ranks(short_prompt, 2, mode)
 
@@ -260,20 +260,25 @@ def other_options(options, arguments):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pp2", "ring"])
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (({}, {"max_new_tokens": 9}), "`max_new_tokens`: 6 on rank 0, 9 on rank 1"),
-        (({}, {"use_cache": True}), "`use_cache`: "),
-        (({}, {"bad_words_ids": [[3]]}), "`bad_words_ids`: None on rank 0, [[3]] on rank 1"),
-    ],
-    ids=["length", "cache", "words"],
+@matrix(
+    1,
+    **{
+        "arguments, words": named(
+            [
+                (({}, {"max_new_tokens": 9}), "`max_new_tokens`: 6 on rank 0, 9 on rank 1"),
+                (({}, {"use_cache": True}), "`use_cache`: "),
+                (({}, {"bad_words_ids": [[3]]}), "`bad_words_ids`: None on rank 0, [[3]] on rank 1"),
+            ],
+            ["length", "cache", "words"],
+            joint=True,
+        )
+    },
+    name=["pp2", "ring"],
 )
-def test_other_options_in_a_replica_are_refused_on_every_rank(name, arguments, named):
+def test_other_options_in_a_replica_are_refused_on_every_rank(name, arguments, words):
     for message in run_on_ranks(other_options, 2, SETTINGS[name][1], arguments):
         assert "in `generate`. These ranks generate one text together" in message
-        assert named in message
+        assert words in message
 
 
 def other_objects(options, kind):
@@ -299,20 +304,22 @@ def other_objects(options, kind):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("passed", "`num_beams`: 1 on rank 0, 2 on rank 1"),
-        ("model's", "`eos_token_id`: 1 on rank 0, 2 on rank 1"),
-        ("positional", "`repetition_penalty`: 1.0 on rank 0, 2.0 on rank 1"),
-        ("processors", "`logits_processor`: "),
-    ],
+@matrix(
+    1,
+    **{
+        "kind, words": [
+            ("passed", "`num_beams`: 1 on rank 0, 2 on rank 1"),
+            ("model's", "`eos_token_id`: 1 on rank 0, 2 on rank 1"),
+            ("positional", "`repetition_penalty`: 1.0 on rank 0, 2.0 on rank 1"),
+            ("processors", "`logits_processor`: "),
+        ]
+    },
+    name=["pp2", "ulysses"],
 )
-@pytest.mark.parametrize("name", ["pp2", "ulysses"])
-def test_other_objects_in_a_replica_are_refused_on_every_rank(name, kind, named):
+def test_other_objects_in_a_replica_are_refused_on_every_rank(name, kind, words):
     for message in run_on_ranks(other_objects, 2, SETTINGS[name][1], kind):
         assert "in `generate`. These ranks generate one text together" in message
-        assert named in message
+        assert words in message
 
 
 def same_objects():

@@ -488,7 +488,9 @@ def copied(options, inside):
     copy.deepcopy(model.unwrap() if inside else model)
 
 
-@matrix(1, mesh=["tp2", "split_gather", "ring_attn"], inside=named([False, True], ["boosted", "inside"]))
+@matrix(
+    ["ring_attn-boosted"], mesh=["tp2", "split_gather", "ring_attn"], inside=named([False, True], ["boosted", "inside"])
+)
 def test_a_copy_is_refused(mesh, inside):
     num_ranks, options = MESHES[mesh]
     expect_on_ranks(ConfigError, r"can't be copied: .*Copy it before `boost`", copied, num_ranks, options, inside)

@@ -128,7 +128,6 @@ def assert_same_outputs(zoo, outputs, batch, *, is_last):
 
 @matrix(
     [
-        "transformers/qwen2-pp2dp2zero1",
         "transformers/falcon_alibi-pp2",
         "transformers/gpt2_double_heads-pp2dp2zero1",
         "heads/llama_classification-pp2",

@@ -113,7 +113,7 @@ def refused_family(name):
         ("doge", "computes with its attention mask itself"),
         ("blt", r"attends from \d+ positions of this rank to \d+ others"),
         ("minimax", "does not call its attention through"),
-        ("gpt_neo", "on a part of a sequence it fails with RuntimeError"),
+        pytest.param("gpt_neo", "on a part of a sequence it fails with RuntimeError", marks=pytest.mark.slow),
         ("mvp", "on a part of a sequence it fails with"),
     ],
 )

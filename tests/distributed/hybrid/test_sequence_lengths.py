@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
@@ -202,7 +203,7 @@ def as_one_process(mode):
         torch.testing.assert_close(model(tokens_of(length)), whole(tokens_of(length)))
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@matrix(["all_to_all"], mode=["all_to_all", "ring_attn"])
 def test_layers_that_do_the_same_at_every_length_run_at_every_length(mode):
     run_on_ranks(as_one_process, 2, mode)
 
@@ -228,7 +229,10 @@ def of_transformers(mode, options):
         assert kinds.get(kind, "nothing") in message, message
 
 
-@pytest.mark.parametrize(("mode", "options"), [("all_to_all", {"sp_size": 2}), ("split_gather", {"tp_size": 2})])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("all_to_all", {"sp_size": 2}), pytest.param("split_gather", {"tp_size": 2}, marks=pytest.mark.slow)],
+)
 def test_layers_of_transformers_are_watched_too(mode, options):
     run_on_ranks(of_transformers, 2, mode, options)
 

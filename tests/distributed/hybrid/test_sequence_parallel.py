@@ -111,7 +111,7 @@ def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, 
 
 
 @matrix(
-    ["ring2x2zero1"],
+    ["ring4", "ring2x2zero1"],
     options=named(
         [
             ULYSSES,

@@ -304,6 +304,6 @@ def with_flex_attention(options):
         torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@SEQUENCES
+@matrix(["ring_attn"], options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
 def test_a_model_that_asks_for_flex_attention_attends_across_ranks(options):
     run_on_ranks(with_flex_attention, 2, options)
