@@ -16,7 +16,7 @@ from booster_core.errors import BudgetError, ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_tools import find_batch_size
 
-START, FITTING, LENGTH = 24, 6, 24
+START, FITTING, LENGTH = 24, 6, 48
 
 
 def booster_of(case, precision="fp32"):
