@@ -54,7 +54,11 @@ def copy(committed, tmp_path, monkeypatch):
 def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
     pytest.importorskip("towncrier", reason="towncrier writes the changelog; install the dependency group `test`")
     zero = copy / "packages" / "booster-zero"
-    told = (zero / "changelog.d" / "unused.fixed.md").read_text().strip()
+    told = "A gradient is no longer lost."
+    for kind, text in {"changed": "Buckets are larger.", "fixed": told, "numerics": "Sums are in fp32."}.items():
+        (zero / "changelog.d" / f"sums.{kind}.md").write_text(f"{text}\n")
+    git(copy, "add", "--all")
+    git(copy, "commit", "--quiet", "--message", "Sums")
     others = git(copy, "ls-files", "packages/booster-gemini")
     command = [sys.executable, "tools/release.py", "booster-zero", "0.1.7"]
     done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
@@ -71,7 +75,7 @@ def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
     assert git(copy, "ls-files", "packages/booster-gemini") == others
     assert git(copy, "status", "--porcelain") == ""
     assert git(copy, "tag", "--points-at", "HEAD").split() == ["booster-zero-v0.1.7"]
-    assert git(copy, "log", "--format=%s").splitlines() == ["Release booster-zero 0.1.7", "Begin"]
+    assert git(copy, "log", "--format=%s").splitlines() == ["Release booster-zero 0.1.7", "Sums", "Begin"]
     with tarfile.open(copy / "dist" / "booster_zero-0.1.7.tar.gz") as archive:
         assert "booster_zero-0.1.7/tests/unit/zero/test_zero_config.py" in archive.getnames()
     with zipfile.ZipFile(copy / "dist" / "booster_zero-0.1.7-py3-none-any.whl") as wheel:
