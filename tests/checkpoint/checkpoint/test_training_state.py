@@ -1,5 +1,6 @@
 """A run that is stopped and resumed equals one that was never stopped."""
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -153,6 +154,20 @@ def test_two_models_do_not_replace_each_other_at_one_step(tmp_path):
     assert booster.load_checkpoint(tmp_path, model=generator).step == 10
     booster.save_checkpoint(tmp_path, step=10, model=generator)  # the same model may be saved once more
     assert booster.load_checkpoint(tmp_path, model=generator).path.endswith("step-00000010.1")
+
+
+def test_a_model_that_is_garbage_is_replaced(tmp_path):
+    booster = Booster()
+    gone = nn.Linear(4, 8)
+    gone.itself = [gone]
+    gc.collect()
+    gc.disable()
+    try:
+        booster.save_checkpoint(tmp_path, step=10, model=booster.boost(gone)[0])
+        del gone
+        booster.save_checkpoint(tmp_path, step=10, model=booster.boost(nn.Linear(4, 8))[0])
+    finally:
+        gc.enable()
 
 
 def everything(run):

@@ -238,6 +238,15 @@ def patched(target, *args, **kwargs):
     return lambda: mock.patch(target, *args, **kwargs)
 
 
+@contextlib.contextmanager
+def without_opened_outputs():
+    with (
+        mock.patch("booster_fsdp.model.hidden_tensors", return_value=[]),
+        mock.patch("booster_fsdp.gradients.has_gradients", return_value=False),
+    ):
+        yield
+
+
 def without_check():
     return mock.patch("booster_hybrid.boosting.check_policy", return_value={})
 
@@ -317,7 +326,7 @@ FAULTS = {
         squared_logits,
         lambda: drawn(4, WIDTH),
         TorchFSDPPlugin,
-        patched("booster_fsdp.model.hidden_tensors", return_value=[]),
+        without_opened_outputs,
         "first.weight",
     ),
     "mask-lost-at-a-cut": (

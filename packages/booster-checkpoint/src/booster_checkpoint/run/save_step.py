@@ -5,6 +5,7 @@ The order in which it becomes one is drawn in `booster_checkpoint.run.run_folder
 
 from __future__ import annotations
 
+import gc
 import weakref
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -114,8 +115,11 @@ def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> l
 def _check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> None:
     """Raise where this process has just saved the same step of another model there, which this would replace."""
     last_step, saved = _last_saved.get(run.root.identity, (None, None))
-    other = saved() if saved is not None else None
-    if step == last_step and module is not None and other is not None and other is not module:
+    if saved is None or step != last_step or module is None or saved() in (None, module):
+        return
+    gc.collect()  # it may be garbage by now, which is in no hurry to go
+    other = saved()
+    if other is not None:
         msg = (
             f"Step {step} in '{run}' is that of another model, a `{type(other).__name__}`, which saving this "
             f"`{type(module).__name__}` would replace. Save each model into a folder of its own."
