@@ -130,7 +130,7 @@ class DDPModel(ModelWrapper):
         """Return the DDP for a forward that records a graph; ``None`` for one that goes without.
 
         That is one with other tensors in place of the parameters, as of ``torch.func.functional_call``, whose graph DDP
-        would wait for in vain.
+        would wait for without end.
         """
         if any(held.get(name) is not parameter for held, name, parameter in self._held):
             return None
