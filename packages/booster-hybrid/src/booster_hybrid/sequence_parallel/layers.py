@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
@@ -51,7 +50,7 @@ def check_no_layer_is_skipped(
         model: The model.
         mode: The mode of sequence parallelism, for messages.
         layers: Its layers, by name.
-        run: Runs it on a batch in training mode.
+        run: Runs it on a batch in training mode. What it draws by torch's generators is not put back.
 
     Raises:
         ConfigError: If it does.
@@ -69,7 +68,7 @@ def check_no_layer_is_skipped(
             changes.undo()
         return found
 
-    with kept_generators(), torch.random.fork_rng():
+    with kept_generators():
         try:
             seen = called(FixedDraws())  # other layers may be of no use for this batch
         except Exception:  # noqa: BLE001 - it may not run in training mode
