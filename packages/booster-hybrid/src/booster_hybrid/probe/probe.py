@@ -148,20 +148,20 @@ class _Probe:
             raise ReadOutsideError(self._plan, recording.reads_outside)
         unchecked: dict[str, str] = {}
         called: set[str] = set()
-        unsplit: set[str] = set()  # layers of which the plan leaves all whole
+        unreached: set[str] = set()  # layers of which the plan splits nothing, and which the batch does not reach
         for alike in kinds.values():
             try:
                 called |= self._check_in_place(alike[0], list(kinds.values()), recording)
             except _UncheckableError as error:
                 unchecked.update({unit.name or "(the model)": str(error) for unit in alike})
-                if not alike[0].targets:
-                    unsplit |= {unit.name for unit in alike}
+                if not alike[0].targets and recording.failure is None and alike[0].name not in recording.calls:
+                    unreached |= {unit.name for unit in alike}
             else:
                 for unit in alike[1:]:
                     called |= {each for each in unit.targets if alike[0].name + each[len(unit.name) :] in called}
         if self._lengths.compared:
-            self._lengths.left_whole = {name.rpartition(".")[0] for name in unsplit}
-            unchecked = {name: reason for name, reason in unchecked.items() if name not in unsplit}
+            self._lengths.left_whole = {name.rpartition(".")[0] for name in unreached}
+            unchecked = {name: reason for name, reason in unchecked.items() if name not in unreached}
         return unchecked | self._without_calls(called, unchecked)
 
     def _whole_layers(self, units: Sequence[Unit]) -> list[Unit]:
@@ -476,6 +476,6 @@ def _run_in_training(
     model: nn.Module, batch: Any, watched: Mapping[str, nn.Module], alike: Mapping[nn.Module, str]
 ) -> None:
     """Run a model in training mode, with its layers as in `record_calls`."""
-    failure = record_calls(model, batch, watched, alike, {}, is_training=True).failure
+    failure = record_calls(model, copied(batch), watched, alike, {}, is_training=True).failure
     if failure is not None:
         raise RuntimeError(failure)
