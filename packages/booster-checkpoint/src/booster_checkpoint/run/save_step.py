@@ -115,7 +115,7 @@ def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> l
 def _check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> None:
     """Raise where this process has just saved the same step of another model there, which this would replace."""
     last_step, saved = _last_saved.get(run.root.identity, (None, None))
-    if saved is None or step != last_step or module is None or saved() in (None, module):
+    if saved is None or step != last_step or module is None or saved() is module:
         return
     gc.collect()  # it may be garbage by now, which is in no hurry to go
     other = saved()
