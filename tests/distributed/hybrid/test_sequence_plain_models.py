@@ -206,7 +206,10 @@ class Skipping(Model):
         hidden = self.embedding(tokens)
         angles = torch.arange(tokens.shape[1])[:, None] / torch.tensor([1.0, 7.0])[None]
         for index, block in enumerate(self.blocks):
-            is_skipped = self.training and torch.rand([]) < self.probability
+            # A negative one is that of keeping a layer.
+            draw = torch.rand([])
+            is_skipped = draw < self.probability if self.probability >= 0 else draw > -self.probability
+            is_skipped = is_skipped and self.training
             if index != self.left_out and not is_skipped:
                 hidden = block(hidden, angles, torch.ones(len(tokens), 1, HIDDEN))
         return self.head(hidden.mean(1))
@@ -234,9 +237,16 @@ def run_without_a_layer(mode, index, probability=0.0):
 )
 def test_a_model_that_leaves_out_its_first_or_last_layer_is_refused(mode, index, what):
     expect_on_ranks(ConfigError, f"Skipping .*{what}", run_without_a_layer, 2, mode, index)
-    expect_on_ranks(
-        ConfigError, r"skips layers at random in training \('blocks.0'", run_without_a_layer, 2, mode, 0, 0.1
-    )
+    for probability in (0.1, -0.9):
+        expect_on_ranks(
+            ConfigError,
+            r"skips layers at random in training \('blocks.0'",
+            run_without_a_layer,
+            2,
+            mode,
+            0,
+            probability,
+        )
 
 
 def boost_opt(options, layerdrop):

@@ -1,8 +1,8 @@
 """Layers that training skips at random: found by a run in which the numbers that models draw for it are the lowest.
 
 What begins or ends with a layer, as a stage does, can't do without it. Models skip layers (`layerdrop`) where a single
-random number is below a probability. So a run sees all layers where such numbers are high; one where they are low
-shows whether any layer would be skipped.
+random number is below a probability, or above one. So two runs, one where such numbers are high and one where they are
+low, show whether any layer would be skipped.
 """
 
 from __future__ import annotations
@@ -115,11 +115,12 @@ def skipped_at_random(model: nn.Module, names: Sequence[str], called: Callable[[
 
 
 def _missing(names: Sequence[str], called: Callable[[FixedDraws], Collection[str]]) -> list[str]:
+    """Return the layers that are called by high or by low numbers only."""
     try:
         seen = called(FixedDraws(_LOW))
     except Exception:  # noqa: BLE001 - a run without layers still tells of one that is skipped
         return []
-    return [name for name in names if name not in seen]
+    return [name for name in names if name not in seen] + sorted(set(seen).difference(names))
 
 
 @contextlib.contextmanager
