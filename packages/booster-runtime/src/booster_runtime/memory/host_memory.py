@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -191,6 +192,9 @@ class MappedFolder(OffloadFolder):
             descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".mapped", dir=self.folder)
             try:
                 # Room is taken now: a page for which there is none when it is written ends the process by a signal.
+                # What there is not is not tried for: other programs would find the disk full until it has failed.
+                if num_bytes > self.free_bytes():
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 _take_room(descriptor, num_bytes)
                 tensor = torch.from_file(name, shared=True, size=numel, dtype=dtype)
             finally:
