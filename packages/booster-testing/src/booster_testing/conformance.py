@@ -24,16 +24,10 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import API_VERSION, Capability, Plugin
+from booster_runtime.rounding import ADAPTIVE, largest_difference, tolerance_for
 from booster_testing import conformance_runs as runs
 from booster_testing.checkpoint_conformance import CheckpointConformance
-from booster_testing.compare import (
-    ADAPTIVE,
-    DTYPES,
-    assert_same_gradients,
-    assert_same_tensors,
-    largest_difference,
-    tolerance_for,
-)
+from booster_testing.compare import DTYPES, assert_same_gradients, assert_same_tensors
 from booster_testing.models import TinyRouted, TinyStateful
 from booster_testing.rank_pool import RankError
 from booster_testing.replicas import assert_equal_replicas

@@ -16,8 +16,9 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import Capability, PipelinePlugin
+from booster_runtime.rounding import ADAPTIVE, tolerance_for
 from booster_testing import pipeline_runs as runs
-from booster_testing.compare import ADAPTIVE, DTYPES, assert_same_gradients, assert_same_tensors, tolerance_for
+from booster_testing.compare import DTYPES, assert_same_gradients, assert_same_tensors
 from booster_testing.on_ranks import OnRanks
 from booster_testing.pipeline_runs import PipelineTraining, train_in_pipeline
 from booster_testing.training import train_plainly
