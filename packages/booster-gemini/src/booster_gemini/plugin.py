@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
-from booster_gemini.lazy import fill_chunks
 from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
@@ -22,8 +21,9 @@ from booster_runtime.sharding import (
     refuse_renormalized,
 )
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
+from booster_zero import ShardedStateAdapter, fill_model
 from booster_zero.engine import ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
-from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
+from booster_zero.gathering import ChunkManager, check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -205,8 +205,6 @@ class GeminiPlugin(Strategy):
             remedy=_REMEDY,
             debug=self.config.debug,
         )
-        if values is not None:
-            fill_chunks(model, values, manager, context)
         engine, optimizers = None, []
         if given:
             engine = GeminiEngine(
@@ -235,6 +233,9 @@ class GeminiPlugin(Strategy):
             note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
+        adapter = ShardedStateAdapter(model, engine, context.coordinator, chunks=manager)
+        if values is not None:
+            fill_model(model, values, adapter.shards_to_fill(), context, manager.layout)
         with context.coordinator.together("boost"):
             if problem := manager.home.problem():
                 raise problem
@@ -248,7 +249,8 @@ class GeminiPlugin(Strategy):
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
         assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
-        return ChunkStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
+        engine = engine_of(model.boosted_optimizers)
+        return ShardedStateAdapter(model, engine, context.coordinator, chunks=model.manager)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""

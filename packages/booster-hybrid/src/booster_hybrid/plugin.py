@@ -51,9 +51,8 @@ from booster_runtime.data import show_first_batch
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
-from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
+from booster_zero import LowLevelZeroPlugin, ShardedStateAdapter, ZeroConfig, fill_model
 from booster_zero.engine import engine_of, holder_of, set_gradient
-from booster_zero.gathering import ChunkStateAdapter
 
 if TYPE_CHECKING:
     import os
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
     from booster_core.precision import LossScaleConfig
-    from booster_core.state import StateAdapter
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.microbatches import SplitHook
@@ -309,14 +307,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if recording is not None:
             hybrid.attach(boosted.optimizers, context)
             adapter = self.state_adapter(hybrid, context)
-            fill_model(
-                objects.model,
-                recording,
-                adapter,
-                context,
-                engine,
-                sharded=local.whole_shapes(objects.model) if isinstance(hybrid, ShardedHybridModel) else None,
-            )
+            shapes = local.whole_shapes(objects.model)
+            fill_model(objects.model, recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
         return boosted
 
     def _compare_training(
@@ -456,7 +448,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         shape = self._shape(coordinator.world_size)
         return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
-    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> HybridStateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
         del context
         axes = self._axes_of_world()
@@ -466,11 +458,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         data, alike = axes["dp", "sp"], axes["edp", "sp"]
         held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
         everyone = Replica(data.index, data.size)
-        inner = (
-            ChunkStateAdapter(boosted, engine, everyone)
-            if isinstance(boosted, ShardedHybridModel)
-            else ZeroStateAdapter(model, engine, everyone, held_by)
-        )
+        chunks = boosted.manager if isinstance(boosted, ShardedHybridModel) else None
+        inner = ShardedStateAdapter(model, engine, everyone, held_by, chunks=chunks)
         adapter = HybridStateAdapter(
             inner,
             local.splits,

@@ -8,12 +8,11 @@ import torch
 
 from booster_core.plugin import GradientScaling, like
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
-from booster_hybrid.sharded.chunks import Chunks
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
 from booster_zero.engine import Home, ListedParameters, default_bucket_bytes
-from booster_zero.gathering import check_modules
+from booster_zero.gathering import ChunkManager, check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -72,7 +71,7 @@ def shard_parameters(
     )
     units = find_units(model, copies)
     gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in model.parameters())
-    manager = Chunks(
+    manager = ChunkManager(
         model,
         ranks,
         format_of,

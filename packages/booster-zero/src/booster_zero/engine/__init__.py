@@ -14,7 +14,7 @@ from booster_zero.engine.options import ShardingOptions
 from booster_zero.engine.partition import assign_owners, default_bucket_bytes, lengths_of_flat, plan_flat
 from booster_zero.engine.parts import only
 from booster_zero.engine.shard import Format
-from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
 
 __all__ = [
@@ -28,11 +28,11 @@ __all__ = [
     "ListedParameters",
     "Role",
     "ShardedEngine",
+    "ShardedStateAdapter",
     "ShardingOptions",
     "WholeState",
     "Wholes",
     "ZeroOptimizer",
-    "ZeroStateAdapter",
     "assign_owners",
     "default_bucket_bytes",
     "engine_of",
