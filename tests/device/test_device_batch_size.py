@@ -117,6 +117,21 @@ def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, opt
     run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
 
 
+def fail_in_a_library(booster, model, optimizer, batch_size):
+    if batch_size > 12 and DistCoordinator().rank == 1:
+        msg = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+        raise RuntimeError(msg)
+    step(booster, model, optimizer, batch_size)
+
+
+def find_without_memory_for_libraries(case):
+    return find_batch_size(fail_in_a_library, START, booster=booster_of(case), build=build)
+
+
+def test_memory_that_a_library_lacks_is_lacking_too(simulated_device):
+    assert run_on_devices(find_without_memory_for_libraries, 2, simulated_device, CASES["ddp"]) == [(12, 2)] * 2
+
+
 def overflow(booster, model, optimizer, batch_size):
     tokens = torch.zeros(batch_size, LENGTH, dtype=torch.long, device=booster.device)
     booster.backward(model(input_ids=tokens, labels=tokens).loss * float("nan"), optimizer)

@@ -36,6 +36,10 @@ _STEPS = 2
 """The first makes the optimizer's state and lays out buckets; the second has all that stays."""
 
 
+_OF_A_LIBRARY = "_STATUS_ALLOC_FAILED"
+"""In the errors of cuBLAS and cuDNN, which allocate for themselves, where the device has no memory left."""
+
+
 class BatchSize(NamedTuple):
     """What `find_batch_size` found; their product is where it started.
 
@@ -150,7 +154,9 @@ def _try(step: Callable[..., object], size: int, booster: Booster, build: Callab
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="module forward hook with ``always_call=True`` raised")
             _train(step, size, booster, build)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _OF_A_LIBRARY not in str(error):
+            raise
         traceback.clear_frames(error.__traceback__)  # which hold what was allocated
         return str(error)
     finally:
