@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.state import TensorShard, full_box
+from booster_runtime.sharding import raised_on_all
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +54,7 @@ def fill_chunks(model: nn.Module, recording: Recording, manager: ChunkManager, c
         shards.append(
             TensorShard(name=name, global_shape=shape, dtype=data.dtype, box=full_box(shape), flat=flat, data=data)
         )
-    with context.coordinator.together("boost"), _Present() as present:
+    with raised_on_all("boost", context.device), _Present() as present:
         recording.fill(shards, context.device, before_write=lambda shard: present.come(chunk_of[shard.name]))
 
 

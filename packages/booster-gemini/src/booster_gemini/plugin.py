@@ -18,6 +18,7 @@ from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
+    raised_on_all,
     refuse_all_gradients,
     refuse_renormalized,
 )
@@ -212,7 +213,7 @@ class GeminiPlugin(Strategy):
             note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
-        with context.coordinator.together("boost"):
+        with raised_on_all("boost", context.device):
             if problem := manager.home.problem():
                 raise problem
         gathered = {

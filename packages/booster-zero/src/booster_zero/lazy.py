@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.state import MASTER, NamedTensors, TensorShard, full_box
+from booster_runtime.sharding import raised_on_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,7 +54,7 @@ def fill_model(
         if is_stand_in:  # no optimizer holds it, so that no bucket does
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=context.device)
     has_optimizer = engine is not None
-    with context.coordinator.together("boost"):
+    with raised_on_all("boost", context.device):
         recording.fill(_shards(model, recording, adapter, sharded or {}, has_optimizer=has_optimizer), context.device)
     if sharded is not None:
         adapter.finish_load(model=True, optimizer=False)
