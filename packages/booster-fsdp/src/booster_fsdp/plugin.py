@@ -198,7 +198,7 @@ class TorchFSDPPlugin(Strategy):
         methods = self._forward_methods(model)
         check_parameters(model)
         recording = None
-        if is_lazy(model) or shards_from_host(model, context.device, context.coordinator):
+        if is_lazy(model) or shards_from_host(context):
             recording = hollow_model(model, given, context.device, context.precision)
         else:
             place_model(model, given, context.device, context.precision)
@@ -215,7 +215,6 @@ class TorchFSDPPlugin(Strategy):
                 context.device,
                 context.precision,
                 offload=self.config.cpu_offload,
-                coordinator=context.coordinator,
             )
         let_write(model, units)
         for method in methods:

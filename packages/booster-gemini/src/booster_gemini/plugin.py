@@ -17,6 +17,7 @@ from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
+    raised_on_all,
     refuse_all_gradients,
     refuse_renormalized,
 )
@@ -236,7 +237,7 @@ class GeminiPlugin(Strategy):
         adapter = ShardedStateAdapter(model, engine, context.coordinator, chunks=manager)
         if values is not None:
             fill_model(model, values, adapter.shards_to_fill(), context, manager.layout)
-        with context.coordinator.together("boost"):
+        with raised_on_all("boost", context.device):
             if problem := manager.home.problem():
                 raise problem
         gathered = {

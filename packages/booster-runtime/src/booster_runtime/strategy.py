@@ -11,10 +11,10 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
-from booster_runtime.data.shard import shard_dataloader
+from booster_runtime.data.shard import compare_splits, shard_dataloader
 from booster_runtime.data.watches import watch_first_batch
 from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, describe_lazy
+from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, compare_models, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
 from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
@@ -73,10 +73,17 @@ class Strategy(Plugin):
     placeholders: ClassVar[Literal["device", "own"] | None] = None
 
     def check_objects(self, objects: Boosted, context: BoostContext) -> None:
-        """Refuse lazy models whose values are gone, adapters that would not train, and what `check_model` refuses."""
+        """Refuse lazy models whose values are gone, adapters that would not train, and what `check_model` refuses.
+
+        Ranks compare how their loaders are split, and how their models were built.
+        """
         check_not_taken(objects.model)
         check_adapters(objects.model, objects.optimizers, self)
         self.check_model(objects, context)
+        assert context.meeting is not None, "`boost` passes its own"
+        compare_splits(objects.dataloader, self, context, context.meeting)
+        if self.placeholders is not None:
+            compare_models(objects.model, context, context.meeting)
 
     def check_model(self, objects: Boosted, context: BoostContext) -> None:
         """Refuse a model before any value moves; the default refuses none. It must not communicate."""

@@ -25,6 +25,7 @@ from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
+    raised_on_all,
     refuse_all_gradients,
     refuse_renormalized,
 )
@@ -297,6 +298,6 @@ class LowLevelZeroPlugin(Strategy):
         if self.config.offload_dir is None:
             return Home()
         folder = MappedFolder(self.config.offload_dir, option="offload_dir")
-        with context.coordinator.together("boost"):
+        with raised_on_all("boost", context.device):
             folder.check()
         return Home(folder)

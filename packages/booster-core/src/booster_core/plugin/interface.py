@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from booster_core.booster import Booster
     from booster_core.plugin.model import ModelWrapper
     from booster_core.precision import PrecisionPolicy
-    from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.coordinator import DistCoordinator, Together
     from booster_core.state.adapter import StateAdapter
 
     _ModelT_co = TypeVar("_ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
@@ -154,6 +154,8 @@ class BoostContext:
         precision: The precision, resolved for the plugin and the model.
         device_placement: Whether data loaders hand out batches on the device.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
+        meeting: Of ``check_objects``: compares values between ranks, by `Together.compare`.
+        prepared: What ``check_objects`` has found out for ``configure``, by names of the plugin's choice.
     """
 
     booster: Booster = field(repr=False)
@@ -162,6 +164,8 @@ class BoostContext:
     precision: PrecisionPolicy
     device_placement: bool = True
     hooks: Any = field(repr=False)
+    meeting: Together | None = field(default=None, repr=False)
+    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: Any) -> BoostContext:
         return self  # a copy of a boosted model or optimizer belongs to the same run
@@ -227,7 +231,8 @@ class Plugin(ABC):
     def check_objects(self, objects: Boosted, context: BoostContext) -> None:  # noqa: B027 - none is needed
         """Raise what is wrong with the arguments of ``boost`` for this plugin, before anything is changed.
 
-        What it raises on one rank is raised on all. It must not communicate.
+        What it raises on one rank is raised on all. It must not communicate. What ranks must have alike it hands to
+        ``context.meeting.compare``.
         """
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:
