@@ -117,6 +117,7 @@ def test_an_exchange_of_other_lengths_names_both_ranks():
 
 LENGTHS = """
 import sys
+import time
 import torch
 from booster_core.ranks.launch import launch
 from booster_runtime import collectives
@@ -127,9 +128,10 @@ rank = int(sys.argv[1])
 launch(rank, 2, "127.0.0.1", int(sys.argv[2]), verbose=False, timeout_seconds=60)
 collectives.all_reduce(torch.ones(4)).wait()
 if rank == 0:
-    collectives.all_reduce(torch.ones(8)).wait()  # line 13
+    time.sleep(1)  # what the other has told is there before it dies
+    collectives.all_reduce(torch.ones(8)).wait()  # line 15
 else:
-    collectives.all_reduce(torch.ones(4)).wait()  # line 15: gloo aborts this process
+    collectives.all_reduce(torch.ones(4)).wait()  # line 17: gloo aborts this process
 collectives.all_reduce(torch.ones(4)).wait()
 """
 
@@ -140,9 +142,9 @@ def test_other_lengths_are_told_although_gloo_aborts_the_process(scripts, tmp_pa
     port = str(free_port())
     run = scripts.run(path, [(0, port), (1, port)])
     assert all(run.codes), run.output
-    assert re.search(r"all_reduce \(SUM\) of \[8\] of torch.float32 at .*train.py:13", run.output), run.output
-    assert re.search(r"all_reduce \(SUM\) of \[4\] of torch.float32 at .*train.py:15", run.output), run.output
-    assert re.search(r"(?s)Fatal Python error: Aborted.*train.py\", line 15", run.output), run.output
+    assert re.search(r"all_reduce \(SUM\) of \[8\] of torch.float32 at .*train.py:15", run.output), run.output
+    assert re.search(r"all_reduce \(SUM\) of \[4\] of torch.float32 at .*train.py:17", run.output), run.output
+    assert re.search(r"(?s)Fatal Python error: Aborted.*train.py\", line 17", run.output), run.output
 
 
 def one_is_missing_at_the_end():
