@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from engine_calls import EngineCalls
 from folder_storage import FolderStorage, StorageHooks
+from resumable import NumberedSamples
+from synthetic_state import SyntheticAdapter, value_of
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,8 +29,6 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import as_bytes
 from booster_testing.models import tiny_llama
 from booster_testing.mutants import ReferencePlugin
-from booster_testing.resumable import NumberedSamples
-from booster_testing.synthetic_state import SyntheticAdapter, value_of
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
@@ -129,7 +129,7 @@ def save_layout(base, layout, hosts=None, use_async=False):
 
     Args:
         base: A folder, or a URL of ours.
-        layout: One of `booster_testing.synthetic_state.LAYOUTS`.
+        layout: One of `synthetic_state.LAYOUTS`.
         hosts: The number of each rank's host.
         use_async: Write in the background.
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from engine_calls import EngineCalls
 from matrix import matrix
+from synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 from torch import nn
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
-from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch says so of `no_dist=True`

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from engine_calls import EngineCalls
 from matrix import matrix
+from synthetic_state import LAYOUTS, SyntheticAdapter
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
-from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),

@@ -3,12 +3,12 @@
 import torch
 from engine_calls import EngineCalls
 from matrix import matrix, named
+from synthetic_state import SyntheticAdapter
 from torch import nn
 
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import peak_memory, run_on_ranks
-from booster_testing.synthetic_state import SyntheticAdapter
 
 MIB = 1 << 20
 BUCKET = 8 * MIB

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from file_faults import FileFaults
+from resumable import ResumableRun as Run
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_core.errors import (
@@ -24,7 +25,6 @@ from booster_core.errors import (
 )
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 READING = ("open", "stat", "list", "read")
 WRITING = (*READING, "write", "sync", "rename", "remove", "mkdir")

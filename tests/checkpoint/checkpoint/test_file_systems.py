@@ -13,6 +13,8 @@ import pytest
 import torch
 from engine_calls import EngineCalls
 from matrix import matrix
+from resumable import ResumableRun as Run
+from synthetic_state import SyntheticAdapter
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint.run.manifest import verify_folder
@@ -20,8 +22,6 @@ from booster_checkpoint.save import strided
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
-from booster_testing.synthetic_state import SyntheticAdapter
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),

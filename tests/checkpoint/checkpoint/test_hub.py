@@ -7,8 +7,7 @@ import pytest
 import torch
 from engine_calls import EngineCalls
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-
-from booster_testing.synthetic_state import SyntheticAdapter
+from synthetic_state import SyntheticAdapter
 
 TENSORS = [(f"layers.{index}.weight", (512, 512), torch.float32) for index in range(6)]
 HEAD_BYTES = 64 << 10

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from folder_storage import FolderStorage, StorageHooks
+from resumable import ResumableRun as Run
 
 from booster_checkpoint.run.run_folder import open_run
 from booster_core.errors import CheckpointError
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
-from booster_testing.resumable import ResumableRun as Run
 
 
 def names_in(root):

@@ -4,12 +4,12 @@ import time
 from unittest import mock
 
 from matrix import matrix
+from resumable import ResumableRun as Run
 
 from booster_checkpoint.load.fill import ShardReader
 from booster_core.errors import MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 LIMIT, READ = 2.0, 6.0
 

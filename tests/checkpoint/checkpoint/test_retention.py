@@ -4,12 +4,12 @@ import logging
 import math
 
 import pytest
+from resumable import ResumableRun as Run
 
 from booster_checkpoint.run.manifest import Manifest
 from booster_core.checkpoint_io import StepOptions
 from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 NAN = math.nan
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from engine_calls import EngineCalls
 from matrix import matrix
+from resumable import ResumableRun as Run
+from synthetic_state import LAYOUTS, SyntheticAdapter
 from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
 
 from booster_checkpoint.run.run_folder import open_run
@@ -25,8 +27,6 @@ from booster_core.errors import CheckpointError, CheckpointUnreadableError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
-from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter
 
 pytest.importorskip("moto", reason="the S3 server of these tests is moto's")
 pytest.importorskip("obstore", reason="obstore is what reaches S3")

@@ -20,6 +20,8 @@ import torch
 import xxhash
 from engine_calls import EngineCalls
 from matrix import matrix
+from resumable import ResumableRun as Run
+from synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 from tests.shared.fuse_mirror import mounted_mirror
 
 from booster_checkpoint import ModelPart, OptimizerPart, session
@@ -31,8 +33,6 @@ from booster_core.errors import CheckpointError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.store import Host
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
-from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),

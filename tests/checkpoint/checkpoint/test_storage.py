@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from folder_storage import FolderStorage, StorageHooks
 from matrix import matrix
+from resumable import ResumableRun as Run
 
 import booster_runtime
 from booster_checkpoint.files.checksums import Block
@@ -24,7 +25,6 @@ from booster_core.errors import CheckpointError, ConfigError, StorageUnreachable
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 
 @pytest.fixture

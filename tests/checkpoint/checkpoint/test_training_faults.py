@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from matrix import matrix
+from resumable import ResumableRun as Run
 
 import booster_runtime
 from booster_checkpoint.run import manifest
@@ -22,7 +23,6 @@ from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointError, CheckpointUnreadableError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 FILES = [
     "model/model-00001-of-00001.safetensors",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from resumable import ResumableRun as Run
 from torch import nn
 
 from booster_checkpoint import CheckpointEngine
@@ -19,7 +20,6 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 
 def uninterrupted(options, steps):

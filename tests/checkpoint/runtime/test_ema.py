@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from resumable import ResumableRun as Run
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import booster_runtime
 from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import run_on_ranks
-from booster_testing.resumable import ResumableRun as Run
 
 
 def averages_beside_torch(decay):

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from resumable import ResumableRun
 from safetensors.torch import load_file
 
 from booster_checkpoint.load.source import Source
@@ -15,7 +16,6 @@ from booster_core import Booster
 from booster_core.cli import main
 from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import peak_memory
-from booster_testing.resumable import ResumableRun
 
 FORMS = {
     "safetensors": {"shard": True},

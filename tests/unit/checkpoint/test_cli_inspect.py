@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from resumable import ResumableRun
 
 from booster_core.cli import main
-from booster_testing.resumable import ResumableRun
 
 
 def run(*arguments):

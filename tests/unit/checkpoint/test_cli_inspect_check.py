@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
+from resumable import ResumableRun
 
 from booster_core.cli import main
-from booster_testing.resumable import ResumableRun
 
 MODEL = "model/model-00001-of-00001.safetensors"
 OPTIMIZER = "optimizer/optimizer-00001-of-00001.safetensors"

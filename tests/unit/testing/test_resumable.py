@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from resumable import ResumableRun
 
 from booster_testing.compare import EXACT, assert_same_tensors
-from booster_testing.resumable import ResumableRun
 
 
 def test_a_resumed_run_goes_on_exactly(tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 
 from booster_core.state import ParamGroup, TensorMeta
-from booster_testing.synthetic_state import LAYOUTS, SyntheticAdapter, value_of
 
 TENSORS = [
     ("first", (6, 4), torch.float32),

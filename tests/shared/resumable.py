@@ -58,7 +58,7 @@ class NoisyModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of shape ``(N, 4)``."""
         self.seen += len(x)
-        noise = random.random() / 9 + np.random.rand() / 9  # noqa: S311, NPY002 - the global generators are meant
+        noise = random.random() / 9 + np.random.rand() / 9  # noqa: NPY002 - the global generators are meant
         out: Tensor = self.second(self.drop(torch.tanh(self.first(x)))) * (1 + noise)
         return out
 
