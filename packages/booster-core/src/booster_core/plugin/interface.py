@@ -461,7 +461,7 @@ class PipelinePlugin(Plugin):
             data_iter: Yields batches; one is taken.
             model: The boosted model.
             criterion: Called as ``criterion(outputs, batch)``, returns a scalar.
-            optimizer: The boosted optimizer; ``None`` evaluates without backward.
+            optimizer: The boosted optimizer, one of several; ``None`` evaluates without backward.
             return_loss: Return the batch's mean loss under ``"loss"`` (``None`` on stages without it).
             return_outputs: Return the batch's outputs under ``"outputs"`` (``None`` on stages without them).
 

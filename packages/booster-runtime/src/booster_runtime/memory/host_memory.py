@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -138,6 +139,28 @@ class OffloadFolder:
         """Return what this process may still write into the folder's file system, in bytes."""
         status = os.statvfs(self.folder)
         return status.f_bavail * status.f_frsize
+
+    def take_room(self, descriptor: int, offset: int, num_bytes: int) -> None:
+        """Let a file of the folder have room on the disk.
+
+        Args:
+            descriptor: The open file.
+            offset: Where in it.
+            num_bytes: How much.
+
+        Raises:
+            OSError: If there is none.
+        """
+        status = os.fstatvfs(descriptor)  # the folder itself may have been removed
+        if num_bytes > status.f_bavail * status.f_frsize:
+            # Trying for it, other programs would find the disk full until it has failed.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, offset, num_bytes)
+            return
+        block = bytes(1 << 20)  # macOS: zeros take room as anything does
+        for start in range(0, num_bytes, len(block)):
+            os.pwrite(descriptor, block[: num_bytes - start], offset + start)
 
     def told_free_bytes(self) -> str:
         """Return how many bytes are free, as a clause of an error."""
