@@ -40,32 +40,24 @@ class CountsSteps(torch.optim.Optimizer):
                 parameter.sub_(state["mean"], alpha=group["lr"] / group["steps"])
 
 
-def make(width=16, depth=4):
+def train(plugin, name, precision):
+    """Train five steps; return the boosted model."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
-
-
-def boost(options, name="fused", precision="fp32", **sizes):
-    booster = Booster("cpu", precision, LowLevelZeroPlugin(**{"bucket_bytes": 2048, **options}))
-    net = make(**sizes)
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    booster = Booster("cpu", precision, plugin)
     model, optimizer, *_ = booster.boost(net, OPTIMIZERS[name](list(net.parameters())))
-    return booster, model, optimizer
-
-
-def train(booster, model, optimizer, steps, first=0):
-    width = model.unwrap()[0].in_features
-    for step in range(first, first + steps):
+    for step in range(5):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, width, generator=generator)
+        x = torch.randn(4, 16, generator=generator)
         booster.backward(model(x).float().square().mean(), optimizer)
         optimizer.clip_grad_by_norm(0.5)
         optimizer.step()
         optimizer.zero_grad()
+    return model
 
 
-def trained(options, name, precision, steps=5):
-    booster, model, optimizer = boost(options, name, precision)
-    train(booster, model, optimizer, steps)
+def trained(options, name, precision):
+    model = train(LowLevelZeroPlugin(bucket_bytes=2048, **options), name, precision)
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
@@ -78,10 +70,7 @@ def test_offload_changes_no_bit_under_any_precision(precision):
 def trained_on_a_disk(folder, name, precision):
     """Train as `trained` does, by what the error about ``offload="disk"`` advises."""
     plugin = GeminiPlugin(min_chunk_bytes=2048, shard_param_frac=0.0, offload_optim_frac=1.0, offload_dir=folder)
-    booster = Booster("cpu", precision, plugin)
-    net = make()
-    model, optimizer, *_ = booster.boost(net, OPTIMIZERS[name](list(net.parameters())))
-    train(booster, model, optimizer, 5)
+    model = train(plugin, name, precision)
     home = model.manager.home
     found, on_disk = model.state_dict(), home.store._end
     home.close()
