@@ -1,11 +1,13 @@
-"""Print what a launch and a mesh cost one rank of thousands, and how soon ranks learn who is missing.
+"""Print what a launch and a boost cost one rank of thousands, and how soon ranks learn who is missing.
 
 Not one of the benchmarks of ``nox -s bench``: there is no yardstick. `docs/clusters.md` has the table.
 
 One process plays one rank of many. Its store counts requests and answers as if all other ranks had come. Rank 0 is the
-last to come, which does the most. Process groups are torch's fake ones: time is this rank's own. For the ranks that are
-missing, each of up to 1,024 ranks is a thread, all of one interpreter: times are upper bounds. Of more, the time is
-that of the one that looks up who is missing, and the longest pause in which another one does not look.
+last to come, which does the most. Process groups are torch's fake ones: time is what this rank computes, with a small
+Llama over data, pipeline, sequence and tensor parallel ranks; others get what rank 0 sends, and no rank raises a flag.
+For the ranks that are missing, each of up to 1,024 ranks is a thread, all of one interpreter: times are upper bounds.
+Of more, the time is that of the one that looks up who is missing, and the longest pause in which another one does not
+look.
 
 Bars: at 1,024 and 16,384 ranks, 5 s and 20 s of a rank's own time, 40 requests to the store; missing ranks named 3 s
 and 10 s after the limit.
@@ -14,21 +16,26 @@ and 10 s after the limit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import threading
 import time
 from collections import Counter
 from datetime import timedelta
 from typing import NamedTuple
+from unittest import mock
 
+import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from booster_core import Booster
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import DistCoordinator, Environment, close_world, open_world, this_host
 from booster_core.ranks.meeting import Meeting
 from booster_core.ranks.store import distinct_names, hosts_of, local_rank_of, meet_at_launch
-from booster_hybrid.axes import MeshShape
-from booster_hybrid.mesh import make_groups
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime.sharding import RaisedAnywhere
 
 MESHES = {
     16: {"dp": 2, "pp": 2, "sp": 2, "tp": 2},
@@ -112,37 +119,72 @@ class CrowdStore(dist.Store):
 
 
 class Cost(NamedTuple):
-    """What a launch and a mesh cost a rank."""
+    """What a launch and a boost cost a rank."""
 
     num_requests: int
     num_groups: int
     seconds: float
 
 
-def launch_and_mesh(rank: int, world_size: int) -> Cost:
-    """Return what a launch without LOCAL_RANK and the groups of a mesh of four axes cost one rank."""
+def launch_and_boost(rank: int, world_size: int, said: list[object]) -> Cost:
+    """Return what a launch without LOCAL_RANK and a boost over a mesh of four axes cost one rank.
+
+    Args:
+        rank: The rank; 0 first.
+        world_size: Number of ranks.
+        said: What rank 0 has sent to all; filled where it is ``rank``.
+    """
     store, calls = CrowdStore(world_size, is_last=rank == 0), []
     new_group = dist.new_group
+    replayed = iter(said)
 
     def counted(*args: object, **kwargs: object) -> object:
         calls.append(args)
         return new_group(*args, **kwargs)
 
-    start = time.perf_counter()
+    def send(box: list[object], *args: object, **kwargs: object) -> None:
+        del args, kwargs
+        if rank == 0:
+            said.append(box[0])
+        else:
+            box[0] = next(replayed)
+
+    model = small_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    start = time.process_time()
     meet_at_launch(store, Environment(rank, world_size, None, "localhost", 29500), 60.0, {})
     local_rank = local_rank_of(store, rank)
     if rank == 0:
         distinct_names(hosts_of(store, range(world_size)))
     place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
     open_world(store, **place, backend="fake", timeout_seconds=60.0, generation=0)
-    dist.new_group = counted
-    try:
+    with (
+        mock.patch.object(dist, "new_group", counted),
+        mock.patch.object(dist, "broadcast_object_list", send),
+        mock.patch.object(RaisedAnywhere, "wait", lambda self: bytes(self._flags)),
+        contextlib.closing(_World()),
+    ):
         DistCoordinator().block_all(name="launch")
-        make_groups(MeshShape(MESHES[world_size]), 1)
-    finally:
-        dist.new_group = new_group
+        sizes = {f"{axis}_size": size for axis, size in MESHES[world_size].items() if axis != "dp"}
+        plugin = HybridParallelPlugin(
+            **sizes, zero_stage=1, num_microbatches=sizes["pp_size"], sequence_parallelism_mode="all_to_all"
+        )
+        Booster("cpu", plugin=plugin).boost(model, optimizer)
+    return Cost(store.requests.total(), len(calls), time.process_time() - start)
+
+
+class _World:
+    """The process group, to be closed."""
+
+    def close(self) -> None:
         close_world()
-    return Cost(store.requests.total(), len(calls), time.perf_counter() - start)
+
+
+def small_llama() -> LlamaForCausalLM:
+    """Return a model that can be cut into 8 stages, and whose heads can be split over 16 ranks."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads))
 
 
 def seconds_to_name_missing(world_size: int) -> float:
@@ -196,7 +238,8 @@ def main() -> int:
     print("| ranks | requests of the last rank | of another | groups made | own time | missing ranks named after |")
     print("|--:|--:|--:|--:|--:|--:|")
     for world_size in parser.parse_args().ranks:
-        first, other = (launch_and_mesh(rank, world_size) for rank in (0, world_size - 1))
+        said: list[object] = []
+        first, other = (launch_and_boost(rank, world_size, said) for rank in (0, world_size - 1))
         look = seconds_to_name_missing if world_size <= MAX_THREADS else seconds_to_look_up_missing
         named = look(world_size)
         print(

@@ -5,9 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster_core.plugin import BoostContext
+from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_core.state import TensorShard, full_box
 from booster_runtime.lazy import host, shards_from_host, take_recording
+from booster_runtime.lazy.host import compare_hosts
 from booster_testing import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -88,7 +91,12 @@ def possible(case):
     if case == "expanded" and dist.get_rank():
         model.first.bias = nn.Parameter(torch.zeros(1).expand(5))
     device = CPU if case == "host" else torch.device("meta")  # any device but the CPU
-    return shards_from_host(model, device, DistCoordinator())
+    context = BoostContext(
+        booster=None, device=device, coordinator=DistCoordinator(), precision=PrecisionPolicy.parse("fp32"), hooks=None
+    )
+    with context.coordinator.together("boost") as meeting:
+        compare_hosts(model, context, meeting)
+    return shards_from_host(context)
 
 
 @pytest.mark.parametrize(("case", "expected"), [("plain", True), ("host", False), ("expanded", False)])

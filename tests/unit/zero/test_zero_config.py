@@ -31,6 +31,11 @@ def test_a_wrong_option_is_refused_at_once(options, message):
         LowLevelZeroPlugin(**options)
 
 
+def test_a_folder_for_state_is_geminis():
+    with pytest.raises(TypeError, match=r"`GeminiPlugin\(shard_param_frac=0.0, offload_optim_frac=1.0, offload_dir="):
+        LowLevelZeroPlugin(offload="disk", offload_dir="here")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -239,13 +239,14 @@ class Booster:
         """
         objects = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
         coordinator = self.context.coordinator
-        with coordinator.together("boost"):  # nothing has changed yet, on any rank
+        with coordinator.together("boost") as meeting:  # nothing has changed yet, on any rank
             check_arguments(objects, self.plugin)
             check_values(model, self.plugin, self.device)
             policy = precision_for(self.precision, objects, self.plugin)
-            self.plugin.check_objects(objects, self.context)
-        coordinator.agree("boost", outline(objects, self.plugin, policy))
-        context = replace(self.context, precision=policy)
+            meeting.compare(outline(objects, self.plugin, policy))
+            context = replace(self.context, precision=policy, meeting=meeting, prepared={})
+            self.plugin.check_objects(objects, context)
+        context = replace(context, meeting=None)
         norm_dtype = gradient_norm_dtype(model, policy)  # ranks may have parts of the model from here on
         dtypes = {name: tensor.dtype for name, tensor in NamedTensors.of(model).tensors.items()}
         context.hooks.before_configure(plugin=self.plugin, objects=objects, context=context)

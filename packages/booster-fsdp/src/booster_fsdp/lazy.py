@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.plugin import rebind, stored_dtypes
 from booster_fsdp._torch_private import take_parameters
 from booster_runtime.lazy import take_recording
-from booster_runtime.sharding import dtensor_shards, local_of, send_first
+from booster_runtime.sharding import dtensor_shards, local_of, raised_on_all, send_first
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.precision import PrecisionPolicy
-    from booster_core.ranks import DistCoordinator
     from booster_runtime.lazy import Recording
 
 
@@ -63,7 +62,6 @@ def fill_model(
     policy: PrecisionPolicy,
     *,
     offload: bool,
-    coordinator: DistCoordinator,
 ) -> None:
     """Fill a sharded model: this rank's shards of sharded parameters, and all of the other tensors.
 
@@ -74,7 +72,6 @@ def fill_model(
         device: Where the model runs.
         policy: Precision of the run.
         offload: Keep shards in host memory.
-        coordinator: Raises an error of one rank on all ranks.
 
     Raises:
         LazyInitError: If files with values are missing, or have changed.
@@ -96,7 +93,7 @@ def fill_model(
         if isinstance(parameter, DTensor)
         for shard in dtensor_shards(path, None, parameter)
     ]
-    with coordinator.together("boost"):
+    with raised_on_all("boost", device):
         recording.fill(shards, device)
     # Replicated tensors were filled in the dtype of their construction.
     dtype_of = stored_dtypes(model, policy)

@@ -15,7 +15,7 @@ from booster_core.plugin import Boosted, Capability, PipelinePlugin, Plugin, as_
 from booster_core.state import ReplicatedStateAdapter
 from booster_ft.config import FaultToleranceConfig, require_torchft
 from booster_ft.state import GroupState
-from booster_runtime.data import shard_dataloader
+from booster_runtime.data import compare_splits, shard_dataloader
 from booster_runtime.strategy import STRATEGY_TRAINING
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ class FaultTolerantPlugin(PipelinePlugin):
 
     def check_objects(self, objects: Boosted, context: BoostContext) -> None:
         """Refuse what can't be averaged between groups, and what the inner plugin refuses."""
-        self.inner.check_objects(objects, context)
+        assert context.meeting is not None, "`boost` passes its own"
+        compare_splits(objects.dataloader, self._everyone, context, context.meeting)
+        self.inner.check_objects(objects._replace(dataloader=None), context)
         if objects.optimizer is None:
             return
         if self._groups is not None:

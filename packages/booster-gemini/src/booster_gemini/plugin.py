@@ -17,10 +17,11 @@ from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
+    raised_on_all,
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero import ShardedStateAdapter, fill_model
 from booster_zero.engine import ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
 from booster_zero.gathering import ChunkManager, check_modules
@@ -44,6 +45,8 @@ _REMEDY = (
     "If the data chooses which modules run, such as experts, pass the module around them to the plugin: "
     "`GeminiPlugin(leaf_modules=[...])`."
 )
+
+_OF_LAYERS = "use `HybridParallelPlugin` to split layers and sequences; the model chooses its attention and kernels"
 
 
 class GeminiPlugin(Strategy):
@@ -69,6 +72,27 @@ class GeminiPlugin(Strategy):
     capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        **OF_LOSS_SCALE,
+        **OF_PRECISION,
+        **dict.fromkeys(
+            ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio"),
+            "pass `memory_budget_bytes=` and `host_budget_bytes=`, or leave it out: activations are measured",
+        ),
+        **dict.fromkeys(
+            ("chunk_config_dict", "search_range_m", "hidden_dim", "min_chunk_size_m"),
+            "pass `min_chunk_bytes=`, the smallest size of the search",
+        ),
+        **dict.fromkeys(
+            ("chunk_init_device", "memstats", "strict_ddp_mode"),
+            "leave it out: the placement and the recorded first step say so",
+        ),
+        **dict.fromkeys((*OF_MODEL, "tp_size", "enable_tensor_parallelism", "enable_sequence_parallelism"), _OF_LAYERS),
+        "enable_async_reduce": "pass `overlap_communication=`",
+        "enable_gradient_accumulation": "leave it out: `booster.no_sync` always works",
+        "force_outputs_fp32": "pass `precision=PrecisionPolicy(output_dtype=torch.float32)`",
+        "extra_dp_size": "pass `replica_size=`",
     }
 
     def __init__(
@@ -213,7 +237,7 @@ class GeminiPlugin(Strategy):
         adapter = ShardedStateAdapter(model, engine, context.coordinator, chunks=manager)
         if values is not None:
             fill_model(model, values, adapter.shards_to_fill(), context, manager.layout)
-        with context.coordinator.together("boost"):
+        with raised_on_all("boost", context.device):
             if problem := manager.home.problem():
                 raise problem
         gathered = {

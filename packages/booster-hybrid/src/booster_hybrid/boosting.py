@@ -45,6 +45,7 @@ from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shard
 from booster_runtime.sharding import (
     ShardingRanks,
     check_distinct_memory,
+    raised_on_all,
     working_dtypes,
 )
 
@@ -153,7 +154,7 @@ class HybridSetup:
         """
         model, optimizers, context = self._model, self._objects.optimizers, self._context
         check_distinct_memory(model)
-        if not is_lazy(model) and shards_from_host(model, context.device, context.coordinator):
+        if not is_lazy(model) and shards_from_host(context):
             self._is_on_host = True
             return None
         return place_or_hollow(model, optimizers, context)
@@ -195,7 +196,7 @@ class HybridSetup:
 
         is_gathered = self._config.sequence.mode == "split_gather"
         lengths = Lengths()
-        with self._context.coordinator.together("boost"):
+        with raised_on_all("boost", self._context.device):
             check = functools.partial(
                 check_policy,
                 self._model,
@@ -221,11 +222,11 @@ class HybridSetup:
 
     def _note_lengths(self, lengths: list[Lengths]) -> None:
         """Note for which lengths layers were compared, alike on all ranks: what one has seen depends on its batch."""
-        lengths = self._context.coordinator.broadcast_object(lengths, name="boost")
+        lengths = self._context.coordinator.broadcast_object(lengths, name="boost", meets=False)
         self._lengths = [] if self._options.unchecked == "allow" else lengths
 
     def _find_experts(self, size: int) -> None:
-        with self._context.coordinator.together("boost"):
+        with raised_on_all("boost", self._context.device):
             rules = expert_rules(self._model, self._options.custom_policy, self._context.hooks)
             self._experts = find_experts(self._model, rules, size)
             if not is_evenly_routed():
@@ -255,7 +256,7 @@ class HybridSetup:
             return None
         found: Any = None
         seen: list[dict[str, int]] = []
-        with self._context.coordinator.together("boost"):
+        with raised_on_all("boost", self._context.device):
             try:
                 batch = self._example_batch()
                 if self._options.split_batch is None:
@@ -266,7 +267,7 @@ class HybridSetup:
                 raise
             except Exception as error:
                 raise dry_run_failed(model, error) from error
-        self._lists, found = self._context.coordinator.broadcast_object(found, name="boost")
+        self._lists, found = self._context.coordinator.broadcast_object(found, name="boost", meets=False)
         self._entries_seen = seen
         return None if found is None else StagePlan.of(model, found, config)
 
@@ -283,8 +284,8 @@ class HybridSetup:
             return
         from booster_hybrid.probe.sequences import NotComparedError, check_sequences
 
-        coordinator, device, lists = self._context.coordinator, self._context.device, self._lists_to_split()
-        with coordinator.together("boost"):
+        device, lists = self._context.device, self._lists_to_split()
+        with raised_on_all("boost", device):
             batches, lengths = self._batches(), []
             try:
                 sizes = config.size, self._config.tensor.size

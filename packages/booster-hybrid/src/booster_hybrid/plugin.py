@@ -50,7 +50,7 @@ from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero import LowLevelZeroPlugin, ShardedStateAdapter, ZeroConfig, fill_model
 from booster_zero.engine import engine_of, holder_of, set_gradient
 
@@ -135,6 +135,34 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         Capability.DATA_PARALLEL,
         Capability.PIPELINE,
         Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        **{name: f"pass `loss_scale=LossScaleConfig({name}=...)`" for name in OF_LOSS_SCALE},
+        **OF_PRECISION,
+        **OF_MODEL,
+        **dict.fromkeys(
+            ("scheduler_nodes", "enable_metadata_cache", "overlap_p2p"), "leave it out: the pipeline finds out"
+        ),
+        **dict.fromkeys(
+            ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_reduction"),
+            "leave it out: unused parameters are found; `ddp=DataParallelConfig(unused='raise')` names them",
+        ),
+        **{
+            name: f"pass `zero=ZeroConfig({name}=...)`"
+            for name in ("communication_dtype", "overlap_communication", "overlap_allgather")
+        },
+        "zero_bucket_size_in_m": "pass `zero=ZeroConfig(bucket_bytes=...)`, in bytes",
+        "broadcast_buffers": "pass `ddp=DataParallelConfig(broadcast_buffers=...)`",
+        "ddp_bucket_cap_mb": "pass `ddp=DataParallelConfig(bucket_bytes=...)`, in bytes",
+        "enable_sequence_parallelism": "pass `sequence_parallelism_mode=`, and `sp_size=` unless it is 'split_gather'",
+        "dp_outside": "pass `mesh_order=`, the axes from the outermost to the innermost",
+        "moe_dp_outside_pp": "pass `mesh_order=`, the axes from the outermost to the innermost",
+        "gradient_checkpoint_config": "pass `checkpoint_ratio=`, one number or one for each stage",
+        "make_vocab_size_divisible_by": "leave it out: vocabularies are split unevenly",
+        **dict.fromkeys(
+            ("force_overlap_comm", "use_kernel", "enable_load_balance"),
+            "leave it out: kernels of experts are those of transformers (`model.set_experts_implementation`)",
+        ),
     }
 
     def __init__(

@@ -14,6 +14,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["ADAPTIVE", "EXACT", "Tolerance", "largest_difference", "relative_error", "tolerance_for"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:

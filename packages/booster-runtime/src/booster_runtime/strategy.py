@@ -11,10 +11,10 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from booster_core.plugin import SYNCHRONOUS_TRAINING, Capability, Plugin
-from booster_runtime.data.shard import shard_dataloader
+from booster_runtime.data.shard import compare_splits, shard_dataloader
 from booster_runtime.data.watches import watch_first_batch
 from booster_runtime.frozen import frozen_parameters, watch_frozen
-from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, describe_lazy
+from booster_runtime.lazy.boosting import begin_lazy, check_not_taken, compare_models, describe_lazy
 from booster_runtime.lora import check_adapters, drop_frozen
 from booster_runtime.save_pretrained import take_over
 from booster_runtime.sharding.reductions import describe_reductions
@@ -30,10 +30,35 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, ModelWrapper
     from booster_runtime.lazy.recording import Recording
 
-__all__ = ["STRATEGY_TRAINING", "Strategy"]
+__all__ = ["OF_LOSS_SCALE", "OF_MODEL", "OF_PRECISION", "STRATEGY_TRAINING", "Strategy"]
 
 STRATEGY_TRAINING = SYNCHRONOUS_TRAINING | {Capability.LAZY_INIT, Capability.LORA}
 """What strategies can do that train as one process does, on every device and in every precision."""
+
+_LOSS_SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale")
+_FP8 = "convert linear layers before `boost`, by `booster_runtime.convert_to_float8(model)`"
+OF_LOSS_SCALE = {
+    name: f"pass `precision=PrecisionPolicy.parse('fp16', loss_scale=LossScaleConfig({name}=...))`"
+    for name in _LOSS_SCALE
+}
+"""What stands for arguments of Colossal-AI's plugins that ours have not, by name: for a loss scale."""
+OF_PRECISION = {
+    "hysteresis": "leave it out: each overflow lowers the loss scale",
+    "norm_type": "pass it to `optimizer.clip_grad_by_norm`",
+    "cast_inputs": "leave it out: the precision says in which format forward runs",
+    "use_fp8": _FP8,
+    "fp8_communication": _FP8,
+    "verbose": "leave it out: `booster.describe()` shows the settings",
+}
+"""The same for formats, and what goes with them."""
+OF_MODEL = dict.fromkeys(
+    (
+        *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"),
+        "enable_sequence_overlap",
+    ),
+    "leave it out: the model chooses its attention and kernels, as by `attn_implementation=` of transformers",
+)
+"""The same for what is the model's to choose."""
 
 
 class Strategy(Plugin):
@@ -48,10 +73,17 @@ class Strategy(Plugin):
     placeholders: ClassVar[Literal["device", "own"] | None] = None
 
     def check_objects(self, objects: Boosted, context: BoostContext) -> None:
-        """Refuse lazy models whose values are gone, adapters that would not train, and what `check_model` refuses."""
+        """Refuse lazy models whose values are gone, adapters that would not train, and what `check_model` refuses.
+
+        Ranks compare how their loaders are split, and how their models were built.
+        """
         check_not_taken(objects.model)
         check_adapters(objects.model, objects.optimizers, self)
         self.check_model(objects, context)
+        assert context.meeting is not None, "`boost` passes its own"
+        compare_splits(objects.dataloader, self, context, context.meeting)
+        if self.placeholders is not None:
+            compare_models(objects.model, context, context.meeting)
 
     def check_model(self, objects: Boosted, context: BoostContext) -> None:
         """Refuse a model before any value moves; the default refuses none. It must not communicate."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.state import NamedTensors, TensorShard, full_box
+from booster_runtime.sharding import raised_on_all
 from booster_zero.engine.whole import Keep
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def fill_model(
             if bucket is not None and bucket.keep is not Keep.ALWAYS:
                 moved[path] = bucket
     shapes = shapes or {named[id(parameter)]: tuple(parameter.shape) for parameter in model.parameters()}
-    with context.coordinator.together("boost"), _Present(moved) as present:
+    with raised_on_all("boost", context.device), _Present(moved) as present:
         recording.fill(_at_paths(shards, path_of, shapes), context.device, before_write=present.come)
     published = {}
     for bucket in dict.fromkeys(bucket_of.values()):

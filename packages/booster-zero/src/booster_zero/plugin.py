@@ -27,7 +27,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.engine import ShardedEngine, engine_of
@@ -77,6 +77,13 @@ class LowLevelZeroPlugin(Strategy):
     capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        **OF_LOSS_SCALE,
+        **OF_PRECISION,
+        "reduce_bucket_size_in_m": "pass `bucket_bytes=`, in bytes: `12 * 2**20 * 4` for 12 in fp32",
+        "extra_dp_size": "pass `replica_size=`",
+        "offload_dir": "use `GeminiPlugin(shard_param_frac=0.0, offload_optim_frac=1.0, offload_dir=...)`",
     }
 
     def __init__(

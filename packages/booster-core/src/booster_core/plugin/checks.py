@@ -121,7 +121,11 @@ def outline(objects: Boosted, plugin: Plugin, policy: PrecisionPolicy) -> dict[s
     groups = [
         [type(each).__name__, *(len(group["params"]) for group in each.param_groups)] for each in objects.optimizers
     ]
-    passed = {name: getattr(objects, name) is not None for name in ("criterion", "dataloader", "lr_scheduler")}
+    passed = {
+        "criterion": objects.criterion is not None,
+        "dataloader": len(as_tuple(objects.dataloader)),
+        "lr_scheduler": objects.lr_scheduler is not None,
+    }
     options = {"plugin": plugin.name, "precision": asdict(policy), **plugin.agreed_options()}
     return {**options, **forms, "optimizers and their groups": groups, "passed": passed}
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin.renamed import refuse_renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset, Sampler
-    from typing_extensions import TypeVar
+    from typing_extensions import Self, TypeVar
 
     from booster_core.booster import Booster
     from booster_core.plugin.model import ModelWrapper
     from booster_core.precision import PrecisionPolicy
-    from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.coordinator import DistCoordinator, Together
     from booster_core.state.adapter import StateAdapter
 
     _ModelT_co = TypeVar("_ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
@@ -153,6 +154,8 @@ class BoostContext:
         precision: The precision, resolved for the plugin and the model.
         device_placement: Whether data loaders hand out batches on the device.
         hooks: The pluggy hook relay of `booster_core.plugin.hookspecs`.
+        meeting: Of ``check_objects``: compares values between ranks, by `Together.compare`.
+        prepared: What ``check_objects`` has found out for ``configure``, by names of the plugin's choice.
     """
 
     booster: Booster = field(repr=False)
@@ -161,6 +164,8 @@ class BoostContext:
     precision: PrecisionPolicy
     device_placement: bool = True
     hooks: Any = field(repr=False)
+    meeting: Together | None = field(default=None, repr=False)
+    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: Any) -> BoostContext:
         return self  # a copy of a boosted model or optimizer belongs to the same run
@@ -186,6 +191,8 @@ class Plugin(ABC):
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
         needs_process_group: Whether `boost` starts a process group of one where nothing was launched.
+        renamed_arguments: What to do in the place of passing an argument that the constructor does not take, by its
+            name: those of other libraries' plugins, or of earlier versions.
     """
 
     name: ClassVar[str]
@@ -195,6 +202,16 @@ class Plugin(ABC):
     )
     precision: PrecisionPolicy | str | None = None
     needs_process_group: ClassVar[bool] = True
+    renamed_arguments: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse arguments that the constructor does not take, with what stands for them.
+
+        Raises:
+            TypeError: Naming the argument and the remedy.
+        """
+        refuse_renamed(cls, cls.renamed_arguments, args, kwargs)
+        return super().__new__(cls)
 
     @abstractmethod
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
@@ -214,7 +231,8 @@ class Plugin(ABC):
     def check_objects(self, objects: Boosted, context: BoostContext) -> None:  # noqa: B027 - none is needed
         """Raise what is wrong with the arguments of ``boost`` for this plugin, before anything is changed.
 
-        What it raises on one rank is raised on all. It must not communicate.
+        What it raises on one rank is raised on all. It must not communicate. What ranks must have alike it hands to
+        ``context.meeting.compare``.
         """
 
     def resolve_precision(self, policy: PrecisionPolicy) -> PrecisionPolicy:

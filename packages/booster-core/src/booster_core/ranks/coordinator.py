@@ -11,7 +11,7 @@ import builtins
 import contextlib
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from booster_core import errors
 from booster_core.errors import ConfigError, RankFailedError, name_ranks
@@ -20,15 +20,16 @@ from booster_core.ranks.world import PROGRESS, close_world, current_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
-    from typing_extensions import ParamSpec
+    from typing_extensions import ParamSpec, Self
 
     _P = ParamSpec("_P")
 
 _R = TypeVar("_R")
+
+_SAME = "Pass the same on all ranks."
 
 
 class DistCoordinator:
@@ -141,8 +142,10 @@ class DistCoordinator:
 
     def together(
         self, name: str, *, process_group: ProcessGroup | None = None, timeout_seconds: float | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Together:
         """Return a context that raises on every rank what its body raises on any.
+
+        Values that the body hands to `Together.compare` are compared in the same meeting.
 
         Ranks wait for each other at its end; see `block_all`. The body contains no collectives. A rank whose own body
         raised raises that. The others raise the first rank's error: the same class where it is Booster's or Python's
@@ -159,14 +162,14 @@ class DistCoordinator:
 
         Collective: every rank of the group.
         """
-        return _Together(self, name, process_group, timeout_seconds)
+        return Together(self, name, process_group, timeout_seconds)
 
     def agree(
         self,
         name: str,
         value: Any,
         *,
-        remedy: str = "Pass the same on all ranks.",
+        remedy: str = _SAME,
         process_group: ProcessGroup | None = None,
     ) -> None:
         """Raise on every rank unless all have the same ``value``.
@@ -184,15 +187,8 @@ class DistCoordinator:
 
         Collective: every rank of the group.
         """
-        comparing = _Together(self, name, process_group, None)
-        with comparing:
-            plain = plain_form(value)
-            comparing.digest = digest(plain)
-        if comparing.differs:
-            values = self.all_gather_object(plain, process_group=process_group, name=name)
-            found = describe_differences(name, values, self._ranks(process_group))
-            msg = f"{found} {remedy}"
-            raise ConfigError(msg)
+        with self.together(name, process_group=process_group) as meeting:
+            meeting.compare(value, remedy=remedy)
 
     def block_all(
         self,
@@ -218,9 +214,22 @@ class DistCoordinator:
         self._meet(name, process_group, timeout_seconds)
 
     def broadcast_object(
-        self, obj: Any, src: int = 0, *, process_group: ProcessGroup | None = None, name: str = "broadcast_object"
+        self,
+        obj: Any,
+        src: int = 0,
+        *,
+        process_group: ProcessGroup | None = None,
+        name: str = "broadcast_object",
+        meets: bool = True,
     ) -> Any:
         """Return the ``obj`` of world rank ``src`` on every rank.
+
+        Args:
+            obj: Anything that can be pickled.
+            src: World rank whose object it is.
+            process_group: The ranks that take part.
+            name: What the user called; appears in messages.
+            meets: Meet first, so that a rank that does not come is named. Needless where ranks have met just before.
 
         Collective: every rank of the group.
         """
@@ -228,7 +237,8 @@ class DistCoordinator:
         if src not in ranks:
             msg = f"`src={src}` takes no part. Use one of {name_ranks(ranks)}."
             raise ConfigError(msg)
-        self._meet(name, process_group)
+        if meets:
+            self._meet(name, process_group)
         if len(ranks) == 1:
             return obj
         import torch.distributed as dist
@@ -238,14 +248,26 @@ class DistCoordinator:
         return box[0]
 
     def all_gather_object(
-        self, obj: Any, *, process_group: ProcessGroup | None = None, name: str = "all_gather_object"
+        self,
+        obj: Any,
+        *,
+        process_group: ProcessGroup | None = None,
+        name: str = "all_gather_object",
+        meets: bool = True,
     ) -> list[Any]:
         """Return every rank's ``obj``, in the group's order.
+
+        Args:
+            obj: Anything that can be pickled.
+            process_group: The ranks that take part.
+            name: What the user called; appears in messages.
+            meets: As for `broadcast_object`.
 
         Collective: every rank of the group.
         """
         ranks = self._ranks(process_group)
-        self._meet(name, process_group)
+        if meets:
+            self._meet(name, process_group)
         if len(ranks) == 1:
             return [obj]
         import torch.distributed as dist
@@ -316,13 +338,8 @@ class DistCoordinator:
         return outcome.differs
 
 
-class _Together:
-    """Meets the other ranks at the end of a block; see `DistCoordinator.together`.
-
-    Attributes:
-        digest: What the ranks compare; set in the block.
-        differs: Whether it was not the same on all of them.
-    """
+class Together:
+    """Meets the other ranks at the end of a block; see `DistCoordinator.together`."""
 
     def __init__(
         self,
@@ -331,27 +348,69 @@ class _Together:
         process_group: ProcessGroup | None,
         timeout_seconds: float | None,
     ) -> None:
-        self._coordinator = coordinator
-        self._call = name, process_group, timeout_seconds
-        self.digest = b""
-        self.differs = False
+        self._coordinator, self._name = coordinator, name
+        self._process_group, self._timeout_seconds = process_group, timeout_seconds
+        self._compared: list[tuple[bytes, Callable[[], object]]] = []
 
-    def __enter__(self) -> None:
-        pass
+    def compare(self, value: Any, *, remedy: str = _SAME, differs: Callable[[], object] | None = None) -> None:
+        """Raise on every rank, where the block ends, unless all bring the same value; call it in the block.
+
+        Args:
+            value: As `digest` takes it.
+            remedy: The end of the message: what to do about a difference.
+            differs: Called on every rank where values differ, in place of raising. It may call collectives. Those of
+                several values are called in the order in which these were compared.
+
+        Collective: none; ranks compare equally many values, in the same order.
+        """
+        plain = plain_form(value)
+        self._compared.append((digest(plain), differs or functools.partial(self._raise, plain, remedy)))
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # such as an interrupt: this process ends
+        own = b"".join(value for value, _ in self._compared)
         try:
-            self.differs = self._coordinator._meet(*self._call, digest=self.digest, error=error)  # noqa: SLF001
+            differs = self._coordinator._meet(  # noqa: SLF001 - the two are one
+                self._name,
+                self._process_group,
+                self._timeout_seconds,
+                digest=own if len(self._compared) == 1 else digest(own),
+                error=error,
+            )
         except Exception as missing:
             if error is None:
                 raise
             # Nearer to the cause than who is missing, which stays visible as its context and itself has no other.
             missing.__context__ = None
             error.__context__ = error.__context__ or missing
+            return
+        if differs and error is None:
+            self._find_differences([value for value, _ in self._compared])
+
+    def _find_differences(self, own: list[bytes]) -> None:
+        """Call what belongs to each value that is not the same on all ranks, which have all come."""
+        of_ranks = self._gather(own)
+        if len(set(map(len, of_ranks))) > 1:
+            msg = f"`{self._name}` compares other numbers of values on some ranks: {[*map(len, of_ranks)]}. {_SAME}"
+            raise ConfigError(msg)
+        for (_, react), *values in zip(self._compared, *of_ranks, strict=True):
+            if len(set(values)) > 1:
+                react()
+
+    def _raise(self, plain: Any, remedy: str) -> NoReturn:
+        ranks = self._coordinator._ranks(self._process_group)  # noqa: SLF001
+        msg = f"{describe_differences(self._name, self._gather(plain), ranks)} {remedy}"
+        raise ConfigError(msg)
+
+    def _gather(self, value: Any) -> list[Any]:
+        gather = self._coordinator.all_gather_object
+        return gather(value, process_group=self._process_group, name=self._name, meets=False)
 
 
 def _rebuild(problems: list[dict[str, Any]]) -> Exception:

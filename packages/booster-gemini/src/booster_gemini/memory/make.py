@@ -19,6 +19,7 @@ from booster_gemini.memory.tiered import TieredHome
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.policy import PlacementPolicy
 from booster_gemini.placement.static import StaticPlacement
+from booster_runtime.sharding import raised_on_all
 from booster_zero.engine import Home, Role
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def make_home(config: GeminiConfig, context: BoostContext) -> Home:
 
     Collective: every rank of the world, in step: an error on one is raised on all.
     """
-    with context.coordinator.together("boost"):
+    with raised_on_all("boost", context.device):
         return _make(config, context)
 
 

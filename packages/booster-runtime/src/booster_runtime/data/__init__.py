@@ -13,12 +13,13 @@ from booster_runtime.data.containers import (
 )
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.prepare import prepare_dataloader
-from booster_runtime.data.shard import shard_dataloader, split_and_agree
+from booster_runtime.data.shard import compare_splits, shard_dataloader, split_and_agree
 from booster_runtime.data.watches import show_first_batch
 
 __all__ = [
     "DistributedDataLoader",
     "call_with",
+    "compare_splits",
     "fields_of",
     "hidden_tensors",
     "hides_tensors",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, Plugin
     from booster_core.ranks import DistCoordinator
+    from booster_core.ranks.coordinator import Together
 
 _REMEDY = (
     "Samples can't be split between ranks: some would be seen twice, others never, or a rank would wait for batches "
@@ -155,7 +156,12 @@ def shard_dataloader(
 
     Collective: every rank of the world.
     """
-    made = [split_and_agree(each, plugin, context.coordinator) for each in as_tuple(loader)]
+    loaders = as_tuple(loader)
+    splits: Sequence[_Split] = context.prepared.pop(_prepared_key(plugin), ())
+    if [id(split.given) for split in splits] != [id(each) for each in loaders]:
+        with context.coordinator.together("boost") as meeting:
+            splits = [_Split(each, plugin, context.coordinator, meeting) for each in loaders]
+    made = [split.finish() for split in splits]
     for each in made:
         if isinstance(each, DistributedDataLoader) and context.device_placement:
             each.device = context.device
@@ -176,21 +182,77 @@ def split_and_agree(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCo
 
     Collective: every rank of the world.
     """
-    # Ranks that seeded themselves apart would shuffle apart, and see some samples twice and others never.
-    seed = coordinator.broadcast_object(torch.initial_seed(), name="boost")
-    with coordinator.together("boost"):
-        check_whole(loader.dataset)
-        rank, world_size = plugin.data_parallel_coordinates(coordinator)
-        loader = split_dataloader(loader, rank=rank, world_size=world_size, seed=seed)
+    with coordinator.together("boost") as meeting:
+        split = _Split(loader, plugin, coordinator, meeting)
+    return split.finish()
+
+
+def compare_splits(
+    loader: DataLoader[Any] | Sequence[DataLoader[Any]] | None, plugin: Plugin, context: BoostContext, meeting: Together
+) -> None:
+    """Do for `shard_dataloader` what comes before anything is changed, and compare between ranks in a meeting.
+
+    Args:
+        loader: As for `shard_dataloader`, which is called with the same plugin after the meeting.
+        plugin: The same.
+        context: The same; keeps what was found out.
+        meeting: Of all ranks.
+
+    Raises:
+        ConfigError: If a loader can't be split.
+    """
+    splits = [_Split(each, plugin, context.coordinator, meeting) for each in as_tuple(loader)]
+    context.prepared[_prepared_key(plugin)] = splits
+
+
+def _prepared_key(plugin: Plugin) -> str:
+    return f"data loaders split by plugin {id(plugin)}"
+
+
+class _Split:
+    """The split of one loader, which ranks compare in a meeting.
+
+    Raises:
+        ConfigError: If the loader can't be split.
+    """
+
+    def __init__(self, given: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator, meeting: Together) -> None:
+        self.given, self._plugin, self._coordinator = given, plugin, coordinator
+        self._seed = torch.initial_seed()
+        self._facts = self._split(self._seed)
+        meeting.compare([self._seed, self._facts], differs=self._settle)
+
+    def _split(self, seed: int) -> dict[str, Any]:
+        """Split the loader; return what ranks must have alike, and is known to be only where their seeds are."""
+        check_whole(self.given.dataset)
+        rank, world_size = self._plugin.data_parallel_coordinates(self._coordinator)
+        self._loader = loader = split_dataloader(self.given, rank=rank, world_size=world_size, seed=seed)
         digest = loader.order_digest() if isinstance(loader, DistributedDataLoader) else None
-        lengths = _lengths_of(loader)
-    coordinator.agree("boost", {**lengths, "order of the data loader's sampler": digest}, remedy=_REMEDY)
-    if isinstance(loader, DistributedDataLoader):
-        stream = watch_stream(coordinator.world_size)
-        loader.on_item = None if stream is None else stream.at_batch
-        watch = watch_passes(coordinator.world_size)
-        loader.on_batch = None if watch is None else watch.at_batch
-    return loader
+        return {**_lengths_of(loader), "order of the data loader's sampler": digest}
+
+    def _settle(self) -> None:
+        """Split by the first rank's seed: ranks that seeded themselves apart would see samples twice, and others never.
+
+        Raises:
+            ConfigError: If ranks don't have the same samples in one order.
+
+        Collective: every rank of the world.
+        """
+        seeds = self._coordinator.all_gather_object(self._seed, name="boost", meets=False)
+        with self._coordinator.together("boost") as meeting:
+            if len(set(seeds)) > 1:  # on the first rank too: a sampler may have a state that drawing changes
+                self._facts = self._split(seeds[0])
+            meeting.compare(self._facts, remedy=_REMEDY)
+
+    def finish(self) -> DataLoader[Any]:
+        """Return the loader, watched from now on."""
+        loader, world_size = self._loader, self._coordinator.world_size
+        if isinstance(loader, DistributedDataLoader):
+            stream = watch_stream(world_size)
+            loader.on_item = None if stream is None else stream.at_batch
+            watch = watch_passes(world_size)
+            loader.on_batch = None if watch is None else watch.at_batch
+        return loader
 
 
 def _lengths_of(loader: DataLoader[Any]) -> dict[str, int | None]:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal
 from booster_core.errors import ConfigError, LazyInitError
 from booster_core.plugin import as_tuple, place_model, rebind
 from booster_runtime.lazy.holders import find_elsewhere
-from booster_runtime.lazy.host import StateOnHost, shards_from_host
+from booster_runtime.lazy.host import StateOnHost, compare_hosts, shards_from_host
 from booster_runtime.lazy.recording import Recording, ReplaySource, fill_elsewhere, is_lazy, take_recording
 from booster_runtime.sharding.broadcast import agree_on_values, send_first
+from booster_runtime.sharding.ranks import raised_on_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted
     from booster_core.precision import PrecisionPolicy
     from booster_core.ranks import DistCoordinator
+    from booster_core.ranks.coordinator import Together
     from booster_runtime.lazy.holders import LazyHolder
     from booster_runtime.lazy.recorder import Recorder
 
@@ -52,9 +54,7 @@ def begin_lazy(
     Collective: every rank of the world.
     """
     model = objects.model
-    if placeholders is not None:
-        agree_on_seeds(model, context.coordinator)
-    with context.coordinator.together("boost"):
+    with raised_on_all("boost", context.device):
         elsewhere = find_elsewhere(model, objects.criterion)
         if is_lazy(model):
             model.__dict__[_RUN_EAGERLY] = sum((each.run_eagerly for each in ReplaySource(model).recorders), Counter())
@@ -156,34 +156,60 @@ def place_or_hollow(
     Collective: every rank of the world.
     """
     unchanged = replace(context.precision, param_dtype=None)
-    if is_lazy(model) or shards_from_host(model, context.device, context.coordinator):
+    if is_lazy(model) or shards_from_host(context):
         return hollow_objects(model, optimizer, context.device, unchanged)
     place_model(model, optimizer, context.device, unchanged)
     agree_on_values(model)
     return None
 
 
-def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
-    """Let every rank replay the first rank's draws, so that shards of different ranks are of the same tensors.
+def compare_models(model: nn.Module, context: BoostContext, meeting: Together) -> None:
+    """Compare how ranks have built their models, lazily or not, before anything is changed.
 
-    Generators still end up, on each rank, where its own seed leads.
+    After the meeting every rank replays the first one's draws, so that shards of different ranks are of the same
+    tensors. Generators still end up, on each rank, where its own seed leads.
+
+    Args:
+        model: The user's model.
+        context: Of the `boost`.
+        meeting: Of all ranks. It raises `LazyInitError` where ranks have recorded different constructions, other
+            constants and scalars too.
 
     Raises:
-        LazyInitError: If ranks have recorded different constructions, other constants and scalars too.
-
-    Collective: every rank of the world, whether or not its model is lazy.
+        LazyInitError: If the context of a lazy model is still open, or a file can't be read any more.
     """
-    with coordinator.together("boost"):
-        source = ReplaySource(model) if is_lazy(model) else None
-        recorders = [] if source is None else source.recorders
-        own = [_recorded(recorder) for recorder in recorders]
-        values = {} if source is None else source.fingerprints()
-    mine = (own, [recorder.generators.seeds for recorder in recorders], values)
-    first, seeds, first_values = coordinator.broadcast_object(mine, name="boost")
+    source = ReplaySource(model) if is_lazy(model) else None
+    recorders = [] if source is None else source.recorders
+    recorded = [_recorded(recorder) for recorder in recorders]
+    values = {} if source is None else source.fingerprints()
+    seeds = [recorder.generators.seeds for recorder in recorders]
+    coordinator = context.coordinator
+
+    def take_seeds() -> None:
+        first = coordinator.broadcast_object(seeds, name="boost", meets=False)
+        for recorder, given in zip(recorders, first, strict=True):
+            recorder.generators.take_seeds(given)
+
+    meeting.compare([recorded, values], differs=lambda: _refuse_other_model(recorded, values, coordinator))
+    meeting.compare(seeds, differs=take_seeds)
+    compare_hosts(model, context, meeting)
+
+
+def _refuse_other_model(
+    recorded: Sequence[tuple[list[str], dict[str, int]]], values: Mapping[str, bytes], coordinator: DistCoordinator
+) -> None:
+    """Raise on every rank in what models differ that are not the same on all ranks.
+
+    Raises:
+        LazyInitError: Always.
+
+    Collective: every rank of the world.
+    """
+    first, first_values = coordinator.broadcast_object((recorded, values), name="boost", meets=False)
     head = f"Rank {coordinator.rank} built another model than rank 0: "
     with coordinator.together("boost"):
-        if first != own:
-            here, there = (sum(count for _, counts in each for count in counts.values()) for each in (own, first))
+        if first != recorded:
+            here, there = (sum(count for _, counts in each for count in counts.values()) for each in (recorded, first))
             msg = (
                 f"{head}{here} operations were recorded, there {there}. "
                 "Every rank must build the same model, lazily or not."
@@ -197,8 +223,6 @@ def agree_on_seeds(model: nn.Module, coordinator: DistCoordinator) -> None:
                 "NumPy and torch alike on every rank before the model is built, and read the same files."
             )
             raise LazyInitError(msg)
-    for recorder, given in zip(recorders, seeds, strict=True):
-        recorder.generators.take_seeds(given)
 
 
 def _recorded(recorder: Recorder) -> tuple[list[str], dict[str, int]]:

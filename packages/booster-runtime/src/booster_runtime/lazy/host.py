@@ -21,30 +21,35 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from booster_core.ranks import DistCoordinator
+    from booster_core.plugin import BoostContext
+    from booster_core.ranks.coordinator import Together
     from booster_core.state import Box
     from booster_runtime.lazy.recording import Filling
 
+_STAYS = "parameters stay on the host"
 _SENT_BYTES = 1 << 24
 """Most of a parameter that is on the device on its way to shards."""
 
 
-def shards_from_host(model: nn.Module, device: torch.device, coordinator: DistCoordinator) -> bool:
+def shards_from_host(context: BoostContext) -> bool:
     """Return whether an eager model's parameters stay on the host until a device gets its shards of them.
 
-    They do where that is possible on every rank.
+    They do where ranks have found that this is possible on all of them, before `boost` changed anything.
+    """
+    return bool(context.prepared.get(_STAYS, False))
+
+
+def compare_hosts(model: nn.Module, context: BoostContext, meeting: Together) -> None:
+    """Find out on this rank what `shards_from_host` returns after the meeting.
 
     Args:
         model: The user's model.
-        device: Where the model will run.
-        coordinator: The ranks.
-
-    Collective: every rank of the world, where ``device`` is not the CPU.
+        context: Device of the run; keeps the answer.
+        meeting: Of all ranks.
     """
-    if device.type == "cpu":
-        return False
-    is_possible = all(map(_is_plain, model.parameters()))
-    return all(coordinator.all_gather_object(is_possible, name="boost"))
+    is_possible = context.device.type != "cpu" and all(map(_is_plain, model.parameters()))
+    context.prepared[_STAYS] = is_possible
+    meeting.compare(is_possible, differs=lambda: context.prepared.update({_STAYS: False}))
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -56,6 +56,7 @@ from booster_runtime.sharding.ranks import (
     ShardingRanks,
     between_hosts,
     make_ranks,
+    raised_on_all,
     sharding_groups,
 )
 from booster_runtime.sharding.reductions import describe_reductions, note_compute, note_reductions
@@ -100,6 +101,7 @@ __all__ = [
     "piece_shard",
     "probed_steps",
     "raise_for_unused",
+    "raised_on_all",
     "refuse_all_gradients",
     "refuse_composed",
     "refuse_gradient",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.ranks import DistCoordinator
 from booster_runtime import collectives
 from booster_runtime.collectives import new_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import ProcessGroup
 
     from booster_runtime.collectives import Pending
@@ -143,6 +147,44 @@ def between_hosts(device: torch.device, group: ProcessGroup | None = None) -> to
     """
     backends = dist.get_backend_config(group)
     return torch.device("cpu") if "cpu:" in backends else device
+
+
+@contextlib.contextmanager
+def raised_on_all(name: str, device: torch.device) -> Iterator[None]:
+    """Raise on every rank what the body raises on any, as `DistCoordinator.together` does, of ranks that have all come.
+
+    They exchange a flag, and meet in the store only where one has an error, or the flag of one did not come: the store
+    tells whose.
+
+    Args:
+        name: What the user called; appears in messages.
+        device: Where the run computes.
+
+    Raises:
+        MissingRanksError: If some ranks do not come to the end of the body.
+        Exception: What the bodies raised.
+
+    Collective: every rank of the world, at the end of the body.
+    """
+    coordinator = DistCoordinator()
+    error: Exception | None = None
+    lost: RuntimeError | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - raised below, with the others
+        error = caught
+    is_anywhere = error is not None
+    if coordinator.world_size > 1:
+        try:
+            is_anywhere = any(RaisedAnywhere(bytearray([is_anywhere]), device).wait())
+        except RuntimeError as caught:
+            lost = caught
+    if is_anywhere or lost is not None:
+        with coordinator.together(name):
+            if error is not None:
+                raise error
+    if lost is not None:
+        raise lost
 
 
 class RaisedAnywhere:

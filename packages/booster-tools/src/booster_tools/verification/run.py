@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import place_model
 from booster_core.precision import NARROW, PrecisionPolicy
 from booster_core.state import MASTER, slices_of
 from booster_runtime import full_gradient
+from booster_runtime.data import move_batch
 from booster_runtime.lazy import is_lazy, materialize
 from booster_runtime.rounding import relative_error, tolerance_for
 from booster_tools.rehearsal import without_dropout
@@ -82,7 +82,7 @@ def compare_with_one_process(
     limit = tolerance_for(dtype, of_any_model=True).relative if tolerance is None else tolerance
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with without_dropout(model):
-        (share,) = _moved([shares[index]], booster.device)
+        share = move_batch(shares[index], booster.device)
         boosted = booster.boost(model, optimizer, dataloader=dataloader)
         found = _Run(booster, boosted, trained, losses, share, index, reference, limit).compare(steps)
     return _merged(coordinator.all_gather_object(found), reference.initial)
@@ -96,7 +96,7 @@ def _reference_for(
     steps: int,
 ) -> Reference:
     """Train a model in this process, as the ranks of a run together would; in low precision, in fp32 as well."""
-    moved = _moved(shares, booster.device)
+    moved = [move_batch(share, booster.device) for share in shares]
 
     def train(model: nn.Module, optimizer: Optimizer, policy: PrecisionPolicy) -> Reference:
         model = materialize(model)
@@ -128,10 +128,6 @@ def _check_same(model: nn.Module, values: Mapping[str, Tensor]) -> None:
                 "them from torch's generator, or load them from a file."
             )
             raise ConfigError(msg)
-
-
-def _moved(shares: list[Any], device: torch.device) -> list[Any]:
-    return [pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), share) for share in shares]
 
 
 class _Run:
