@@ -118,18 +118,6 @@ def test_ranks_with_different_policies_are_named():
     expect_on_ranks(ConfigError, message, policies_apart, 2)
 
 
-def folders_apart(root):
-    folder = root / str(dist.get_rank())
-    folder.mkdir()
-    from booster_zero import ZeroConfig
-
-    boost({"zero": ZeroConfig(offload="disk", offload_dir=folder)})
-
-
-def test_each_rank_may_have_a_folder_of_its_own(tmp_path):
-    run_on_ranks(folders_apart, 2, tmp_path)
-
-
 def own_loss(outputs, _):
     return outputs.loss
 

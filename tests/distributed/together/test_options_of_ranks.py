@@ -40,7 +40,7 @@ def test_options_that_differ_between_ranks_are_refused(plugin_class):
 def boost_in_folders(folder):
     own = folder / str(DistCoordinator().rank)
     own.mkdir()
-    return boost(LowLevelZeroPlugin(offload="disk", offload_dir=own))
+    return boost(GeminiPlugin(offload_optim_frac=1.0, offload_dir=own))
 
 
 def test_folders_may_differ(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
-from mapped_memory import mapped_bytes
 from matrix import matrix
 from simulated_device import run_on_devices
 from torch import nn
@@ -47,9 +46,9 @@ def trained(options, precision, name):
     return {key: value.cpu().clone() for key, value in run[1].state_dict().items()}
 
 
-@matrix(["disk-bf16"], where=["cpu", "disk"], precision=["fp32", "bf16", "fp16"])
-def test_offload_from_a_device_changes_no_bit(where, precision, simulated_device, tmp_path):
-    options = {"offload": where, "stage": 2, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
+@matrix(["bf16"], precision=["fp32", "bf16", "fp16"])
+def test_offload_from_a_device_changes_no_bit(precision, simulated_device):
+    options = {"offload": "cpu", "stage": 2}
     plain = run_on_devices(trained, 2, simulated_device, {"stage": 2}, precision, "fused")[0]
     for parameters in run_on_devices(trained, 2, simulated_device, options, precision, "fused"):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
@@ -63,7 +62,7 @@ def test_whole_parameters_are_offloaded_too(name, simulated_device):
 
 
 def costs(options, precision):
-    """Return the bytes that a device keeps after a step, holds at most in one, and moves in one; and bytes in files."""
+    """Return the bytes that a device keeps after a step, holds at most in one, and moves in one."""
     before = torch.simulated.memory_allocated()
     run = boost("simulated", options, precision)
     for number in range(2):
@@ -73,22 +72,20 @@ def costs(options, precision):
     step(*run)
     moved = [after - start for start, after in zip(moved, sim.bytes_moved(), strict=True)]
     peak = torch.simulated.max_memory_allocated() - before
-    files = mapped_bytes(options["offload_dir"]) if "offload_dir" in options else 0
-    return torch.simulated.memory_allocated() - before, peak, moved, files
+    return torch.simulated.memory_allocated() - before, peak, moved
 
 
-@matrix(1, where=["cpu", "disk"], **{"precision, working": [("fp32", 4), ("bf16", 2)]})
-def test_the_device_keeps_working_values_alone(where, precision, working, simulated_device, tmp_path):
-    options = {"offload": where, **({"offload_dir": str(tmp_path)} if where == "disk" else {})}
+@matrix(1, **{"precision, working": [("fp32", 4), ("bf16", 2)]})
+def test_the_device_keeps_working_values_alone(precision, working, simulated_device):
+    options = {"offload": "cpu"}
     share, masters = NUMEL // 2, 4 if precision == "bf16" else 0
     bucket = 2 * WIDTH * WIDTH * 4
-    for kept, peak, (to_device, to_host), files in run_on_devices(costs, 2, simulated_device, options, precision):
+    for kept, peak, (to_device, to_host) in run_on_devices(costs, 2, simulated_device, options, precision):
         assert kept == pytest.approx(NUMEL * working, abs=2000)
         # Underway: gradients of three buckets, joined and summed, and activations.
         assert peak < kept + 3 * 3 * bucket
         assert to_device == pytest.approx(share * working, abs=8 * WIDTH * 4), "values, in the format of forward"
         assert to_host == pytest.approx(share * 4, abs=1000), "sums of gradients, once"
-        assert files == (share * (8 + max(masters, 4)) if where == "disk" else 0)
     for kept, *_ in run_on_devices(costs, 2, simulated_device, {}, precision):
         assert kept >= NUMEL * working + share * (8 + 4 + masters)
 

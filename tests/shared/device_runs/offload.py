@@ -128,7 +128,6 @@ KINDS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
         ("stage 1", {"stage": 1}, {"offload": "cpu"}, False),
         ("stage 2", {"stage": 2}, {"offload": "cpu"}, False),
         ("small buckets", {"stage": 1, "bucket_bytes": 1 << 16}, {"offload": "cpu"}, False),
-        ("on disk", {"stage": 1}, {"offload": "disk"}, True),
     ],
     "fsdp": [("on the host", {}, {"cpu_offload": True}, False)],
     "gemini": [

@@ -226,6 +226,16 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
         DiskStore(tmp_path)
 
 
+def test_room_that_there_is_not_is_refused_before_it_is_taken(tmp_path, monkeypatch):
+    def fill(*_):
+        pytest.fail("other programs find the disk full while room is taken that there is not")
+
+    monkeypatch.setattr(os, "posix_fallocate", fill, raising=False)
+    status = os.statvfs(tmp_path)
+    with pytest.raises(OffloadError, match=r"needs \d+ more bytes, and \d+ are free"):
+        DiskStore(tmp_path).allocate(status.f_bavail * status.f_frsize + 2**30)
+
+
 def test_a_full_disk_loses_nothing(make, monkeypatch):
     home = make(everything_away())
     owner = Owner(home, 0, 1.0)

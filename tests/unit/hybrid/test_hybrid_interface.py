@@ -131,7 +131,7 @@ def test_the_description_names_what_data_parallelism_does():
 def test_data_parallel_config_has_zeros_options_that_do_not_concern_shards():
     ours = {field.name: field.default for field in dataclasses.fields(DataParallelConfig)}
     theirs = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
-    of_shards = {"stage", "overlap_allgather", "cpu_offload", "offload", "offload_dir", "replica_size", "partition"}
+    of_shards = {"stage", "overlap_allgather", "cpu_offload", "offload", "replica_size", "partition"}
     assert ours == {name: theirs[name] for name in theirs.keys() - of_shards - {"max_norm"}}
 
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from booster_runtime.collectives.call_sites import NotedCall
 from booster_runtime.watch.member import Standstill
 from booster_runtime.watch.verdicts import Call, Collective, Record, Told, Verdicts
 
@@ -356,3 +357,16 @@ def test_a_standstill_is_counted_from_the_last_change():
         0,
         1,
     ]
+
+
+def test_collectives_that_differ_are_told_with_the_death_that_they_caused():
+    run = verdicts()
+    calls = [
+        NotedCall(group="0", ranks=(0, 1), number=7, what=f"all_reduce of [{n}]", site=f"t.py:{n}") for n in (4, 8)
+    ]
+    run.called(1, calls[1])
+    run.lost(1, 100.0)
+    run.called(0, calls[0])
+    told = run.news(())[0]["text"]
+    assert told.startswith("Booster: rank 1 died without a traceback")
+    assert "rank 0 calls all_reduce of [4] at t.py:4; rank 1 calls all_reduce of [8] at t.py:8" in told

@@ -544,11 +544,9 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         }
 
     def agreed_options(self) -> Mapping[str, object]:
-        """Return what ranks must have alike; a folder may be another on each host, and layers are not checked yet."""
+        """Return what ranks must have alike; layers are not checked yet."""
         options = {**self.describe(), "custom_policy": self.custom_policy}
         del options["unchecked_layers"]
-        if self.config.zero is not None:
-            options["zero"] = {**asdict(self.config.zero), "offload_dir": None}
         return options
 
     def _options(self) -> SetupOptions:

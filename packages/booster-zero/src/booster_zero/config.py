@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from booster_core.errors import ConfigError
@@ -24,10 +23,7 @@ class ZeroConfig(ShardingOptions):
             it. Reads by views that a script has made before the step don't wait.
         cpu_offload: The same as ``offload="cpu"``, which it sets.
         offload: ``"cpu"`` offloads optimizer state and masters to host memory and steps there, bucket by bucket; if
-            forward runs on the CPU, they are in host memory already. ``"disk"`` offloads elementwise optimizer state
-            and masters to memory-mapped files in ``offload_dir``.
-        offload_dir: An existing folder on each host for ``offload="disk"``, on a disk with space for the state of the
-            host's ranks. The files are unlinked: they disappear with the process.
+            forward runs on the CPU, they are in host memory already. Gemini offloads to disks.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -38,7 +34,6 @@ class ZeroConfig(ShardingOptions):
     overlap_allgather: bool = False
     cpu_offload: bool = False
     offload: str | None = None
-    offload_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,34 +41,21 @@ class ZeroConfig(ShardingOptions):
             msg = f"`stage={self.stage}` is not one of 1 (optimizer state), 2 (gradients too) and 3 (parameters too)."
             raise ConfigError(msg)
         self._check_positive("bucket_bytes", "the size of a bucket in bytes")
-        self._check_known("offload", (None, "cpu", "disk"))
-        self._check_offload()
+        if self.offload == "disk":
+            msg = (
+                "`offload='disk'`: ZeRO keeps state in memory. Use plugin='gemini' with `shard_param_frac=0.0`, "
+                "`offload_optim_frac=1.0` and `offload_dir=`, a folder on a disk: it gathers parameters once a step, "
+                "too, and keeps optimizer state and masters there."
+            )
+            raise ConfigError(msg)
+        self._check_known("offload", (None, "cpu"))
         self._check_sharded()
         if self.cpu_offload:
             object.__setattr__(self, "offload", "cpu")
-
-    def _check_offload(self) -> None:
-        if self.cpu_offload and self.offload == "disk":
-            msg = "`cpu_offload=True` and `offload='disk'` are two answers to one question. Give one of them."
-            raise ConfigError(msg)
-        if self.offload == "disk" and self.offload_dir is None:
-            msg = "`offload='disk'` needs `offload_dir`, an existing folder on a disk with room for the state."
-            raise ConfigError(msg)
-        if self.offload_dir is None:
-            return
-        if not isinstance(self.offload_dir, (str, os.PathLike)):
-            msg = f"`offload_dir` is the path of a folder; got `{type(self.offload_dir).__name__}`."
-            raise TypeError(msg)
-        if self.offload != "disk":
-            msg = f"`offload_dir='{os.fspath(self.offload_dir)}'` is for `offload='disk'`; `offload={self.offload!r}`."
-            raise ConfigError(msg)
 
     def _check_sharded(self) -> None:
         if self.stage == 3 and self.overlap_allgather:
             msg = (
                 "`overlap_allgather=True` is for stages 1 and 2: stage 3 gathers no parameters in a step. Leave it out."
             )
-            raise ConfigError(msg)
-        if self.stage == 3 and self.offload == "disk":
-            msg = "`offload='disk'` is for stages 1 and 2. Use `offload='cpu'`, or plugin='gemini' with `offload_dir`."
             raise ConfigError(msg)

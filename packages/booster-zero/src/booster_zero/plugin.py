@@ -20,12 +20,10 @@ from booster_core.plugin import (
 )
 from booster_core.precision import PrecisionPolicy
 from booster_runtime import collectives
-from booster_runtime.memory import MappedFolder
 from booster_runtime.sharding import (
     RanksOfWorld,
     check_distinct_memory,
     note_reductions,
-    raised_on_all,
     refuse_all_gradients,
     refuse_renormalized,
 )
@@ -45,7 +43,6 @@ from booster_zero.lazy import fill_model
 from booster_zero.model import ZeroModel
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
@@ -66,7 +63,6 @@ class LowLevelZeroPlugin(Strategy):
 
     Raises:
         ConfigError: If a value is out of range, or two contradict each other.
-        TypeError: If ``offload_dir`` is no path.
 
     Memory per rank and step, for N ranks: parameters; gradients as buckets underway and 1/N of their sum; 1/N of
     optimizer state and masters. Stage 1's ``no_sync`` keeps all gradients, from its second micro-batch on in fp32: 4
@@ -87,6 +83,7 @@ class LowLevelZeroPlugin(Strategy):
         **OF_PRECISION,
         "reduce_bucket_size_in_m": "pass `bucket_bytes=`, in bytes: `12 * 2**20 * 4` for 12 in fp32",
         "extra_dp_size": "pass `replica_size=`",
+        "offload_dir": "use `GeminiPlugin(shard_param_frac=0.0, offload_optim_frac=1.0, offload_dir=...)`",
     }
 
     def __init__(
@@ -100,7 +97,6 @@ class LowLevelZeroPlugin(Strategy):
         overlap_allgather: bool = False,
         cpu_offload: bool = False,
         offload: str | None = None,
-        offload_dir: str | os.PathLike[str] | None = None,
         master_weights: bool = True,
         replica_size: int = 1,
         partition: str = "auto",
@@ -123,7 +119,6 @@ class LowLevelZeroPlugin(Strategy):
             overlap_allgather=overlap_allgather,
             cpu_offload=cpu_offload,
             offload=offload,
-            offload_dir=offload_dir,
             master_weights=master_weights,
             replica_size=replica_size,
             partition=partition,
@@ -162,13 +157,12 @@ class LowLevelZeroPlugin(Strategy):
 
         Raises:
             ConfigError: If ``replica_size`` does not divide the number of ranks, the optimizer or a parameter can't
-                be sharded, ranks built different models, or ``offload_dir`` is not a folder that can be written to.
+                be sharded, or ranks built different models.
             CheckpointError: If a file that a lazy model's values come from can't be read.
-            OffloadError: If ``offload_dir`` has no room for the masters and the state that there is.
 
         Collective: every rank of the world.
         """
-        boosted = self.shard_over(objects, context, self._ranks.get(), home=self._home(context))
+        boosted = self.shard_over(objects, context, self._ranks.get())
         if values is not None:
             model: Any = boosted.model
             model.attach(boosted.optimizers, context)
@@ -185,7 +179,6 @@ class LowLevelZeroPlugin(Strategy):
         optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
         model_class: type[ZeroModel] = ZeroModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
-        home: Home | None = None,
         ranks_of: Mapping[int, ShardingRanks] | None = None,
     ) -> Boosted:
         """Shard a model that is on its device already, over ranks that have the same values of it or none yet.
@@ -200,16 +193,14 @@ class LowLevelZeroPlugin(Strategy):
             optimizer_class: What steps them.
             model_class: What runs the model.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
-            home: Keeps the shards; made from the options if ``None``.
             ranks_of: For parameters that others share than ``ranks``, by ``id``: `Format.ranks`.
 
         Raises:
             ConfigError: As for `shard`.
-            OffloadError: As for `shard`.
 
         Collective: every rank of the world.
         """
-        home = home or self._home(context)
+        home = Home()
         model, config, given = objects.model, self.config, objects.optimizers
         host = torch.device("cpu") if config.offload else None
         listed = ListedParameters(given, config.partition)
@@ -244,7 +235,6 @@ class LowLevelZeroPlugin(Strategy):
             is_rounded = any(bucket.averages_at_once for bucket in buckets)
             sent = {bucket.format.wire for bucket in buckets}
             note_reductions(model, sent, context.device, is_rounded=is_rounded)
-            engine.raise_together(home.problem("Nothing is lost: what found no room is in RAM."))
         else:
             refuse_all_gradients(model)
         for parameter in model.parameters():  # those that are not reduced
@@ -288,16 +278,3 @@ class LowLevelZeroPlugin(Strategy):
     def describe(self) -> Mapping[str, object]:
         """Return the options and their values."""
         return asdict(self.config)
-
-    def agreed_options(self) -> Mapping[str, object]:
-        """Return what ranks must have alike: all options but the folder, which may be another on each host."""
-        return {**self.describe(), "offload_dir": self.config.offload_dir is not None}
-
-    def _home(self, context: BoostContext) -> Home:
-        """Return what keeps the shards; a folder is tried out on every rank first."""
-        if self.config.offload_dir is None:
-            return Home()
-        folder = MappedFolder(self.config.offload_dir, option="offload_dir")
-        with raised_on_all("boost", context.device):
-            folder.check()
-        return Home(folder)

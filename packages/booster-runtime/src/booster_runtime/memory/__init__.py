@@ -1,4 +1,4 @@
-"""Memories for tensors other than a device's and the C library's heap: files and whole pages; and copies to them."""
+"""Memories for tensors other than a device's and the C library's heap: whole pages, and files; and copies to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from booster_runtime.memory.blocks import block_bytes, host_stands_for_device
 from booster_runtime.memory.copy_stream import CopyStream
 from booster_runtime.memory.host_memory import (
     ALIGNMENT,
-    MappedFolder,
     OffloadFolder,
     aligned,
     aligned_buffer,
@@ -19,7 +18,6 @@ __all__ = [
     "ALIGNMENT",
     "AbsentTensors",
     "CopyStream",
-    "MappedFolder",
     "OffloadFolder",
     "aligned",
     "aligned_buffer",

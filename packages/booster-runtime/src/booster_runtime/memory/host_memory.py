@@ -1,24 +1,20 @@
-"""Host memory outside of the C library's heap: whole pages, which files are read into, and files of a folder."""
+"""Host memory outside of the C library's heap: whole pages, which files are read into; and a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import mmap
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.errors import ConfigError, OffloadError
+from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 ALIGNMENT = 4096
@@ -172,60 +168,3 @@ class OffloadFolder:
             return f"{self.free_bytes()} are free"
         except OSError as gone:
             return f"the folder can't be asked: {gone.strerror}"
-
-
-class MappedFolder(OffloadFolder):
-    """A folder in whose files tensors are; one in memory (tmpfs) saves nothing.
-
-    Such a tensor is an ordinary CPU tensor to every kernel: the system moves its pages between disk and RAM as they are
-    used. They don't count as the process' own (anonymous) memory. A file has no name once it is mapped, so nothing is
-    left behind, even when the process is killed; its room is given back with the last tensor.
-    """
-
-    def check(self) -> None:
-        """Try the folder out.
-
-        Raises:
-            ConfigError: If it is not there, is no folder, or can't be written to.
-        """
-        self.check_exists()
-        try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                file.write(b"\0")
-        except OSError as cause:
-            raise self.not_writable(cause) from cause
-
-    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous CPU tensor of zeros in a file of its own, whose room on the disk is taken at once.
-
-        Args:
-            shape: Its shape, or its number of elements.
-            dtype: Its dtype.
-
-        Raises:
-            OffloadError: If there is no room for it, or the file can't be made or mapped.
-        """
-        sizes = [shape] if isinstance(shape, int) else list(shape)
-        numel = math.prod(sizes)
-        if numel == 0:
-            return torch.zeros(sizes, dtype=dtype)
-        num_bytes = numel * dtype.itemsize
-        try:
-            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".mapped", dir=self.folder)
-            try:
-                # Room is taken now: a page for which there is none when it is written ends the process by a signal.
-                self.take_room(descriptor, 0, num_bytes)
-                tensor = torch.from_file(name, shared=True, size=numel, dtype=dtype)
-            finally:
-                os.close(descriptor)
-                Path(name).unlink()
-        except (OSError, RuntimeError) as cause:
-            raise OffloadError(self._shortage(num_bytes, cause)) from cause
-        return tensor.view(sizes)
-
-    def _shortage(self, num_bytes: int, cause: Exception) -> str:
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-        return (
-            f"A tensor in a file of {self.asked} needs {num_bytes} bytes, and {self.told_free_bytes()} ({reason}). "
-            "Make room, or name another folder."
-        )

@@ -201,6 +201,7 @@ class Verdicts:
         self._waits: dict[int, _Wait] = {}
         self._asked: set[tuple[str, int]] = set()
         self._noted = NotedCalls()
+        self._differing: str | None = None
         self.gone: dict[int, str] = {}
         """How each rank went that makes no call any more."""
         self.failure: Failure | None = None
@@ -237,8 +238,9 @@ class Verdicts:
     def called(self, rank: int, call: NotedCall) -> None:
         """Take note of a rank's call of a collective, which it may wait in or not."""
         text = self._noted.add(rank, call)
-        if text is not None:
-            self._fail(None, f"Booster: {text}")
+        if text is not None and self._differing is None:
+            self._differing = f"Booster: {text}"
+            self._fail(None, self._differing)
 
     def ending(self, rank: int, record: Record) -> None:
         """Take note that a rank makes no call any more."""
@@ -315,6 +317,8 @@ class Verdicts:
         failed, what = self.failure.rank, self.failure.text
         if self.failure.overdue is not None:
             what += self._describe_overdue(self.failure.overdue, silent)
+        if self._differing is not None and what != self._differing:  # a rank that gloo aborts may be lost before
+            what += f"\n{self._differing}"
         who = "" if failed is None else f" Rank {failed} was process {self._pids[failed]} on {self._hosts[failed]}."
         text = f"{what}\nBooster: all {len(self._hosts)} ranks end.{who} Last calls: {self.places(silent)}.\n"
         told = {"type": "failure", "rank": failed, "text": text}

@@ -92,7 +92,6 @@ class ShardedEngine:
         self.ranks: ShardingRanks = layout.ranks
         self.layout = layout
         self.home = home
-        self._home_keeps_state = home.moves or home.is_on_disk  # and may find no room for it
         self.gathers = gathers
         self._format_of = format_of
         self._listed = listed
@@ -182,7 +181,7 @@ class ShardedEngine:
 
     def offload_state(self, buckets: Sequence[Bucket]) -> None:
         """Move state that optimizers have made to where the buckets' home keeps it."""
-        if self._home_keeps_state:
+        if self.home.moves:
             states = [hosted.states() for hosted in self.hosted]
             for bucket in buckets:
                 bucket.offload_state(states[bucket.format.optimizer])
@@ -363,14 +362,12 @@ class ShardedEngine:
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.
 
-        Collective: every rank of the world, where state may be on a disk; else none.
+        Collective: every rank of the world, where blocks move; else none.
         """
-        if self._home_keeps_state:
-            told = "The step was taken, and nothing is lost: what found no room stays in RAM and can be saved."
-            self.raise_together(self.home.problem(told))
+        self.raise_together(self.home.problem())
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank an error that any has, where tensors are offloaded to a disk or moved.
+        """Raise on every rank an error that any has, where blocks move.
 
         Collective: every rank of the world, where they are; else none.
         """
@@ -380,11 +377,11 @@ class ShardedEngine:
                     raise error
 
     def is_anywhere(self, error: Exception | None) -> bool:
-        """Return whether any rank has an error, where tensors are offloaded to a disk or moved; else ``False``.
+        """Return whether any rank has an error, where blocks move; else ``False``.
 
         Collective: every rank of the world, where they are; else none.
         """
-        if not self._home_keeps_state:
+        if not self.home.moves:
             return False
         return any(RaisedAnywhere(bytearray([error is not None]), self.device).wait())
 

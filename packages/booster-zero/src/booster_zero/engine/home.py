@@ -1,4 +1,4 @@
-"""Where a rank's slices of buckets are kept: on the device, on the host, or in files of a folder of the host.
+"""Where a rank's slices of buckets are kept: on the device, or on the host.
 
 A `Home` hands out their memory. It keeps each tensor where it was made. A subclass may move *blocks* between memories:
 a block is what one bucket keeps of one role, as one flat tensor. Buckets say when they use a block and when they have
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from booster_core.errors import OffloadError
 from booster_runtime.collectives import Pending
 from booster_runtime.memory import CopyStream, locked_buffer, zeros_in_pages
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_runtime.memory import MappedFolder
+    from booster_core.errors import OffloadError
 
 
 class Role(enum.Enum):
@@ -44,12 +43,8 @@ Key = tuple[int, Role]
 class Home:
     """Keeps tensors where they were made.
 
-    Args:
-        folder: Where tensors of the host are kept; ``None`` for memory.
-
     Attributes:
         moves: Whether a block may ever be moved. Where it may not, buckets don't announce their uses.
-        is_on_disk: Whether tensors of the host are made in files.
         pins: Whether copies of blocks on the host are page-locked, so that an accelerator makes them by itself.
 
     Collective: none of its methods; ranks need not do the same.
@@ -58,9 +53,7 @@ class Home:
     moves: bool = False
     pins: bool = True
 
-    def __init__(self, folder: MappedFolder | None = None) -> None:
-        self._folder = folder
-        self.is_on_disk = folder is not None
+    def __init__(self) -> None:
         self._problem: OffloadError | None = None
         self._copy_streams: dict[tuple[torch.device, bool], CopyStream] = {}
 
@@ -75,38 +68,10 @@ class Home:
             self._copy_streams[key] = CopyStream(device)
         return self._copy_streams[key]
 
-    # ---- memory
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, compute: torch.device) -> Tensor:
-        """Return zeros that are kept between steps; in memory where the folder has no room, see `problem`.
-
-        Args:
-            numel: Number of elements.
-            dtype: Their format.
-            device: Where they are kept.
-            compute: The device that they are copied from and to.
-        """
-        filed = self.zeros_in_file(numel, dtype) if device.type == "cpu" else None
-        return zeros_in_memory(numel, dtype, device, compute) if filed is None else filed
-
-    def zeros_in_file(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return zeros in a file; ``None`` where there is no folder, or no room in it, see `problem`."""
-        if self._folder is None:
-            return None
-        try:
-            return self._folder.zeros(numel, dtype)
-        except OffloadError as error:
-            self._problem = self._problem or error
-            return None
-
-    def problem(self, consequence: str = "") -> OffloadError | None:
-        """Return what has gone wrong since the last call, such as a full disk; it has done no harm to any values.
-
-        Args:
-            consequence: What has been done all the same, for the message.
-        """
+    def problem(self) -> OffloadError | None:
+        """Return what has gone wrong since the last call, such as a full disk; it has done no harm to any values."""
         problem, self._problem = self._problem, None
-        return OffloadError(f"{problem} {consequence}") if problem is not None and consequence else problem
+        return problem
 
     # ---- blocks, for homes that move them
 

@@ -330,9 +330,9 @@ class Layout:
                 self._move(
                     bucket,
                     own,
-                    lambda piece, part, key=key: moved[piece.index].__setitem__(
-                        key, homes[piece.index].memory_for_state(piece, key, part.dtype).copy_(part)
-                    ),  # type: ignore[misc]
+                    lambda piece, part, key=key: moved[piece.index].__setitem__(  # type: ignore[misc]
+                        key, part.to(piece.values.device, copy=True)
+                    ),
                     having,
                     homes,
                 )

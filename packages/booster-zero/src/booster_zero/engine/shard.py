@@ -128,7 +128,9 @@ class Shard:
         self.ranks = ranks
         self.home = home
         self.own = own
-        self.values = home.zeros(own.numel(), format.master, format.home, format.device) if format.has_copy else own
+        self.values = own
+        if format.has_copy:
+            self.values = zeros_in_memory(own.numel(), format.master, format.home, format.device)
         self.gradient: Tensor | None = None
         self.has_gradient = False
         self.pieces = list(self._cut())
@@ -145,7 +147,6 @@ class Shard:
         self._early: EarlyGradient | None = None
         self._descends_early = True
         self._descent: Descent | None = None
-        self._files: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def _cut(self) -> Iterator[BucketPiece]:
         rank = self.ranks.shard_rank
@@ -437,17 +438,8 @@ class Shard:
                     if not is_step_on_host and not is_elementwise(self.piece_of[index], key, value):
                         state[key] = value.to(device)
 
-    def memory_for_state(self, piece: BucketPiece, key: str, dtype: torch.dtype) -> Tensor:
-        """Return memory for a piece's part of an elementwise state, in the shape of the piece's values; not filled."""
-        filed = self._file_for(key, dtype)
-        if filed is None:
-            return torch.empty(piece.values.shape, dtype=dtype, device=piece.values.device)
-        return self.slice_of(filed, piece)
-
     def offload_state(self, states: Mapping[int, State]) -> None:
-        """Move this bucket's elementwise optimizer state to its home: to files, or into a block that may be moved.
-
-        What finds no room in a file stays in memory.
+        """Move this bucket's elementwise optimizer state into a block, where its home moves blocks.
 
         Args:
             states: By parameter, what the optimizer keeps; entries are replaced.
@@ -457,24 +449,6 @@ class Shard:
             self._states.update({index: state for index, state in states.items() if index in self.piece_of})
             with self.in_use(*self._roles_of_step(), changes=True):
                 self._pack(self._states)
-        elif self.home.is_on_disk:
-            for piece in self.pieces:
-                state = states.get(piece.index, {})
-                for key, value in state.items():
-                    filed = self._file_for(key, value.dtype) if is_elementwise(piece, key, value) else None
-                    if filed is not None and filed.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
-                        state[key] = self.slice_of(filed, piece).copy_(value)
-
-    def _file_for(self, key: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the file for a state of all of this rank's pieces, end to end; ``None`` where there is none."""
-        if not self.home.is_on_disk or self.format.home.type != "cpu":
-            return None
-        known = self._files.get((key, dtype))
-        if known is None:
-            known = self.home.zeros_in_file(self.values.numel(), dtype)
-            if known is not None:
-                self._files[key, dtype] = known
-        return known
 
     def _pack(self, states: Mapping[int, State]) -> None:
         """Copy masters and elementwise state into one block, if they are not in it."""

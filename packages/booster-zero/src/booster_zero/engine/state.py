@@ -241,8 +241,6 @@ class ShardedStateAdapter(StateAdapter):
             and (name := self._names[slot.index]) in group_of
             and MASTER in tensors.get(name, {})
         }
-        if zero.home.is_on_disk:
-            zero.raise_together(zero.home.problem("What found no room has it in RAM; nothing has been read yet."))
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
         if self.layout is None:
