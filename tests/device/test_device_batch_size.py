@@ -30,14 +30,19 @@ def build():
     return model, device_smoke.make_optimizer(model)
 
 
-def step(booster, model, optimizer, batch_size):
+def backward(booster, model, optimizer, batch_size):
     tokens = torch.randint(64, (batch_size, LENGTH), device=booster.device)
     loss = model(input_ids=tokens, labels=tokens).loss
     booster.backward(loss, optimizer)
+    return loss.detach()
+
+
+def step(booster, model, optimizer, batch_size):
+    loss = backward(booster, model, optimizer, batch_size)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
+    return loss
 
 
 def train(booster, size):
@@ -45,7 +50,11 @@ def train(booster, size):
     torch.simulated.reset_peak_memory_stats()
     torch.manual_seed(5)
     model, optimizer, *_ = booster.boost(*build())
-    losses = [step(booster, model, optimizer, size) for _ in range(3)]
+    losses = []
+    for _ in range(3):
+        with booster.no_sync(model, optimizer):
+            losses.append(backward(booster, model, optimizer, size))
+        losses.append(step(booster, model, optimizer, size))
     peak = torch.simulated.max_memory_allocated()
     shards = [shard for group in optimizer.optim.param_groups for shard in group["params"]]
     return [each.detach().to("cpu", copy=True) for each in (*losses, *shards, torch.rand(1))], peak
@@ -66,7 +75,7 @@ def find(case):
     assert before[1:] == after[1:]
     assert vars(booster.plugin) == plugin
     actual, _ = train(booster, FITTING)
-    assert len(actual) == len(expected) >= 5
+    assert len(actual) == len(expected) >= 8
     assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
     return found
 
@@ -115,6 +124,21 @@ def look(booster, model, optimizer, batch_size):
 )
 def test_what_cannot_be_tried_is_refused_on_every_rank(name, error, message, options, simulated_device):
     run_on_devices(refuse, 2, simulated_device, CASES[name], error, message, **options)
+
+
+def fail_in_a_library(booster, model, optimizer, batch_size):
+    if batch_size > 12 and DistCoordinator().rank == 1:
+        msg = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+        raise RuntimeError(msg)
+    step(booster, model, optimizer, batch_size)
+
+
+def find_without_memory_for_libraries(case):
+    return find_batch_size(fail_in_a_library, START, booster=booster_of(case), build=build)
+
+
+def test_memory_that_a_library_lacks_is_lacking_too(simulated_device):
+    assert run_on_devices(find_without_memory_for_libraries, 2, simulated_device, CASES["ddp"]) == [(12, 2)] * 2
 
 
 def overflow(booster, model, optimizer, batch_size):

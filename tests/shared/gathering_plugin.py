@@ -9,11 +9,10 @@ from booster_core.plugin import Capability, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import RanksOfWorld, agree_on_values
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
-from booster_zero import ZeroModel
+from booster_zero import ShardedStateAdapter, ZeroModel
 from booster_zero.engine import Home, ListedParameters, ShardedEngine, ShardingOptions, ZeroOptimizer, engine_of
 from booster_zero.gathering import (
     ChunkManager,
-    ChunkStateAdapter,
     GatheringModel,
     ParameterHooks,
     check_modules,
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 REMEDY = "Let every rank run the same modules, or pass `leaf_class`."
-
-
-class Chunks(ChunkManager):
-    """A `ChunkManager` as `ZeroModel` asks for it: no step leaves a gather underway."""
-
-    is_underway = False
-
-    def wait(self):
-        """Return: the next use gathers."""
 
 
 class GatheredModel(GatheringModel, ZeroModel):
@@ -109,7 +99,7 @@ class GatheringPlugin(Strategy):
             leaves = {each: [*each.parameters()] for each in model.modules() if isinstance(each, self.leaf_class)}
         listed = ListedParameters(given, self.config.partition)
         format_of = self.config.formats(model, context.precision, context.device, listed=listed, lays_out_all=True)
-        manager = Chunks(
+        manager = ChunkManager(
             model,
             self._ranks.get(gathers_apart=bool(leaves)),
             format_of,
@@ -137,7 +127,8 @@ class GatheringPlugin(Strategy):
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model, context):
-        return ChunkStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
+        engine = engine_of(model.boosted_optimizers)
+        return ShardedStateAdapter(model, engine, context.coordinator, chunks=model.manager)
 
     def full_gradient(self, model, name):
         optimizer = model.boosted_optimizer

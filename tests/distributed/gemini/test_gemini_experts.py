@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix, named
+from noted_calls import difference_of_calls
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_gemini import GeminiPlugin
 from booster_runtime import full_gradient
+from booster_runtime.collectives.call_sites import NOTES
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
@@ -163,10 +165,17 @@ def test_experts_may_be_recomputed_and_prefetched(how, direct):
             assert_same_tensors(found, told, CLOSE)
 
 
+def noted():
+    gradients, *_ = boosted("plain", False, {"leaf_modules": [Mixture]})
+    assert NOTES.last is not None
+    return gradients, difference_of_calls()
+
+
 def test_ranks_that_use_other_experts_make_the_same_collectives(monkeypatch):
     monkeypatch.setenv("BOOSTER_DEBUG", "collectives")  # a backend that runs them in order needs them to be equal
     expected = plainly(2)
-    for gradients, _, _ in run_on_ranks(boosted, 2, "plain", False, {"leaf_modules": [Mixture]}):
+    for gradients, difference in run_on_ranks(noted, 2):
+        assert difference is None
         for found, told in zip(gradients, expected, strict=True):
             assert_same_tensors(found, told, CLOSE)
 

@@ -1,18 +1,20 @@
-"""``BOOSTER_DEBUG=collectives``: a planted mismatch raises on every rank, with each call's place."""
+"""``BOOSTER_DEBUG=collectives``: the monitor finds a planted mismatch, also one that nobody waits in, by its places."""
 
+import contextlib
 import inspect
-import os
 import re
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 
-from booster_core.errors import ConfigError, MissingRanksError
+from booster_core.errors import ConfigError
+from booster_core.ranks import current_world
 from booster_runtime import collectives
-from booster_runtime.collectives import MismatchError
-from booster_runtime.collectives.transport import transport_of
 from booster_testing import expect_on_ranks, run_on_ranks
 
 HERE = Path(__file__).name
@@ -43,13 +45,6 @@ def other_dtype():
         collectives.all_reduce(torch.ones(4, dtype=torch.float32)).wait()
 
 
-def other_length():
-    if dist.get_rank() == 1:
-        collectives.all_reduce(torch.ones(8)).wait()
-    else:
-        collectives.all_reduce(torch.ones(4)).wait()
-
-
 def other_reduction():
     if dist.get_rank() == 1:
         collectives.all_reduce(torch.ones(4), dist.ReduceOp.MAX).wait()
@@ -64,61 +59,116 @@ def one_skips_a_call():
     collectives.all_reduce(torch.ones(4)).wait()  # the second
 
 
-@pytest.mark.parametrize(
-    ("function", "line_0", "line_1", "call_0", "call_1"),
-    [
-        (other_operation, "all_reduce", "all_gather", "all_reduce (SUM) of [4]", "all_gather of [2, 2]"),
-        (other_dtype, "float32", "int32", "of [4] of torch.float32", "of [4] of torch.int32"),
-        (other_length, "ones(4)", "ones(8)", "of [4]", "of [8]"),
-        (other_reduction, "SUM", "MAX", "(SUM)", "(MAX)"),
-        (one_skips_a_call, "the first", "the second", "all_reduce (SUM)", "all_reduce (SUM)"),
-    ],
-)
-def test_a_mismatch_raises_on_every_rank_with_both_sites(function, line_0, line_1, call_0, call_1):
-    errors = expect_on_ranks(MismatchError, "call different collectives", function, 2, group_timeout_seconds=20)
-    zero, one = (re.escape(call) for call in (call_0, call_1))
-    expected = (
-        f"group of ranks \\[0, 1\\]: rank 0 calls .*{zero}.*{line_of(function, line_0)}.*; "
-        f"rank 1 calls .*{one}.*{line_of(function, line_1)}"
-    )
-    for error in errors:
-        assert re.search(expected, str(error)), error
-
-
 def sends_more_than_expected():
     rank = dist.get_rank()
     sent = (0, 2, 4) if rank == 0 else (0, 3, 5)
     collectives.all_to_all(torch.ones(sent[-1]), sent, torch.ones(4), (0, 2, 4)).wait()
 
 
+def other_length():
+    if dist.get_rank() == 1:
+        collectives.all_reduce(torch.ones(8)).wait()
+    else:
+        collectives.all_reduce(torch.ones(4)).wait()
+
+
+def move_nothing(*_, **__):
+    return collectives.Pending()
+
+
+def said_by_the_monitor(function):
+    """Call a function whose collectives move nothing, since some would hang; return what the monitor says on rank 0."""
+    names = ("all_gather", "all_reduce", "all_to_all")
+    with mock.patch.multiple(collectives.Transport, **dict.fromkeys(names, move_nothing)):
+        function()
+    server = current_world().monitor._server
+    deadline = time.monotonic() + 20
+    while server is not None and server._verdicts.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return None if server is None or server._verdicts.failure is None else server._verdicts.failure.text
+
+
+FAULTS = {
+    "operation": (other_operation, "all_reduce", "all_gather", "all_reduce (SUM) of [4]", "all_gather of [2, 2]"),
+    "dtype": (other_dtype, "float32", "int32", "of [4] of torch.float32", "of [4] of torch.int32"),
+    "length": (other_length, "ones(4)", "ones(8)", "of [4]", "of [8]"),
+    "reduction": (other_reduction, "SUM", "MAX", "(SUM)", "(MAX)"),
+    "skipped call": (one_skips_a_call, "the first", "the second", "all_reduce (SUM)", "all_reduce (SUM)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_mismatch_is_told_with_both_sites(fault):
+    function, line_0, line_1, call_0, call_1 = FAULTS[fault]
+    text, _ = run_on_ranks(said_by_the_monitor, 2, function)
+    zero, one = (re.escape(call) for call in (call_0, call_1))
+    expected = (
+        "the ranks call different collectives as number 1 of the group of ranks 0 and 1: "
+        f"rank 0 calls .*{zero}.*{line_of(function, line_0)}.*; rank 1 calls .*{one}.*{line_of(function, line_1)}"
+    )
+    assert re.search(expected, text), text
+
+
 def test_an_exchange_of_other_lengths_names_both_ranks():
-    expect_on_ranks(
-        MismatchError, "Rank 1 sends 3 elements to rank 0, which expects 2", sends_more_than_expected, 2,
-        group_timeout_seconds=20,
-    )  # fmt: skip
+    text, _ = run_on_ranks(said_by_the_monitor, 2, sends_more_than_expected)
+    assert "rank 1 sends 3 elements to rank 0, which expects 2" in text
+    assert text.count(line_of(sends_more_than_expected, "collectives.all_to_all")) == 2
+
+
+LENGTHS = """
+import sys
+import torch
+from booster_core.ranks.launch import launch
+from booster_runtime import collectives
+from booster_runtime.watch import member
+
+member.GRACE_SECONDS = 0.5
+rank = int(sys.argv[1])
+launch(rank, 2, "127.0.0.1", int(sys.argv[2]), verbose=False, timeout_seconds=60)
+collectives.all_reduce(torch.ones(4)).wait()
+if rank == 0:
+    collectives.all_reduce(torch.ones(8)).wait()  # line 13
+else:
+    collectives.all_reduce(torch.ones(4)).wait()  # line 15: gloo aborts this process
+collectives.all_reduce(torch.ones(4)).wait()
+"""
+
+
+def test_other_lengths_are_told_although_gloo_aborts_the_process(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(LENGTHS)
+    port = str(free_port())
+    run = scripts.run(path, [(0, port), (1, port)])
+    assert all(run.codes), run.output
+    assert re.search(r"all_reduce \(SUM\) of \[8\] of torch.float32 at .*train.py:13", run.output), run.output
+    assert re.search(r"all_reduce \(SUM\) of \[4\] of torch.float32 at .*train.py:15", run.output), run.output
+    assert re.search(r"(?s)Fatal Python error: Aborted.*train.py\", line 15", run.output), run.output
 
 
 def one_is_missing_at_the_end():
     for _ in range(2 - dist.get_rank()):
         collectives.all_reduce(torch.ones(4)).wait()
     if dist.get_rank() == 1:
-        import time
-
-        time.sleep(5)
-        msg = "rank 1 stayed away for longer than the time limit"
-        raise MissingRanksError(msg)
+        time.sleep(2)
 
 
-def test_a_missing_rank_is_named_with_its_last_collective_at_the_time_limit():
-    errors = expect_on_ranks(
-        MissingRanksError, "rank", one_is_missing_at_the_end, 2, group_timeout_seconds=2, timeout_seconds=40
-    )
-    assert "for rank 1, whose last collective was all_reduce (SUM) of [4] of torch.float32 at" in str(errors[0])
-    assert line_of(one_is_missing_at_the_end, "all_reduce") in str(errors[0])
+def last_calls(function):
+    with contextlib.suppress(RuntimeError):
+        function()
+    server = current_world().monitor._server
+    return None if server is None else server._verdicts.places(())
+
+
+def test_the_last_collective_of_every_rank_is_told():
+    places, _ = run_on_ranks(last_calls, 2, one_is_missing_at_the_end, group_timeout_seconds=1)
+    what = f"group of ranks 0 and 1, all_reduce (SUM) of [4] of torch.float32 at {Path(__file__)}"
+    zero, one = places.split("; ")
+    assert f"rank 0 made no such call yet, its last collective being number 2 of the {what}" in zero
+    assert f"rank 1 made no such call yet, its last collective being number 1 of the {what}" in one
 
 
 def calls_everything():
-    """Call every function, the same on every rank, and return the results."""
+    """Call every function, the same on every rank, and return the results, and what the monitor says."""
     rank, size = dist.get_rank(), dist.get_world_size()
     bounds = [2 * each for each in range(size + 1)]
     out, gathered, swapped = torch.zeros(2), torch.full((2 * size,), float(rank)), torch.zeros(2 * size)
@@ -127,49 +177,36 @@ def calls_everything():
     for _ in range(3):
         collectives.reduce_scatter(torch.ones(2 * size), bounds, out).wait()
         collectives.reduce_scatter([(0, torch.ones(2 * size))], bounds, out).wait()
+        collectives.reduce_scatter([(index, torch.ones(1)) for index in range(2 * size)], bounds, out).wait()
         collectives.all_gather(gathered, bounds).wait()
         collectives.all_to_all(torch.full((2 * size,), float(rank)), bounds, swapped, bounds).wait()
         collectives.broadcast(told).wait()
         if rank > 0:
             collectives.all_reduce(torch.ones(2), group=group).wait()
     collectives.all_reduce(summed).wait()
-    return [out, gathered, swapped, told, summed, collectives.all_gather_object(rank)]
+    results = [out, gathered, swapped, told, summed, collectives.all_gather_object(rank)]
+    server = current_world().monitor._server
+    return results, None if server is None else (server._verdicts.failure, server._verdicts._noted._calls)
 
 
-def test_calls_that_agree_give_the_results_of_calls_that_are_not_compared(monkeypatch):
-    compared = run_on_ranks(calls_everything, 3)
+def test_calls_that_agree_have_the_results_of_calls_that_are_not_noted(monkeypatch):
+    noted = run_on_ranks(calls_everything, 3)
     monkeypatch.delenv("BOOSTER_DEBUG")
-    for with_check, without in zip(compared, run_on_ranks(calls_everything, 3), strict=True):
-        for found, expected in zip(with_check, without, strict=True):
+    for (with_notes, _), (without, _) in zip(noted, run_on_ranks(calls_everything, 3), strict=True):
+        for found, expected in zip(with_notes, without, strict=True):
             assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    failure, kept = noted[0][1]
+    assert failure is None
+    # What every rank has told of is forgotten; the monitor may yet have to hear of the last.
+    assert {number for _, _, number in kept} <= {20}
 
 
-def compares():
-    return transport_of(None).agreement is not None
-
-
-def test_without_the_variable_nothing_is_compared(monkeypatch):
-    assert run_on_ranks(compares, 2) == [True] * 2
-    monkeypatch.delenv("BOOSTER_DEBUG")
-    assert run_on_ranks(compares, 2) == [False] * 2
-
-
-def sets_its_own(*values):
-    """Set BOOSTER_DEBUG to another value on each rank, and use a group."""
-    value = values[dist.get_rank()]
-    if value is None:
-        os.environ.pop("BOOSTER_DEBUG", None)
-    else:
-        os.environ["BOOSTER_DEBUG"] = value
+def uses_a_group_without_monitor():
+    world = current_world()
+    world.monitor.close()
     collectives.all_reduce(torch.ones(1)).wait()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("collectives", None), r"BOOSTER_DEBUG=collectives is set on ranks \[0\] only"),
-        (("all", None), "Rank 0: BOOSTER_DEBUG='all' lists 'all'; the only mode is 'collectives'"),
-    ],
-)
-def test_contradicting_settings_raise_on_every_rank(values, message):
-    expect_on_ranks(ConfigError, message, sets_its_own, 2, *values)
+def test_a_run_that_nobody_watches_is_refused():
+    match = "BOOSTER_DEBUG=collectives tells the monitor of collectives, and no monitor watches this run"
+    expect_on_ranks(ConfigError, match, uses_a_group_without_monitor, 2)

@@ -17,9 +17,8 @@ from booster_core import Booster, LossScaleConfig, PrecisionPolicy
 from booster_core.errors import ConfigError
 from booster_core.ranks import DistCoordinator
 from booster_gemini import GeminiPlugin
-from booster_hybrid import HybridParallelPlugin
 from booster_runtime import LazyInitContext, full_gradient, set_full_gradient, train_batch
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
@@ -347,15 +346,6 @@ def test_matrices_are_whole_and_balanced_and_the_rest_is_cut(plugin):
     assert max(of_muon) <= 0.35 * size
     assert min(of_adamw) > 0
     assert max(of_adamw) <= 0.4 * rest, "up to what slices are aligned to"
-
-
-def boost_two():
-    model, optimizers = make()
-    Booster("cpu", plugin=HybridParallelPlugin()).boost(model, optimizers)
-
-
-def test_other_strategies_say_that_they_take_one():
-    expect_on_ranks(ConfigError, "'hybrid' trains a model by one optimizer; got 2", boost_two, 2)
 
 
 def test_a_parameter_belongs_to_one():

@@ -6,7 +6,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime.single import SingleDeviceStrategy
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.mutants.reference import ReferenceStateAdapter
@@ -103,6 +103,21 @@ class HidesAParameter(ReferencePlugin):
     """Its state adapter shows no shard of a parameter, on any rank."""
 
     adapter_class = _Hides
+
+
+class Waiting(ReferencePlugin):
+    """Trains with the ranks of other launches."""
+
+    def what_to_plan(self):
+        return "its inner plugin 'ddp'"
+
+
+def verify_waiting():
+    verify(build, Waiting(), batch())
+
+
+def test_a_plugin_that_waits_for_other_launches_is_refused():
+    expect_on_ranks(ConfigError, "waits for the ranks of other launches, .* Use its inner", verify_waiting, 2)
 
 
 class RenamesOutputs(ReferencePlugin):

@@ -192,6 +192,13 @@ def boosted_optimizer():
     return Booster(plugin=ReferencePlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1)).optimizer
 
 
+class Waiting(ReferencePlugin):
+    """Trains with the ranks of other launches."""
+
+    def what_to_plan(self):
+        return "its inner plugin 'ddp'"
+
+
 REFUSED = {
     "no-loader": ({"dataloader": nothing}, "`verify_objects` .* got no data loader"),
     "no-optimizer": ({"optimizer": nothing}, "`verify_objects` .* got no optimizer"),
@@ -204,6 +211,7 @@ REFUSED = {
     "uncopyable": ({"dataloader": uncopyable}, r"`copy\.deepcopy` failed with TypeError"),
     "boosted": ({"optimizer": boosted_optimizer}, "The optimizer is already boosted"),
     "vector-loss": ({"criterion": vector_loss}, r"got a tensor of shape \(2,\)"),
+    "waiting": ({"plugin": Waiting()}, "waits for the ranks of other launches, .* Use its inner plugin 'ddp'"),
 }
 
 

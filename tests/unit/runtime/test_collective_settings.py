@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_runtime.collectives.agreement import checks_collectives
+from booster_runtime.collectives.call_sites import notes_collectives
 from booster_runtime.collectives.sums import combine_into, sum_into
 from booster_runtime.hooks import before_launch
 
@@ -14,12 +14,12 @@ def test_a_launch_refuses_a_wrong_setting(monkeypatch):
         before_launch("gloo")
 
 
-@pytest.mark.parametrize(("value", "checks"), [(None, False), ("", False), (" collectives ", True)])
-def test_whether_collectives_are_compared(monkeypatch, value, checks):
+@pytest.mark.parametrize(("value", "notes"), [(None, False), ("", False), (" collectives ", True)])
+def test_whether_collectives_are_noted(monkeypatch, value, notes):
     monkeypatch.delenv("BOOSTER_DEBUG", raising=False)
     if value is not None:
         monkeypatch.setenv("BOOSTER_DEBUG", value)
-    assert checks_collectives() is checks
+    assert notes_collectives() is notes
 
 
 @pytest.mark.parametrize("own", range(4))

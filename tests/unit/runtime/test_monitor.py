@@ -77,6 +77,24 @@ def test_news_do_not_wait_for_ranks_that_do_not_answer(clients):
     assert unhindered_seconds() - start < 5
 
 
+def test_collectives_that_differ_are_told_also_where_all_ranks_end_already(clients, capfd):
+    for rank, client in enumerate(clients):
+        call = {"group": "0", "ranks": [0, 1, 2], "number": 1, "what": f"all_reduce of [{rank // 2}]", "site": "t.py:9"}
+        client.send(type="ending", record=at("step", 3))
+        client.send(type="called", call={**call, "caller": "", "sent": [], "received": []})
+    told = clients[0].receive()["text"]
+    assert told.startswith(
+        "Booster: the ranks call different collectives as number 1 of the group of ranks 0, 1 and 2: "
+    )
+    assert "all_reduce of [0] at t.py:9" in told
+    assert "rank 2 calls all_reduce of [1] at t.py:9" in told
+    deadline = unhindered_seconds() + 5
+    said = ""
+    while told not in said and unhindered_seconds() < deadline:
+        said += capfd.readouterr().err
+    assert said.count(told) == 1
+
+
 def test_a_goodbye_is_told_to_nobody(clients):
     clients[1].send(type="bye")
     with pytest.raises(EOFError):

@@ -56,6 +56,10 @@ BAD_MESSAGES = {
     "record that is deep": b'{"type": "here", "waited_seconds": 0.0, "record": {"last": '
     + DEEP[99_500:100_500]
     + b"}}\n",
+    "collective that is none": b'{"type": "called", "call": {"group": "0", "ranks": [0, "x"]}}\n',
+    "collective of other lengths": encode(
+        {"type": "called", "call": {"group": "0", "ranks": [0, 1], "sent": [1], "received": [1]}}
+    ),
     "record of another kind": b'{"type": "here", "waited_seconds": 0.0, "record": 1}\n',
     "counts that are no numbers": b'{"type": "here", "waited_seconds": 0.0, "record": {"counts": {"step": "x"}}}\n',
     "counts without end": b'{"type": "here", "waited_seconds": 0.0, "record": {"counts": {"step": Infinity}}}\n',

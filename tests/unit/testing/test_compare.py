@@ -71,6 +71,7 @@ def test_the_kits_are_found_by_name_and_nothing_else_is():
         _ = booster_testing.Conformance
 
 
+BEFORE = {"a": torch.tensor([0.5, 4.0]), "b": torch.tensor([[1.0]])}
 EXPECTED = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[3.0]])}
 
 
@@ -81,14 +82,20 @@ EXPECTED = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[3.0]])}
         (lambda name, each: each / 2, "divided by the number of ranks once too often: factor 0.50"),
         (lambda name, each: each * 1.25, "multiplied by the same factor: 1.25"),
         (lambda name, each: each * (3 if name == "b" else 1), "only those: b by 3.00"),
+        (lambda name, each: each + BEFORE[name], "hold 1.00 times those of the step before: gradients are not reset"),
         (lambda name, each: each + each.abs(), ""),
     ],
 )
 def test_a_simple_cause_is_told(change, cause):
     actual = {name: change(name, each) for name, each in EXPECTED.items()}
     tolerance = tolerance_for(torch.float32)
-    found = probable_cause(actual, EXPECTED, tolerance, 2)
+    found = probable_cause(actual, EXPECTED, tolerance, 2, BEFORE)
     assert cause in found
     assert bool(found) == bool(cause)
     with pytest.raises(AssertionError, match=f"Gradients of step 2: .*{cause}"):
-        assert_same_gradients([EXPECTED, actual], [EXPECTED] * 2, [tolerance] * 2, 2)
+        assert_same_gradients([BEFORE, actual], [BEFORE, EXPECTED], [tolerance] * 2, 2)
+
+
+def test_a_gradient_that_a_rank_lacks_is_told():
+    with pytest.raises(AssertionError, match="A rank has no gradient of b: one whose own samples"):
+        assert_same_gradients([{"a": EXPECTED["a"]}], [EXPECTED], [CLOSE], 2)

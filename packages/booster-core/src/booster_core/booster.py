@@ -404,11 +404,13 @@ class Booster:
         data_iter: Iterator[Any],
         model: nn.Module,
         criterion: Callable[[Any, Any], Tensor],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         return_loss: bool = True,  # noqa: FBT001, FBT002 - positional in the tutorials
         return_outputs: bool = False,  # noqa: FBT001, FBT002
     ) -> Mapping[str, Any]:
         """Run forward and backward of one batch through a pipeline; see `PipelinePlugin.execute_pipeline`.
+
+        Of several optimizers any or all may be passed.
 
         Raises:
             ConfigError: If the plugin has no pipeline.
@@ -426,8 +428,9 @@ class Booster:
             loss: Tensor = self._weighed(criterion(outputs, batch))
             return loss
 
+        one = next(iter(as_tuple(optimizer)), None)
         result = self.plugin.execute_pipeline(
-            data_iter, model, weighed, optimizer, return_loss=return_loss, return_outputs=return_outputs
+            data_iter, model, weighed, one, return_loss=return_loss, return_outputs=return_outputs
         )
         for each in self._loss_weights:  # also those that ``data_iter`` has entered, on stages without a criterion
             each.is_used = True

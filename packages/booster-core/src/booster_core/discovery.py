@@ -143,6 +143,9 @@ def plugin_class(class_name: str) -> type[Plugin]:
             continue  # another distribution's plugin is broken; this says nothing of the class that is asked for
         if found.__name__ == class_name:
             return found
+    if class_name == "MoeHybridParallelPlugin":  # of Colossal-AI
+        msg = "There is no MoeHybridParallelPlugin: HybridParallelPlugin(ep_size=...) of booster-hybrid stands for it."
+        raise AttributeError(msg)
     msg = f"module 'booster_core.plugin' has no attribute '{class_name}', and no installed plugin has such a class"
     raise AttributeError(msg)
 

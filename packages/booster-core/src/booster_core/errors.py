@@ -25,7 +25,6 @@ __all__ = [
     "GradientError",
     "LaunchError",
     "LazyInitError",
-    "MismatchError",
     "MissingRanksError",
     "OffloadError",
     "PluginError",
@@ -95,10 +94,6 @@ class OffloadError(BoosterError):
 
 class MissingRanksError(BoosterError, TimeoutError):
     """Some ranks did not reach a collective call within the time limit; the message names them."""
-
-
-class MismatchError(BoosterError, RuntimeError):
-    """Ranks call different collectives, or the same one with different reductions, dtypes or lengths."""
 
 
 class RankFailedError(BoosterError, RuntimeError):

@@ -67,6 +67,9 @@ class TorchDDPPlugin(Strategy):
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
     }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        "fp8_communication": "pass `comm_hook=`, which compresses gradients in fp16, bf16, by PowerSGD or your own way",
+    }
 
     def __init__(
         self,

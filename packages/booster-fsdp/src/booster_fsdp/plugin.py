@@ -38,7 +38,7 @@ from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import agree_on_values, dtensor_shards, refuse_all_gradients, without_optimizer
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_PRECISION, STRATEGY_TRAINING, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +93,17 @@ class TorchFSDPPlugin(Strategy):
     capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        "process_group": "pass `replica_size=`, the number of replicas of the sharded model",
+        "sharding_strategy": (
+            "`FULL_SHARD` is the default, `SHARD_GRAD_OP` is `reshard_after_forward=False`, `HYBRID_SHARD` is "
+            "`replica_size=`, and `NO_SHARD` is plugin 'ddp'"
+        ),
+        "auto_wrap_policy": "pass `unit_classes=`, `unit_min_numel=` or `unit_if=`; by default units are layers",
+        "param_init_fn": "build the model in `with LazyInitContext():`",
+        "sync_module_states": "leave it out: all ranks begin with the first one's values",
+        "fp8_communication": OF_PRECISION["fp8_communication"],
     }
 
     def __init__(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
-from booster_gemini.lazy import fill_chunks
 from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
@@ -22,9 +21,10 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
+from booster_zero import ShardedStateAdapter, fill_model
 from booster_zero.engine import ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
-from booster_zero.gathering import ChunkManager, ChunkStateAdapter, check_modules
+from booster_zero.gathering import ChunkManager, check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +45,8 @@ _REMEDY = (
     "If the data chooses which modules run, such as experts, pass the module around them to the plugin: "
     "`GeminiPlugin(leaf_modules=[...])`."
 )
+
+_OF_LAYERS = "use `HybridParallelPlugin` to split layers and sequences; the model chooses its attention and kernels"
 
 
 class GeminiPlugin(Strategy):
@@ -70,6 +72,27 @@ class GeminiPlugin(Strategy):
     capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        **OF_LOSS_SCALE,
+        **OF_PRECISION,
+        **dict.fromkeys(
+            ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio"),
+            "pass `memory_budget_bytes=` and `host_budget_bytes=`, or leave it out: activations are measured",
+        ),
+        **dict.fromkeys(
+            ("chunk_config_dict", "search_range_m", "hidden_dim", "min_chunk_size_m"),
+            "pass `min_chunk_bytes=`, the smallest size of the search",
+        ),
+        **dict.fromkeys(
+            ("chunk_init_device", "memstats", "strict_ddp_mode"),
+            "leave it out: the placement and the recorded first step say so",
+        ),
+        **dict.fromkeys((*OF_MODEL, "tp_size", "enable_tensor_parallelism", "enable_sequence_parallelism"), _OF_LAYERS),
+        "enable_async_reduce": "pass `overlap_communication=`",
+        "enable_gradient_accumulation": "leave it out: `booster.no_sync` always works",
+        "force_outputs_fp32": "pass `precision=PrecisionPolicy(output_dtype=torch.float32)`",
+        "extra_dp_size": "pass `replica_size=`",
     }
 
     def __init__(
@@ -183,8 +206,6 @@ class GeminiPlugin(Strategy):
             remedy=_REMEDY,
             debug=self.config.debug,
         )
-        if values is not None:
-            fill_chunks(model, values, manager, context)
         engine, optimizers = None, []
         if given:
             engine = GeminiEngine(
@@ -213,6 +234,9 @@ class GeminiPlugin(Strategy):
             note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
+        adapter = ShardedStateAdapter(model, engine, context.coordinator, chunks=manager)
+        if values is not None:
+            fill_model(model, values, adapter.shards_to_fill(), context, manager.layout)
         with raised_on_all("boost", context.device):
             if problem := manager.home.problem():
                 raise problem
@@ -226,7 +250,8 @@ class GeminiPlugin(Strategy):
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
         assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
-        return ChunkStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
+        engine = engine_of(model.boosted_optimizers)
+        return ShardedStateAdapter(model, engine, context.coordinator, chunks=model.manager)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""

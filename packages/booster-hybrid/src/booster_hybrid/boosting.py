@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_hybrid.tensor_parallel.split import Split
     from booster_runtime.lazy import Recording
 
 
@@ -151,12 +152,12 @@ class HybridSetup:
 
         Collective: every rank of the world.
         """
-        model, optimizer, context = self._model, self._objects.optimizer, self._context
+        model, optimizers, context = self._model, self._objects.optimizers, self._context
         check_distinct_memory(model)
         if not is_lazy(model) and shards_from_host(context):
             self._is_on_host = True
             return None
-        return place_or_hollow(model, optimizer, context)
+        return place_or_hollow(model, optimizers, context)
 
     def take_from_host(self) -> Recording | None:
         """Take the values of the parameters out of a model that was left on the host.
@@ -170,7 +171,7 @@ class HybridSetup:
             return None
         self._is_on_host = False
         unchanged = replace(self._context.precision, param_dtype=None)
-        return hollow_objects(self._model, self._objects.optimizer, self._context.device, unchanged)
+        return hollow_objects(self._model, self._objects.optimizers, self._context.device, unchanged)
 
     def check(self) -> dict[str, str]:
         """Check that the model's layers and its optimizer can be split as asked.
@@ -179,13 +180,14 @@ class HybridSetup:
             The layers whose policy could not be checked, with the reasons; none but with ``unchecked="allow"``.
 
         Raises:
-            ConfigError: If the optimizer needs whole matrices and layers are split, the policy changes what a layer
+            ConfigError: If an optimizer needs whole matrices and experts are spread, the policy changes what a layer
                 computes or its gradients, that could not be found out, or experts can't be spread.
 
         Collective: every rank of the world.
         """
         size, ep_size = self._config.tensor.size, self._config.expert.size
-        check_elementwise(self._objects.optimizer, {"tp_size": size, "ep_size": ep_size})
+        for optimizer in self._objects.optimizers:
+            check_elementwise(optimizer, ep_size)
         if ep_size > 1:
             self._find_experts(ep_size)
         if size == 1:
@@ -321,16 +323,20 @@ class HybridSetup:
         if self._experts:
             # Before layers are split, so that tokens travel once and partial sums over tensor parallel ranks come last.
             self._spread = spread_experts(self._model, self._experts, self._expert_group)
-            cut_state(self._model, self._objects.optimizer, self._spread.splits)
+            self._cut_state(self._spread.splits)
         if self._config.tensor.size > 1:
             parallel_output = self._options.parallel_output
             split = parallelize(self._model, self._policy(), self._tensor_group, parallel_output=parallel_output)
             if split.streams is not None and self._config.pipeline.size > 1:
                 split.streams.draw_alike()
-            cut_state(self._model, self._objects.optimizer, split.splits)
+            self._cut_state(split.splits)
         if self._config.sequence.mode is not None:
             self._split_sequences(split)
         return split
+
+    def _cut_state(self, splits: Mapping[str, Split]) -> None:
+        for optimizer in self._objects.optimizers:
+            cut_state(self._model, optimizer, splits)
 
     def local_model(self, split: TensorParallelModel, plan: StagePlan | None) -> LocalModel:
         """Return which part of the model this rank holds.
@@ -378,7 +384,8 @@ class HybridSetup:
         config = self._config
         communicates = config.tensor.size > 1 or config.sequence.mode is not None or bool(self._experts)
         staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
-        leave_out(self._model, self._objects.optimizer)
+        for optimizer in self._objects.optimizers:
+            leave_out(self._model, optimizer)
         return CutModel(staged, split_backward, copies)
 
     def engine(self, model: HybridModel, plan: StagePlan, cut: CutModel) -> PipelineEngine:
@@ -487,7 +494,7 @@ class HybridSetup:
             found = [names.get(path, path) for path in lists]
             if not is_pipeline:
                 return found, None
-            trains = self._objects.optimizer is not None
+            trains = bool(self._objects.optimizers)
             watched = HostDraws(model)
             with watched:
                 trace, flow = trace_flow(model, lists, batch)

@@ -17,6 +17,7 @@ from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
+from booster_hybrid.whole_matrices import Part, WholeMatrices
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
 from booster_zero import ZeroOptimizer
@@ -46,7 +47,7 @@ class HybridEngine(ShardedEngine):
 
     Attributes:
         local: What of the model this rank holds; the plugin sets it.
-        has_joined: Whether the copies' gradients have been added up since they were dropped.
+        joined: The numbers of the optimizers whose copies' gradients have been added up since they were dropped.
     """
 
     config: ZeroConfig
@@ -54,7 +55,7 @@ class HybridEngine(ShardedEngine):
 
     def __init__(self, *args: Any, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
         self._waits_in_backward = waits_in_backward
-        self.has_joined = False
+        self.joined: set[int] = set()
         super().__init__(*args, **kwargs)
         if waits_in_backward is not None:
             self.reducer.waits_in_backward = False
@@ -98,7 +99,7 @@ class HybridEngine(ShardedEngine):
             flags = torch.tensor(told, dtype=torch.uint8, device=between_hosts(self.device, group))
             collectives.all_reduce(flags, dist.ReduceOp.MAX, group).wait()
             used.update(zip(indices, flags.bool().tolist(), strict=True))
-        self.has_joined = True
+        self.joined = {bucket.format.optimizer for bucket, _ in buckets}
         return used
 
     def copied_buckets(self) -> list[tuple[Bucket, tuple[int, ...]]]:
@@ -125,6 +126,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     def __init__(self, engine: HybridEngine, *args: Any, **kwargs: Any) -> None:
         self.reduces_each = engine.config.stage >= _IN_SHARDS
+        self._matrices: WholeMatrices | None = None
         super().__init__(engine, *args, **kwargs)
 
     @property
@@ -138,9 +140,44 @@ class HybridOptimizer(ZeroOptimizer):
         Raises:
             ConfigError: If it can't.
         """
-        sizes = {"tp_size": self.local.tensor_group.size, "ep_size": self.local.expert_group.size}
-        check_elementwise(self.unwrap(), sizes, [group])
+        check_elementwise(self.unwrap(), self.local.expert_group.size, [group])
         super().check_settings(group)
+
+    def step_inside(self) -> Any:
+        """Step the user's optimizer, on whole matrices if it updates these and ranks have parts of them.
+
+        Collective: the tensor parallel ranks in that case.
+        """
+        parts = self._parts_of_matrices()
+        if not parts:
+            return super().step_inside()
+        if self._matrices is None:
+            self._matrices = WholeMatrices(self.unwrap(), self.local.tensor_group)
+        return self._matrices.step(parts, super().step_inside)
+
+    def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step on this rank's pieces, then share them; see `ZeroOptimizer.update_parameters`.
+
+        Raises:
+            ConfigError: If the optimizer inside is to evaluate the model while parts of matrices are together.
+
+        Collective: every rank of the world.
+        """
+        if closure is not None and self._parts_of_matrices():
+            msg = (
+                f"{type(self.unwrap()).__qualname__} updates whole matrices, which `tp_size` splits between its steps: "
+                "it can't evaluate the model within one. Call `step()` without a closure, or use `tp_size=1`."
+            )
+            raise ConfigError(msg)
+        return super().update_parameters(closure)
+
+    def _parts_of_matrices(self) -> list[Part]:
+        """Return what this rank has of split parameters that the optimizer inside takes as wholes."""
+        if self.local.tensor_group.size == 1 or self.engine.partition_of(self.number) == "flat":
+            return []
+        splits = self.local.splits
+        pieces = [(self.names[piece.index], piece.values) for bucket in self.buckets() for piece in bucket.pieces]
+        return [Part(name, splits[name], values) for name, values in pieces if name in splits]
 
     # ---- backward of a pipeline
 
@@ -168,12 +205,11 @@ class HybridOptimizer(ZeroOptimizer):
         self.engine.gathers.wait()
         self.reducer.watch()
         self._rescale_gradients()
-        if self.engine.has_joined:
-            # What has been added up is on every copy: from now on it counts on the first alone.
-            for bucket, copies in self.engine.copied_buckets():
-                if self.local.stage != copies[0]:
-                    bucket.zero_gradient()
-            self.engine.has_joined = False
+        # What has been added up is on every copy: from now on it counts on the first alone.
+        for bucket, copies in self.engine.copied_buckets() if self.engine.joined else ():
+            if self.local.stage != copies[0] and bucket.format.optimizer in self.engine.joined:
+                bucket.zero_gradient()
+        self.engine.joined.clear()
 
     def backward_stage(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, is_last: bool) -> None:
         """Run backward of one stage and microbatch; the last one of a batch begins to reduce what has come together.
@@ -236,11 +272,11 @@ class HybridOptimizer(ZeroOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, reduced or not."""
         super().zero_grad(set_to_none)
-        self.engine.has_joined = False
+        self.engine.joined.discard(self.number)
 
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over the whole model, each element counted once."""
-        gradients = self.gradients()
+        gradients = [gradient for each in self.scaling.optimizers for gradient in each.gradients()]
         local = self.local
         shares_over_experts = self.engine.ranks.shard_size > 1
         counted = []

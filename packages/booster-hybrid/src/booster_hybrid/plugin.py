@@ -19,7 +19,6 @@ from booster_core.plugin import (
     Capability,
     PipelinePlugin,
     boosted_inside,
-    like,
     unscaled_gradient,
     unwrap_model,
 )
@@ -51,10 +50,9 @@ from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
 from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
-from booster_zero import LowLevelZeroPlugin, ZeroConfig, ZeroStateAdapter, fill_model
-from booster_zero.engine import engine_of, set_gradient
-from booster_zero.gathering import ChunkStateAdapter
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
+from booster_zero import LowLevelZeroPlugin, ShardedStateAdapter, ZeroConfig, fill_model
+from booster_zero.engine import engine_of, holder_of, set_gradient
 
 if TYPE_CHECKING:
     import os
@@ -66,7 +64,6 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
     from booster_core.precision import LossScaleConfig
-    from booster_core.state import StateAdapter
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.pipeline.microbatches import SplitHook
@@ -137,6 +134,35 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.PIPELINE,
+        Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        **{name: f"pass `loss_scale=LossScaleConfig({name}=...)`" for name in OF_LOSS_SCALE},
+        **OF_PRECISION,
+        **OF_MODEL,
+        **dict.fromkeys(
+            ("scheduler_nodes", "enable_metadata_cache", "overlap_p2p"), "leave it out: the pipeline finds out"
+        ),
+        **dict.fromkeys(
+            ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_reduction"),
+            "leave it out: unused parameters are found; `ddp=DataParallelConfig(unused='raise')` names them",
+        ),
+        **{
+            name: f"pass `zero=ZeroConfig({name}=...)`"
+            for name in ("communication_dtype", "overlap_communication", "overlap_allgather")
+        },
+        "zero_bucket_size_in_m": "pass `zero=ZeroConfig(bucket_bytes=...)`, in bytes",
+        "broadcast_buffers": "pass `ddp=DataParallelConfig(broadcast_buffers=...)`",
+        "ddp_bucket_cap_mb": "pass `ddp=DataParallelConfig(bucket_bytes=...)`, in bytes",
+        "enable_sequence_parallelism": "pass `sequence_parallelism_mode=`, and `sp_size=` unless it is 'split_gather'",
+        "dp_outside": "pass `mesh_order=`, the axes from the outermost to the innermost",
+        "moe_dp_outside_pp": "pass `mesh_order=`, the axes from the outermost to the innermost",
+        "gradient_checkpoint_config": "pass `checkpoint_ratio=`, one number or one for each stage",
+        "make_vocab_size_divisible_by": "leave it out: vocabularies are split unevenly",
+        **dict.fromkeys(
+            ("force_overlap_comm", "use_kernel", "enable_load_balance"),
+            "leave it out: kernels of experts are those of transformers (`model.set_experts_implementation`)",
+        ),
     }
 
     def __init__(
@@ -243,14 +269,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
 
         Raises:
             ConfigError: If the sizes do not divide the world, the model has no policy or
-                can't be split, an embedding changes its table, or the optimizer needs matrices that are split.
+                can't be split, an embedding changes its table, or an optimizer needs whole experts that are spread.
 
         Collective: every rank of the world.
         """
         del values
         self._warn_of_plain_data_parallelism()
         axes = self._axes_of_world()
-        passed, objects = objects, objects._replace(optimizer=next(iter(objects.optimizers), None))
         setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
         recording = setup.place_values()
         self._unchecked_layers = setup.check()
@@ -267,12 +292,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if isinstance(hybrid, ShardedHybridModel):  # a forward gathers over the data parallel ranks, too
             hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
         hybrid.streams = split.streams
-        if isinstance(boosted.optimizer, HybridOptimizer):
-            boosted.optimizer.engine.local = local
-            self._compare_training(hybrid, boosted.optimizer, context)
+        engine = engine_of(boosted.optimizers)
+        if isinstance(engine, HybridEngine):
+            engine.local = local
+            self._compare_training(hybrid, boosted.optimizers, context)
             if self.config.expert.size > 1:
                 # Tokens travel in backward, between ranks that may have come less far in their buckets.
-                boosted.optimizer.reducer.waits_in_backward = False
+                engine.reducer.waits_in_backward = False
         if self.config.tensor.size > 1 or self.config.expert.size > 1 or plan is not None:
             mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
@@ -281,17 +307,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if recording is not None:
             hybrid.attach(boosted.optimizers, context)
             adapter = self.state_adapter(hybrid, context)
-            fill_model(
-                objects.model,
-                recording,
-                adapter,
-                context,
-                engine_of(boosted.optimizers),
-                sharded=local.whole_shapes(objects.model) if isinstance(hybrid, ShardedHybridModel) else None,
-            )
-        return boosted._replace(optimizer=like(passed.optimizer, [boosted.optimizer]))
+            shapes = local.whole_shapes(objects.model)
+            fill_model(objects.model, recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
+        return boosted
 
-    def _compare_training(self, model: HybridModel, optimizer: HybridOptimizer, context: BoostContext) -> None:
+    def _compare_training(
+        self, model: HybridModel, optimizers: Sequence[HybridOptimizer], context: BoostContext
+    ) -> None:
         """Let ranks that work on the same batches find out whether they train alike."""
         module, local, replica = model.unwrap(), model.local, model.replica
         sizes = self.config.tensor.size, self.config.pipeline.size
@@ -299,16 +321,17 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             model.trained_alike = TrainedAlike(module, replica, context.device)
         if self.unchecked == "raise" and local.pipeline is None and (parts := parts_of(module, local)):
             model.outside_reads = OutsideReads(parts)
-        optimizer.check_training = model.check_loss
-        if max(sizes) > 1:
 
-            def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
-                if not metrics["skipped"]:
-                    stepped.on_step.remove(compare)
-                    optimizer.engine.gathers.wait()
-                    check_copies(module, local, replica)
+        def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
+            if not metrics["skipped"]:
+                stepped.on_step.remove(compare)
+                optimizers[0].engine.gathers.wait()
+                check_copies(module, local, replica)
 
-            optimizer.on_step.append(compare)
+        for optimizer in optimizers:
+            optimizer.check_training = model.check_loss
+            if max(sizes) > 1:
+                optimizer.on_step.append(compare)
 
     def _shard(
         self,
@@ -383,7 +406,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                 ones, or tensors.
             model: The boosted model.
             criterion: Called as ``criterion(outputs, microbatch)``, returns a mean over samples.
-            optimizer: The boosted optimizer; ``None``, or gradients being off, evaluates without backward.
+            optimizer: The boosted optimizer, any of several; ``None``, or gradients being off, evaluates without
+                backward.
             return_loss: Return the batch's loss under ``"loss"``: the mean of its microbatches', by their samples;
                 ``None`` on ranks without the last stage.
             return_outputs: Return the batch's outputs, detached, under ``"outputs"``; ``None`` likewise.
@@ -424,7 +448,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         shape = self._shape(coordinator.world_size)
         return shape.coordinates(coordinator.rank)["dp"], shape.sizes["dp"]
 
-    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> HybridStateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
         del context
         axes = self._axes_of_world()
@@ -434,11 +458,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         data, alike = axes["dp", "sp"], axes["edp", "sp"]
         held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
         everyone = Replica(data.index, data.size)
-        inner = (
-            ChunkStateAdapter(boosted, engine, everyone)
-            if isinstance(boosted, ShardedHybridModel)
-            else ZeroStateAdapter(model, engine, everyone, held_by)
-        )
+        chunks = boosted.manager if isinstance(boosted, ShardedHybridModel) else None
+        inner = ShardedStateAdapter(model, engine, everyone, held_by, chunks=chunks)
         adapter = HybridStateAdapter(
             inner,
             local.splits,
@@ -465,17 +486,16 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
 
     def full_gradient(self, model: ModelWrapper, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter, in the shape that it has in the user's model, on every rank."""
-        optimizer = model.boosted_optimizer
         boosted: Any = boosted_inside(model)
         local: LocalModel = boosted.local
-        hybrid = optimizer if isinstance(optimizer, HybridOptimizer) else None
-        if hybrid is not None:
-            hybrid.settle()
+        engine = engine_of(model.boosted_optimizers)
+        if engine is not None:
+            engine.settle()
         whole = None
         owner = 0 if boosted.stages is None else boosted.stages.owner(boosted.stages.name_at(name))
         if local.stage == owner:
             parameter = unwrap_model(model).get_parameter(name)
-            whole = self._gradient_here(boosted, hybrid, parameter)
+            whole = self._gradient_here(boosted, parameter)
         return local.from_stage(whole, owner)
 
     def set_full_gradient(self, model: ModelWrapper, name: str, values: Tensor) -> None:
@@ -498,12 +518,11 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                     part = boosted.local.take(names[id(parameter)], values)
                     set_gradient(model.boosted_optimizers, parameter, part, name)
 
-    def _gradient_here(
-        self, model: HybridModel, optimizer: HybridOptimizer | None, parameter: nn.Parameter
-    ) -> Tensor | None:
-        if optimizer is not None and optimizer.holds(parameter):
-            return optimizer.full_gradient(parameter)
-        own = unscaled_gradient(parameter, optimizer)
+    def _gradient_here(self, model: HybridModel, parameter: nn.Parameter) -> Tensor | None:
+        holder = holder_of(model.boosted_optimizers, parameter)
+        if holder is not None:
+            return holder.full_gradient(parameter)
+        own = unscaled_gradient(parameter, model.boosted_optimizers)
         axes, name = self._axes_of_world(), NamedTensors.of(model.unwrap()).name_of[id(parameter)]
         data = axes["dp", "sp"]
         if not any(collectives.all_gather_object(own is not None, data.group)):

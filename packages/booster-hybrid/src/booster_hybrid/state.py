@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from booster_core.state import Box, JSONValue, ParamGroup
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.tensor_parallel.split import Split
+    from booster_zero import ShardedStateAdapter
+    from booster_zero.engine import Layout
 
 
 class HybridStateAdapter(StateAdapter):
@@ -37,7 +39,7 @@ class HybridStateAdapter(StateAdapter):
 
     def __init__(
         self,
-        inner: StateAdapter,
+        inner: ShardedStateAdapter | HybridStateAdapter,
         splits: Mapping[str, Split],
         *,
         is_first: bool,
@@ -48,6 +50,15 @@ class HybridStateAdapter(StateAdapter):
         self._inner, self._splits, self._is_first = inner, splits, is_first
         self._stages, self._stage = stages, stage
         self._owns_whole = is_first if owns_whole is None else owns_whole
+
+    @property
+    def layout(self) -> Layout | None:
+        """The buckets of the adapter inside."""
+        return self._inner.layout
+
+    def shards_to_fill(self) -> Iterator[TensorShard]:
+        """Yield what a lazy model's values are written to; see `ShardedStateAdapter.shards_to_fill`."""
+        return self._moved(self._inner.shards_to_fill())
 
     @property
     def keeps_values(self) -> bool:

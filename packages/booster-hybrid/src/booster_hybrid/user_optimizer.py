@@ -17,38 +17,33 @@ if TYPE_CHECKING:
     from booster_hybrid.tensor_parallel.split import Split
 
 
-def check_elementwise(
-    optimizer: Optimizer | None, sizes: Mapping[str, int], groups: Sequence[Mapping[str, Any]] | None = None
-) -> None:
-    """Refuse what would take a part of a matrix for the whole.
+def check_elementwise(optimizer: Optimizer, ep_size: int, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Refuse what would take a part of the experts for all of them.
 
     Args:
         optimizer: The user's optimizer.
-        sizes: Number of ranks over which parameters are split, by the names of the plugin's options.
+        ep_size: Number of ranks over which experts are spread.
         groups: The groups whose settings are looked at; all of the optimizer's by default.
 
     Raises:
         ConfigError: If the optimizer does not treat every element alike.
     """
-    name = next((name for name, size in sizes.items() if size > 1), None)
-    if optimizer is not None and name is not None and partition_for(optimizer, "auto", groups) != "flat":
+    if ep_size > 1 and partition_for(optimizer, "auto", groups) != "flat":
         msg = (
-            f"{type(optimizer).__qualname__} updates whole matrices, of which `{name}={sizes[name]}` leaves each rank "
-            f"a part. Use an optimizer that treats every element alike, such as AdamW, or `{name}=1`."
+            f"{type(optimizer).__qualname__} updates whole matrices, of which `ep_size={ep_size}` leaves each rank "
+            "a part. Use an optimizer that treats every element alike, such as AdamW, or `ep_size=1`."
         )
         raise ConfigError(msg)
 
 
-def cut_state(model: nn.Module, optimizer: Optimizer | None, splits: Mapping[str, Split]) -> None:
+def cut_state(model: nn.Module, optimizer: Optimizer, splits: Mapping[str, Split]) -> None:
     """Keep this rank's part of the state that an optimizer has already.
 
     Args:
         model: The model, whose parameters are split.
-        optimizer: The user's optimizer.
+        optimizer: One of the user's optimizers.
         splits: Which parameters are, by name.
     """
-    if optimizer is None:
-        return
     name_of = NamedTensors.of(model).name_of
     for parameter, state in optimizer.state.items():
         part = splits.get(name_of.get(id(parameter), ""))
@@ -57,10 +52,8 @@ def cut_state(model: nn.Module, optimizer: Optimizer | None, splits: Mapping[str
                 state[key] = part.take(value)
 
 
-def leave_out(model: nn.Module, optimizer: Optimizer | None) -> None:
+def leave_out(model: nn.Module, optimizer: Optimizer) -> None:
     """Drop from an optimizer what has left the model; groups stay, empty ones too."""
-    if optimizer is None:
-        return
     present = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         is_kept = [id(parameter) in present for parameter in group["params"]]

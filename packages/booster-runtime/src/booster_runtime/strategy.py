@@ -30,10 +30,35 @@ if TYPE_CHECKING:
     from booster_core.plugin import BoostContext, Boosted, ModelWrapper
     from booster_runtime.lazy.recording import Recording
 
-__all__ = ["STRATEGY_TRAINING", "Strategy"]
+__all__ = ["OF_LOSS_SCALE", "OF_MODEL", "OF_PRECISION", "STRATEGY_TRAINING", "Strategy"]
 
 STRATEGY_TRAINING = SYNCHRONOUS_TRAINING | {Capability.LAZY_INIT, Capability.LORA}
 """What strategies can do that train as one process does, on every device and in every precision."""
+
+_LOSS_SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale")
+_FP8 = "convert linear layers before `boost`, by `booster_runtime.convert_to_float8(model)`"
+OF_LOSS_SCALE = {
+    name: f"pass `precision=PrecisionPolicy.parse('fp16', loss_scale=LossScaleConfig({name}=...))`"
+    for name in _LOSS_SCALE
+}
+"""What stands for arguments of Colossal-AI's plugins that ours have not, by name: for a loss scale."""
+OF_PRECISION = {
+    "hysteresis": "leave it out: each overflow lowers the loss scale",
+    "norm_type": "pass it to `optimizer.clip_grad_by_norm`",
+    "cast_inputs": "leave it out: the precision says in which format forward runs",
+    "use_fp8": _FP8,
+    "fp8_communication": _FP8,
+    "verbose": "leave it out: `booster.describe()` shows the settings",
+}
+"""The same for formats, and what goes with them."""
+OF_MODEL = dict.fromkeys(
+    (
+        *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"),
+        "enable_sequence_overlap",
+    ),
+    "leave it out: the model chooses its attention and kernels, as by `attn_implementation=` of transformers",
+)
+"""The same for what is the model's to choose."""
 
 
 class Strategy(Plugin):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from booster_core.plugin import Capability
+from booster_runtime.rounding import ADAPTIVE, EXACT, tolerance_for
 from booster_testing import checkpoint_runs as runs
-from booster_testing.compare import ADAPTIVE, DTYPES, EXACT, assert_same_tensors, tolerance_for
+from booster_testing.compare import DTYPES, assert_same_tensors
 from booster_testing.models import TinyStateful
 from booster_testing.on_ranks import OnRanks
 from booster_testing.ranks import run_on_ranks

@@ -2,69 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from booster_runtime.rounding import (  # noqa: F401 - whoever compares takes them from here
+    ADAPTIVE,
+    EXACT,
+    Tolerance,
+    largest_difference,
+    tolerance_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """Largest allowed difference of two results of the same arithmetic in another order, and its reason.
-
-    Args:
-        relative: Largest difference as a fraction of the tensor's largest magnitude. Rounding errors of sums scale with
-            the largest terms, so small elements may differ by more than their own size.
-        reason: The cause of the difference.
-    """
-
-    relative: float
-    reason: str
+    from booster_testing.training import Trained, Training
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype in which a run of each precision computes."""
-ADAPTIVE = Tolerance(
-    relative=2e-3,
-    reason="an adaptive optimizer divides by a running gradient magnitude: near zero, roundings change a whole step",
-)
-"""For parameters after steps of Adam and its kind in fp32."""
-EXACT = Tolerance(relative=0.0, reason="the same arithmetic in the same order")
-
-_BY_DTYPE = {
-    torch.float64: Tolerance(relative=1e-12, reason="sums over another order of ranks or micro-batches, in fp64"),
-    torch.float32: Tolerance(
-        relative=1e-5, reason="sums of some thousand terms in another order: about 100 roundings of 2**-24 each"
-    ),
-    torch.bfloat16: Tolerance(
-        relative=4e-2,
-        reason="bf16 keeps 8 bits: a few roundings of 2**-8 each where a batch is split in another way",
-    ),
-    torch.float16: Tolerance(
-        relative=5e-3, reason="fp16 keeps 11 bits: a few roundings of 2**-11 each where a batch is split in another way"
-    ),
-}
-
-
-def tolerance_for(dtype: torch.dtype) -> Tolerance:
-    """Return the tolerance for results that were computed in a dtype, independent of how they are stored."""
-    return _BY_DTYPE[dtype]
-
-
-def largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two tensors, as a fraction of the expected one's largest magnitude."""
-    if expected.numel() == 0:
-        return 0.0
-    difference = (actual.double() - expected.double()).abs().max()
-    scale = expected.double().abs().max()
-    if not bool(difference.isfinite()):
-        return float("inf")
-    return float(difference / scale) if float(scale) > 0 else float(difference)
 
 
 def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance) -> None:
@@ -97,6 +56,38 @@ def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
         raise AssertionError(msg)
 
 
+def assert_equals_one_process(
+    results: Sequence[Trained], expected: Trained, training: Training, num_ranks: int, *, with_state: bool = True
+) -> None:
+    """Assert that ranks have trained as one process: gradients, norms, parameters and state, each by name.
+
+    Args:
+        results: Of each rank.
+        expected: Of one process.
+        training: Its settings.
+        num_ranks: Number of data parallel ranks.
+        with_state: Compare the optimizer's state too.
+
+    Raises:
+        AssertionError: If they differ.
+    """
+    first = tolerance_for(DTYPES[training.precision or "fp32"])
+    later = first if training.optimizer == "sgd" or training.precision is not None else ADAPTIVE
+    # Low precision rounds later steps' parameters otherwise.
+    num_steps = len(expected.gradients) if first == tolerance_for(torch.float32) else 1
+    tolerances = [first, *[later] * (num_steps - 1)]
+    for actual in results:
+        assert_same_gradients(actual.gradients[:1], expected.gradients[:1], tolerances[:1], num_ranks)
+        found, wanted = ({"gradient norm of step 1": torch.tensor(each.norms[:1])} for each in (actual, expected))
+        assert_same_tensors(found, wanted, first)
+        assert_same_gradients(actual.gradients[:num_steps], expected.gradients[:num_steps], tolerances, num_ranks)
+        assert_same_tensors(actual.parameters, expected.parameters, later)
+        if with_state:
+            absent = sorted(expected.state.keys() - actual.state.keys())
+            assert not absent, f"`optimizer_shards` shows no {', '.join(absent[:10])}: checkpoints would lack them"
+            assert_same_tensors({key: actual.state[key] for key in expected.state}, expected.state, later)
+
+
 def assert_same_gradients(
     actual: Sequence[Mapping[str, Tensor]],
     expected: Sequence[Mapping[str, Tensor]],
@@ -115,18 +106,24 @@ def assert_same_gradients(
     Raises:
         AssertionError: If they differ.
     """
+    before: Mapping[str, Tensor] = {}
     for step, (found, wanted, tolerance) in enumerate(zip(actual, expected, tolerances, strict=True), start=1):
         shown = {name: found[name] for name in wanted if name in found}
         try:
             assert_same_tensors(shown, wanted, tolerance)
         except AssertionError as error:
-            cause = probable_cause(shown, wanted, tolerance, num_ranks)
+            cause = probable_cause(shown, wanted, tolerance, num_ranks, before)
             msg = f"Gradients of step {step}: {error}{cause and f'. {cause}'}"
             raise AssertionError(msg) from None
+        before = wanted
 
 
 def probable_cause(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, num_ranks: int
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: Tolerance,
+    num_ranks: int,
+    before: Mapping[str, Tensor],
 ) -> str:
     """Return what explains that gradients differ, in a sentence; nothing where no simple cause does.
 
@@ -135,12 +132,19 @@ def probable_cause(
         expected: Those of one process, with the same names or more.
         tolerance: Of the comparison.
         num_ranks: Number of data parallel ranks.
+        before: The gradients of the step before, which were right; empty at the first step.
     """
+    absent = sorted(expected.keys() - actual.keys())
+    if absent:
+        return (
+            f"A rank has no gradient of {', '.join(absent[:10])}: one whose own samples don't use a parameter brings "
+            "zeros, and gets the average"
+        )
     factors = {name: _factor(tensor, expected[name], tolerance) for name, tensor in actual.items()}
     told = {name: factor for name, factor in factors.items() if bool(expected[name].any())}
     known = [factor for factor in told.values() if factor is not None]
     if not told or len(known) < len(told):
-        return ""  # at least one is no multiple
+        return _left_over(actual, expected, tolerance, before)  # at least one is no multiple
     if max(known) - min(known) > tolerance.relative * max(map(abs, known)):
         wrong = sorted(name for name, factor in told.items() if factor is not None and not _is_one(factor, tolerance))
         listed = ", ".join(f"{name} by {told[name]:.2f}" for name in wrong[:10])
@@ -155,6 +159,17 @@ def probable_cause(
     else:
         cause = f"All gradients are multiplied by the same factor: {factor:.4g}"
     return cause
+
+
+def _left_over(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, before: Mapping[str, Tensor]
+) -> str:
+    both = [name for name in before if name in actual and actual[name].shape == expected[name].shape]
+    factors = [_factor(actual[name] - expected[name], before[name], tolerance) for name in both]
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(factors) or not _is_one(max(known) / (min(known) or 1.0), tolerance):
+        return ""
+    return f"They hold {known[0]:.2f} times those of the step before: gradients are not reset"
 
 
 def _is_one(factor: float, tolerance: Tolerance) -> bool:

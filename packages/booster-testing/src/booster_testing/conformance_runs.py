@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from booster_core.plugin import ModelWrapper, OptimizerWrapper, hookimpl, register_hooks, unregister_hooks
 from booster_core.ranks import DistCoordinator
 from booster_runtime import full_gradient
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_runtime.rounding import tolerance_for
+from booster_testing.compare import assert_same_tensors
 from booster_testing.replicas import look_locally
 from booster_testing.training import BoostedRun, PlainRun, logits_of, summed_loss, whole_model
 

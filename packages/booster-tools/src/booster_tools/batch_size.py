@@ -36,6 +36,10 @@ _STEPS = 2
 """The first makes the optimizer's state and lays out buckets; the second has all that stays."""
 
 
+_OF_A_LIBRARY = "_STATUS_ALLOC_FAILED"
+"""In the errors of cuBLAS and cuDNN, which allocate for themselves, where the device has no memory left."""
+
+
 class BatchSize(NamedTuple):
     """What `find_batch_size` found; their product is where it started.
 
@@ -59,7 +63,8 @@ def find_batch_size(
 
     Call it after the launch, before the training's own model is built. Beginning with ``start``, it trains a model that
     ``build`` makes for two steps; where a rank's device runs out of memory, all ranks go on with half the size, or the
-    next smaller divisor of ``start``. Nothing stays: no model, no state of a plugin or random generator.
+    next smaller divisor of ``start``, and then accumulate gradients over two micro-batches in each step. Nothing stays:
+    no model, no state of a plugin or random generator.
 
     Each rank tries alone: collectives are skipped, and the others are taken to send what this one does, so values mean
     nothing and a loss may be NaN. What communication libraries allocate for themselves is not seen.
@@ -102,7 +107,7 @@ def find_batch_size(
     for size in _halves(start):
         problem: str | None = None
         with coordinator.together("find_batch_size"), random_state_kept(booster.device):
-            problem = _try(step, size, booster, build)
+            problem = _try(step, size, booster, build, accumulates=size < start)
         problems = coordinator.all_gather_object(problem, name="find_batch_size")
         if not any(problems):
             return BatchSize(size, start // size)
@@ -144,13 +149,22 @@ def _halves(start: int) -> Iterator[int]:
         size = next((each for each in range(size // 2, 0, -1) if start % each == 0), 0)
 
 
-def _try(step: Callable[..., object], size: int, booster: Booster, build: Callable[[], tuple[Any, ...]]) -> str | None:
+def _try(
+    step: Callable[..., object],
+    size: int,
+    booster: Booster,
+    build: Callable[[], tuple[Any, ...]],
+    *,
+    accumulates: bool,
+) -> str | None:
     """Train for some steps; return why they did not fit, or ``None``."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="module forward hook with ``always_call=True`` raised")
-            _train(step, size, booster, build)
-    except torch.OutOfMemoryError as error:
+            _train(step, size, booster, build, accumulates=accumulates)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _OF_A_LIBRARY not in str(error):
+            raise
         traceback.clear_frames(error.__traceback__)  # which hold what was allocated
         return str(error)
     finally:
@@ -159,7 +173,14 @@ def _try(step: Callable[..., object], size: int, booster: Booster, build: Callab
     return None
 
 
-def _train(step: Callable[..., object], size: int, booster: Booster, build: Callable[[], tuple[Any, ...]]) -> None:
+def _train(
+    step: Callable[..., object],
+    size: int,
+    booster: Booster,
+    build: Callable[[], tuple[Any, ...]],
+    *,
+    accumulates: bool,
+) -> None:
     coordinator = booster.context.coordinator
     messages = Messages(coordinator.rank, defaultdict(list), _refuse_message)
     with contextlib.ExitStack() as stack:
@@ -177,6 +198,9 @@ def _train(step: Callable[..., object], size: int, booster: Booster, build: Call
             # What others send has no values, and a step that is skipped for them would make no state.
             each.overflow_anywhere = lambda _: False  # type: ignore[method-assign,assignment]
         for _ in range(_STEPS):
+            if accumulates:  # a backward onto gradients that are there holds more than the first
+                with _without_its_end(second, model, optimizer):
+                    step(second, model, optimizer, size)
             step(second, model, optimizer, size)
         if not any(taken):
             msg = (
@@ -184,6 +208,19 @@ def _train(step: Callable[..., object], size: int, booster: Booster, build: Call
                 "must call `booster.backward` and `optimizer.step()` of what it is given, and leave no step out."
             )
             raise ConfigError(msg)
+
+
+@contextlib.contextmanager
+def _without_its_end(booster: Booster, model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[None]:
+    """Let forward and backward of a step run as those of a micro-batch that no step follows."""
+    ends = ("clip_grad_by_norm", "clip_grad_by_value", "step", "zero_grad")
+    vars(optimizer).update({name: lambda *_, **__: torch.zeros(()) for name in ends})
+    try:
+        with booster.no_sync(model, optimizer):
+            yield
+    finally:
+        for name in ends:
+            del vars(optimizer)[name]
 
 
 def _copied(plugin: Plugin) -> Plugin:

@@ -10,7 +10,7 @@ import copy
 import random
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import Boosted, as_tuple, check_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -32,6 +32,44 @@ if TYPE_CHECKING:
 
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _DROPOUT_ATTRIBUTES = ("dropout", "drop_prob", "drop_path", "layerdrop", "drop_rate")
+
+
+@runtime_checkable
+class JoinsOthers(Protocol):
+    """A plugin whose ranks train with those of other launches. It is not rehearsed, as these are not there."""
+
+    def what_to_plan(self) -> str:
+        """Return what can be rehearsed in its place, such as ``"its inner plugin 'ddp'"``."""
+
+
+def check_trains_alone(plugin: Plugin) -> None:
+    """Check that a plugin trains with nobody else than the ranks of this launch.
+
+    Raises:
+        ConfigError: If it waits for other launches.
+    """
+    if isinstance(plugin, JoinsOthers):
+        msg = (
+            f"Plugin '{plugin.name}' waits for the ranks of other launches, which a plan, a verification or a try of "
+            f"one rank does not have. Use {plugin.what_to_plan()}."
+        )
+        raise ConfigError(msg)
+
+
+def first_of(loader: Iterable[Any], *, what: str) -> Any:
+    """Return the first batch of a loader.
+
+    Args:
+        loader: A copy of the user's.
+        what: Who takes it, for messages.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    for batch in loader:
+        return batch
+    msg = f"{what} takes the data loader's first batch, and the loader has none."
+    raise ConfigError(msg)
 
 
 def built(build: Callable[[], tuple[Any, ...]]) -> tuple[nn.Module, Optimizer, Any]:

@@ -29,7 +29,7 @@ from booster_runtime.sharding import (
     refuse_all_gradients,
     refuse_renormalized,
 )
-from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
+from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.engine import ShardedEngine, engine_of
@@ -40,7 +40,7 @@ from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.partition import default_bucket_bytes
-from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.lazy import fill_model
 from booster_zero.model import ZeroModel
 
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_core.plugin import BoostContext, ModelWrapper
-    from booster_core.state import StateAdapter
     from booster_runtime.lazy import Recording
     from booster_runtime.sharding import ShardingRanks
 
@@ -82,6 +81,12 @@ class LowLevelZeroPlugin(Strategy):
     capabilities: ClassVar[frozenset[Capability]] = STRATEGY_TRAINING | {
         Capability.DATA_PARALLEL,
         Capability.SEVERAL_OPTIMIZERS,
+    }
+    renamed_arguments: ClassVar[Mapping[str, str]] = {
+        **OF_LOSS_SCALE,
+        **OF_PRECISION,
+        "reduce_bucket_size_in_m": "pass `bucket_bytes=`, in bytes: `12 * 2**20 * 4` for 12 in fp32",
+        "extra_dp_size": "pass `replica_size=`",
     }
 
     def __init__(
@@ -168,7 +173,7 @@ class LowLevelZeroPlugin(Strategy):
             model: Any = boosted.model
             model.attach(boosted.optimizers, context)
             adapter = self.state_adapter(model, context)
-            fill_model(objects.model, values, adapter, context, engine_of(model.boosted_optimizers))
+            fill_model(objects.model, values, adapter.shards_to_fill(), context, adapter.layout)
         return boosted
 
     def shard_over(
@@ -247,9 +252,9 @@ class LowLevelZeroPlugin(Strategy):
         wrapped = model_class(model, precision=context.precision, sharded=engine)
         return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))
 
-    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
+    def state_adapter(self, model: ModelWrapper, context: BoostContext) -> ShardedStateAdapter:
         """Return the view of parameters, masters and sharded optimizer state."""
-        return ZeroStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
+        return ShardedStateAdapter(model, engine_of(model.boosted_optimizers), context.coordinator)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which stage 1 accumulates whole gradients here, in fp32.

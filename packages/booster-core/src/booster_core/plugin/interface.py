@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from booster_core.errors import ConfigError, PluginError
+from booster_core.plugin.renamed import refuse_renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset, Sampler
-    from typing_extensions import TypeVar
+    from typing_extensions import Self, TypeVar
 
     from booster_core.booster import Booster
     from booster_core.plugin.model import ModelWrapper
@@ -190,6 +191,8 @@ class Plugin(ABC):
         capabilities: What the plugin can do.
         precision: The precision asked for through the plugin's constructor; ``None`` where none was.
         needs_process_group: Whether `boost` starts a process group of one where nothing was launched.
+        renamed_arguments: What to do in the place of passing an argument that the constructor does not take, by its
+            name: those of other libraries' plugins, or of earlier versions.
     """
 
     name: ClassVar[str]
@@ -199,6 +202,16 @@ class Plugin(ABC):
     )
     precision: PrecisionPolicy | str | None = None
     needs_process_group: ClassVar[bool] = True
+    renamed_arguments: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse arguments that the constructor does not take, with what stands for them.
+
+        Raises:
+            TypeError: Naming the argument and the remedy.
+        """
+        refuse_renamed(cls, cls.renamed_arguments, args, kwargs)
+        return super().__new__(cls)
 
     @abstractmethod
     def configure(self, objects: Boosted, context: BoostContext) -> Boosted:
@@ -466,7 +479,7 @@ class PipelinePlugin(Plugin):
             data_iter: Yields batches; one is taken.
             model: The boosted model.
             criterion: Called as ``criterion(outputs, batch)``, returns a scalar.
-            optimizer: The boosted optimizer; ``None`` evaluates without backward.
+            optimizer: The boosted optimizer, one of several; ``None`` evaluates without backward.
             return_loss: Return the batch's mean loss under ``"loss"`` (``None`` on stages without it).
             return_outputs: Return the batch's outputs under ``"outputs"`` (``None`` on stages without them).
 

@@ -7,6 +7,7 @@ checks what it was given before anything is opened.
 from __future__ import annotations
 
 import atexit
+import os
 import random
 import sys
 import time
@@ -100,7 +101,11 @@ def launch(
     is_watched = environments.is_switched_on("BOOSTER_MONITOR", "ranks learn at once when one dies")
     hook_relay().before_launch(backend=backend)
     store = open_store(environment, timeout_seconds)
-    settings = {"backend": backend, "BOOSTER_MONITOR": int(is_watched)}
+    settings = {
+        "backend": backend,
+        "BOOSTER_MONITOR": int(is_watched),
+        "BOOSTER_DEBUG": os.environ.get("BOOSTER_DEBUG", ""),
+    }
     meet_at_launch(store, environment, timeout_seconds, settings)
     _open_group(store, environment, backend, timeout_seconds, is_watched=is_watched)
     if seed is not None:

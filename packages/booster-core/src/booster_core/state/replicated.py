@@ -85,12 +85,17 @@ class ReplicatedStateAdapter(StateAdapter):
         return True
 
     def model_shards(self) -> Iterator[TensorShard]:
+        return self.model_shards_without(())
+
+    def model_shards_without(self, left_out: Collection[str]) -> Iterator[TensorShard]:
+        """Yield `model_shards` but for parameters of which ranks hold parts, by name."""
         named = NamedTensors.of(self._module)
         everywhere = Replica(self._rank, self._world_size)
-        places = {name: self._held_by.get(name, everywhere) for name in named.tensors}
+        names = [name for name in named.tensors if name not in left_out]
+        places = {name: self._held_by.get(name, everywhere) for name in names}
         for place in dict.fromkeys([everywhere, *places.values()]):
             yield from balanced_shards(
-                ((name, None, tensor) for name, tensor in named.tensors.items() if places[name] == place),
+                ((name, None, named.tensors[name]) for name in names if places[name] == place),
                 place.rank,
                 place.world_size,
                 of_first=named.buffers | self._of_first,

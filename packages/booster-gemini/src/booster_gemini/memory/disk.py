@@ -117,8 +117,7 @@ class DiskStore:
             return free.pop()
         offset = self._end
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, offset, length)
+            self._folder.take_room(self._file, offset, length)
         except OSError as cause:
             raise OffloadError(self._shortage(length, cause)) from cause
         self._end += length

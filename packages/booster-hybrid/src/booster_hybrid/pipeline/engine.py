@@ -309,7 +309,8 @@ class PipelineEngine:
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error, None):
             if optimizer is not None:
-                optimizer.zero_grad()  # of a part of the batch, and of some ranks only
+                for each in optimizer.scaling.optimizers:
+                    each.zero_grad()  # of a part of the batch, and of some ranks only
             with self._coordinator.together("execute_pipeline"):
                 if error is not None:
                     raise error

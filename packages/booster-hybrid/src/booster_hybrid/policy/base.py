@@ -92,8 +92,9 @@ class ModuleRule:
             as ``is_shared`` says. Stands for ``units`` and ``num_blocks``.
         scaled: Attributes of the module's parent that count what is split (``"num_heads"``), to be set to what is
             here.
-        dividing: Such attributes by which the parent's forward divides a whole width to find that of one unit, which
-            must not change.
+        local_width: Whether the parent's forward takes the width of what is split from that of its first tensor, as in
+            ``view(B, T, C)``. It then gets a tensor as wide as what is here, without values, and the layer the real
+            one: for `Style.COLUMN`.
         per_group: Attributes of the module's parent, if it has them, that count the units of a group.
         shares_input: Whether the layer may read the same input as its column-parallel siblings, and share a sum.
         is_optional: Whether a model without such a module is fine.
@@ -110,8 +111,8 @@ class ModuleRule:
     num_blocks: int = 1
     blocks: tuple[str | int, ...] = ()
     scaled: tuple[str, ...] = ()
-    dividing: tuple[str, ...] = ()
     per_group: tuple[str, ...] = ()
+    local_width: bool = False
     shares_input: bool = True
     is_optional: bool = False
     dim: int = 0

@@ -63,10 +63,16 @@ def _blip_2() -> tuple[ModuleRule, ...]:
     vision, queries = "vision_model.encoder.layers.*", "qformer.encoder.layer.*"
     heads, names = "num_attention_heads", ("query", "key", "value")
     options: dict[str, Any] = {"scaled": _BERT_SCALED, "is_optional": True}
-    # The vision encoder divides a whole width by its number of heads.
+    # The vision encoder divides the width of its input by its number of heads.
     return (
         *_attention(
-            f"{vision}.self_attn", ["qkv"], "projection", num_blocks=3, dividing=("num_heads",), is_optional=True
+            f"{vision}.self_attn",
+            ["qkv"],
+            "projection",
+            num_blocks=3,
+            scaled=("num_heads",),
+            local_width=True,
+            is_optional=True,
         ),
         *_mlp(f"{vision}.mlp", "fc1", "fc2", is_optional=True),
         *(ModuleRule(f"{queries}.attention.attention.{name}", Style.COLUMN, heads, **options) for name in names),

@@ -467,8 +467,9 @@ def _remedy(plan: TensorPlan, unit: Unit, splits: Mapping[str, Any]) -> str:
     hint = f"{'; '.join(fused)}. " if fused else ""
     return (
         f"{hint}In `custom_policy`, a linear layer that computes several projections needs `num_blocks=` (3 for q, "
-        "k and v; 2 for gate and up), one that computes attention heads needs `units=`, and counts of heads in "
-        "its parent need `scaled=`; see docs/sharding-policies.md."
+        "k and v; 2 for gate and up), one that computes attention heads needs `units=`, counts of heads in its "
+        "parent need `scaled=`, and a parent that views or divides by the width of its input, as in "
+        "`view(B, T, C)`, needs `local_width=True`; see docs/sharding-policies.md."
     )
 
 

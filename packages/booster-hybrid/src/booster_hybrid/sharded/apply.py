@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_core.plugin import GradientScaling, like
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
-from booster_hybrid.sharded.chunks import Chunks
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
 from booster_zero.engine import Home, ListedParameters, default_bucket_bytes
-from booster_zero.gathering import check_modules
+from booster_zero.gathering import ChunkManager, check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -71,7 +71,7 @@ def shard_parameters(
     )
     units = find_units(model, copies)
     gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in model.parameters())
-    manager = Chunks(
+    manager = ChunkManager(
         model,
         ranks,
         format_of,
@@ -83,7 +83,7 @@ def shard_parameters(
         units=units.order,
         remedy=_REMEDY,
     )
-    engine = optimizer = None
+    engine, optimizers = None, []
     if given:
         engine = HybridEngine(
             model,
@@ -97,7 +97,11 @@ def shard_parameters(
             device=context.device,
             waits_in_backward=not ranks_of,
         )
-        optimizer = HybridOptimizer(engine, offloads=host is not None, context=context)
+        scaling = GradientScaling(context.precision)
+        optimizers = [
+            HybridOptimizer(engine, number, offloads=host is not None, context=context, scaling=scaling)
+            for number in range(len(given))
+        ]
     else:
         refuse_all_gradients(model)
     wrapped = ShardedHybridModel(
@@ -108,4 +112,4 @@ def shard_parameters(
         sharded=engine,
         gathers_on_use=not is_pipeline,
     )
-    return objects._replace(model=wrapped, optimizer=optimizer)
+    return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))

@@ -1,8 +1,9 @@
-"""What modules around split layers are told of heads: how many are here, and their part of tensors with all heads."""
+"""What modules around split layers are told: how wide their input is here, and their part of tensors with all heads."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,34 +12,47 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
-    from typing_extensions import Self
 
     from booster_hybrid.layer_plan import Changes
 
 
-class LocalCount(int):
-    """A number of heads here, by which a whole width is divided as by the number of all heads.
+class LocalWidth:
+    """Lets a module see its first tensor as wide as what is here, and split layers in it read the real one.
+
+    The module takes widths from its input, as in ``B, T, C = x.size()``, of what is split by then. What it gets has no
+    values: whoever computes with it gets no numbers, which the proof at `boost` finds. A hook that the user registers
+    on the module after `boost` sees it as well.
 
     Args:
-        here: The number.
-        everywhere: The number over all ranks.
+        module: The module.
+        width: Length of the tensor's last dimension.
+        here: What the module is told of it.
+        changes: Notes the hooks.
     """
 
-    everywhere: int
+    def __init__(self, module: nn.Module, width: int, here: int, changes: Changes) -> None:
+        self._width, self._here, self._changes = width, here, changes
+        changes.hook(module.register_forward_pre_hook(self._narrow, with_kwargs=True))
 
-    def __new__(cls, here: int, everywhere: int) -> Self:
-        """Return the number."""
-        number = super().__new__(cls, here)
-        number.everywhere = everywhere
-        return number
+    def restore(self, layer: nn.Module) -> None:
+        """Let a layer in the module read the real tensor."""
+        self._changes.hook(layer.register_forward_pre_hook(_real))
 
-    def __rfloordiv__(self, width: int) -> int:
-        """Return the width of one head, from that of all ranks' heads."""
-        return width // self.everywhere
+    def _narrow(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = [*args, *kwargs.values()]
+        place = next((index for index, each in enumerate(given) if isinstance(each, Tensor)), None)
+        if place is not None and given[place].shape[-1:] == (self._width,):
+            real: Tensor = given[place]
+            narrow: Any = real.new_full((), math.nan).expand(*real.shape[:-1], self._here)
+            narrow.booster_real = real  # a list of real ones would not know which a layer in a checkpoint reads again
+            given[place] = narrow
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
-    def __reduce__(self) -> tuple[type[LocalCount], tuple[int, int]]:
-        """Return how a copy is made."""
-        return LocalCount, (int(self), self.everywhere)
+
+def _real(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(each, "booster_real", each) for each in args)
 
 
 def cut_arguments(

@@ -24,7 +24,7 @@ from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
 from booster_hybrid.tensor_parallel.features import SummedFeatures
 from booster_hybrid.tensor_parallel.head import HeadVocabulary
-from booster_hybrid.tensor_parallel.heads import LocalCount, cut_arguments
+from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
 from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
 from booster_hybrid.tensor_parallel.logits import split_logits
@@ -276,6 +276,7 @@ class _Installer:
         self._names_of = plan.names.names_of
         self._done: dict[int, Split] = {}
         self._scaled: set[tuple[int, str]] = set()
+        self._narrowed: dict[nn.Module, LocalWidth] = {}
         self._result = TensorParallelModel()
 
     def run(self, targets: Mapping[str, ModuleRule]) -> TensorParallelModel:
@@ -453,12 +454,14 @@ class _Installer:
 
     def _scale(self, rule: ModuleRule, name: str) -> None:
         """Let the parent of a split layer count what is here."""
-        if not (rule.scaled or rule.dividing or rule.per_group):
+        if not (rule.scaled or rule.local_width or rule.per_group):
             return
         parent = self._parent(name)
         block = self._blocks(rule, name, 1)[0]
         first, last = self._cuts(block)[self._group.rank]
-        for attribute in (*rule.scaled, *rule.dividing, *rule.per_group):
+        if rule.local_width:
+            self._narrow(parent, name, (last - first, block.num_units))
+        for attribute in (*rule.scaled, *rule.per_group):
             before: Any = getattr(parent, attribute, None)
             if (id(parent), attribute) in self._scaled or (before is None and attribute in rule.per_group):
                 continue  # siblings may name the same one
@@ -468,8 +471,17 @@ class _Installer:
                 here: int = min(per_group, last - first)
             else:
                 here = before * (last - first) // block.num_units
-            value = LocalCount(here, before) if attribute in rule.dividing else here
-            self._changes.attribute(parent, attribute, value)
+            self._changes.attribute(parent, attribute, here)
+
+    def _narrow(self, parent: nn.Module, name: str, units: tuple[int, int]) -> None:
+        """Let the parent of a split layer take widths of what is here from its input."""
+        module: Any = self._modules[name]
+        width = module.weight.shape[0 if is_transposed(module) else 1]
+        known = self._narrowed.get(parent)
+        if known is None:  # siblings read the same input
+            here, everywhere = units
+            known = self._narrowed[parent] = LocalWidth(parent, width, width * here // everywhere, self._changes)
+        known.restore(self._names.outermost[name])
 
     def _parent(self, name: str) -> nn.Module:
         return self._names.parent(name)

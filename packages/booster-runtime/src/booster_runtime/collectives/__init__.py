@@ -1,7 +1,7 @@
 """The one door to collectives on flat buffers.
 
 They travel by `torch.distributed`; see `booster_runtime.collectives.transport`. The environment variable
-``BOOSTER_DEBUG=collectives`` compares every call between ranks before it runs.
+``BOOSTER_DEBUG=collectives`` lets the monitor compare the calls of all ranks; see `collectives.call_sites`.
 
 On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a result depends neither on timing nor on
 which elements share a buffer. On devices the backend sums, in its own order and in the dtype that is sent.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from booster_core.errors import MismatchError
 from booster_core.ranks import OBSERVERS
+from booster_runtime.collectives.call_sites import NOTES
 from booster_runtime.collectives.groups import new_groups
 from booster_runtime.collectives.pending import WAITS, Pending
 from booster_runtime.collectives.sums import sum_into
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WAITS",
-    "MismatchError",
     "Pending",
     "Transport",
     "all_gather",
@@ -164,4 +163,4 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any
 def _transport(group: ProcessGroup | None) -> Transport:
     """Return the transport of a group, watched where somebody does."""
     transport = transport_of(group)
-    return WatchedTransport(transport, group) if OBSERVERS or transport.agreement is not None else transport
+    return WatchedTransport(transport, group) if OBSERVERS or NOTES.listener is not None else transport

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.precision import NARROW
-from booster_runtime.collectives.agreement import Agreement, agree_on_comparison
+from booster_runtime.collectives.call_sites import NOTES, notes_collectives
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.rows import RowExchange
 from booster_runtime.collectives.stages import Stages
@@ -47,11 +47,8 @@ class Transport:
         group: The group; only a weak reference is kept, so that groups can be freed.
 
     Attributes:
-        agreement: Compares calls between the ranks before they run; ``None`` where nobody asked for that.
         size: Number of ranks of the group.
     """
-
-    agreement: Agreement | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self._reference = weakref.ref(group)
@@ -329,9 +326,9 @@ def transport_of(group: ProcessGroup | None) -> Transport:
     """Return the transport of a group; ``None`` is the default group.
 
     Raises:
-        ConfigError: If `BOOSTER_DEBUG` is wrong, or set on some ranks only. Every rank raises.
+        ConfigError: If the monitor is to be told of calls, and none watches this run.
 
-    Collective: every rank of the group, the first time.
+    Collective: none.
     """
     key = dist.group.WORLD if group is None else group
     if key is None:
@@ -363,8 +360,7 @@ def made_by(factory: Callable[[ProcessGroup], Transport]) -> Iterator[None]:
 
 
 def _make(group: ProcessGroup) -> Transport:
-    """Return a transport, which compares calls first where every rank asks for it."""
     transport = Transport(group)
-    if dist.get_world_size(group) > 1:
-        transport.agreement = agree_on_comparison(group, transport.all_gather_object)
+    if transport.size > 1 and notes_collectives():
+        NOTES.begin()
     return transport

@@ -1,6 +1,6 @@
-"""Collectives that somebody watches: observers of this process, or the other ranks, who compare their calls with it.
+"""Collectives that somebody watches: observers of this process, or the monitor, which compares the ranks' calls.
 
-Used only while somebody does; see `booster_core.ranks.observed_by` and `booster_runtime.collectives.agreement`.
+Used only while somebody does; see `booster_core.ranks.observed_by` and `booster_runtime.collectives.call_sites`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.ranks import ObservedCall
-from booster_runtime.collectives.agreement import Call
+from booster_runtime.collectives.call_sites import NOTES
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.transport import Transport
 
@@ -24,21 +24,18 @@ if TYPE_CHECKING:
 
 
 class WatchedTransport(Transport):
-    """Runs collectives over another transport, once they agree with those of the other ranks, and shows them.
+    """Runs collectives over another transport, and shows them.
 
     How much is sent is what a ring sends, and all of a matrix, whatever the transport does.
 
     Args:
         inner: The transport that runs them.
         group: Its group; ``None`` for all ranks.
-
-    Where calls are compared, each method raises `MismatchError` if they differ, and `MissingRanksError` at the group's
-    time limit.
     """
 
     def __init__(self, inner: Transport, group: ProcessGroup | None) -> None:
         self._inner = inner
-        self._world = dist.group.WORLD if group is None else group
+        self._world: ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment] # there is one
 
     def reduce_scatter(
         self,
@@ -59,8 +56,12 @@ class WatchedTransport(Transport):
             payload_bytes += part.nbytes
             own_bytes += max(inside, 0) * part.element_size()
         shapes = "" if parts is not source else f", parts {[(offset, *part.shape) for offset, part in parts]}"
-        self._compare(
-            "reduce_scatter", parts[0][1].dtype if parts else None, _lengths(bounds), f"scale {scale:g}{shapes}"
+        NOTES.note(
+            self._world,
+            "reduce_scatter",
+            parts[0][1].dtype if parts else None,
+            _lengths(bounds),
+            f"scale {scale:g}{shapes}",
         )
         return self._start(
             "reduce_scatter",
@@ -73,7 +74,7 @@ class WatchedTransport(Transport):
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
-        self._compare("all_gather", buffer.dtype, _lengths(bounds))
+        NOTES.note(self._world, "all_gather", buffer.dtype, _lengths(bounds))
         return self._start(
             "all_gather",
             buffer.nbytes,
@@ -83,7 +84,7 @@ class WatchedTransport(Transport):
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_to_all`."""
-        self._compare("all_to_all", source.dtype, sent=_lengths(sent), received=_lengths(received))
+        NOTES.note(self._world, "all_to_all", source.dtype, sent=_lengths(sent), received=_lengths(received))
         return self._start(
             "all_to_all",
             source.nbytes,
@@ -94,35 +95,21 @@ class WatchedTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: Any) -> Pending:
         """See `booster_runtime.collectives.all_reduce`."""
         name = str(op.name if isinstance(op, dist.ReduceOp.RedOpType) else op)
-        self._compare("all_reduce", tensor.dtype, list(tensor.shape), name)
+        NOTES.note(self._world, "all_reduce", tensor.dtype, list(tensor.shape), name)
         size = dist.get_world_size(self._world)
         sent_bytes = 2 * tensor.nbytes * (size - 1) // size
         return self._start("all_reduce", tensor.nbytes, sent_bytes, lambda: self._inner.all_reduce(tensor, op))
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """See `booster_runtime.collectives.broadcast`."""
-        self._compare("broadcast", tensor.dtype, list(tensor.shape))
+        NOTES.note(self._world, "broadcast", tensor.dtype, list(tensor.shape))
         return self._start("broadcast", tensor.nbytes, tensor.nbytes, lambda: self._inner.broadcast(tensor))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `booster_runtime.collectives.all_gather_object`; how large objects are is not known."""
-        self._compare("all_gather_object", None)
+        NOTES.note(self._world, "all_gather_object", None)
         with ObservedCall("all_gather_object", group=self._world):
             return self._inner.all_gather_object(value)
-
-    def _compare(
-        self,
-        name: str,
-        dtype: torch.dtype | None,
-        lengths: Sequence[int] | None = None,
-        options: str = "",
-        *,
-        sent: Sequence[int] = (),
-        received: Sequence[int] = (),
-    ) -> None:
-        """Return once the ranks of the group have shown the same call, where they compare calls."""
-        if self._inner.agreement is not None:
-            self._inner.agreement.check(Call.here(name, dtype, lengths, options, sent=sent, received=received))
 
     def _start(self, name: str, payload_bytes: int, sent_bytes: int, operation: Callable[[], Pending]) -> Pending:
         """Start an operation, and show it and later the wait for it, which has no bytes of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -143,6 +144,28 @@ class OffloadFolder:
         status = os.statvfs(self.folder)
         return status.f_bavail * status.f_frsize
 
+    def take_room(self, descriptor: int, offset: int, num_bytes: int) -> None:
+        """Let a file of the folder have room on the disk.
+
+        Args:
+            descriptor: The open file.
+            offset: Where in it.
+            num_bytes: How much.
+
+        Raises:
+            OSError: If there is none.
+        """
+        status = os.fstatvfs(descriptor)  # the folder itself may have been removed
+        if num_bytes > status.f_bavail * status.f_frsize:
+            # Trying for it, other programs would find the disk full until it has failed.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, offset, num_bytes)
+            return
+        block = bytes(1 << 20)  # macOS: zeros take room as anything does
+        for start in range(0, num_bytes, len(block)):
+            os.pwrite(descriptor, block[: num_bytes - start], offset + start)
+
     def told_free_bytes(self) -> str:
         """Return how many bytes are free, as a clause of an error."""
         try:
@@ -191,7 +214,7 @@ class MappedFolder(OffloadFolder):
             descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".mapped", dir=self.folder)
             try:
                 # Room is taken now: a page for which there is none when it is written ends the process by a signal.
-                _take_room(descriptor, num_bytes)
+                self.take_room(descriptor, 0, num_bytes)
                 tensor = torch.from_file(name, shared=True, size=numel, dtype=dtype)
             finally:
                 os.close(descriptor)
@@ -206,12 +229,3 @@ class MappedFolder(OffloadFolder):
             f"A tensor in a file of {self.asked} needs {num_bytes} bytes, and {self.told_free_bytes()} ({reason}). "
             "Make room, or name another folder."
         )
-
-
-def _take_room(descriptor: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    else:  # macOS: zeros take room as anything does
-        block = bytes(1 << 20)
-        while num_bytes > 0:
-            num_bytes -= os.write(descriptor, block[: min(num_bytes, len(block))])

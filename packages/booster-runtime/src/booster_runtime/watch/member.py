@@ -15,13 +15,16 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import PROGRESS
+from booster_runtime.collectives.call_sites import NOTES, NotedCall
 from booster_runtime.collectives.pending import WAITS
 from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
+from booster_runtime.watch.noted_calls import describe_last
 from booster_runtime.watch.sockets import describe_loss, encode, say, shorten
 from booster_runtime.watch.uncaught import is_consequence, report_uncaught
 from booster_runtime.watch.verdicts import ENDED, Record, beat_seconds, describe_death
@@ -120,6 +123,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._listen, name="booster monitor", daemon=True)
         self._thread.start()
         self._send({"type": "hello", "rank": self._rank, "pid": self._process, "token": token})
+        NOTES.watched_by(self._tell_call)
 
     @property
     def is_failing(self) -> bool:
@@ -216,6 +220,8 @@ class Monitor:
         if self.is_failing:
             return  # the kernel closes the connection at the very end
         self.end()
+        if NOTES.monitor == self._tell_call:
+            NOTES.watched_by(None)
         self._is_closing = True
         self._send({"type": "bye"})
         if self._server is not None:
@@ -292,6 +298,9 @@ class Monitor:
             self._sent_at, self._sent_place = now, place
             self._say_place(self._recording)
 
+    def _tell_call(self, call: NotedCall) -> None:
+        self._send({"type": "called", "call": asdict(call)})
+
     def _say_place(self, recording: Recording) -> None:
         self._send({"type": "here", "record": _progress(recording), "waited_seconds": self._waited_seconds})
 
@@ -331,7 +340,8 @@ class Monitor:
         self._loss = death.removeprefix("Booster: ")
         if self._may_end_process:
             place = Record.parse(PROGRESS.record() | {"ranks": None}, 1).place()
-            text = f"{death}\nBooster: all ranks end. Rank {self._rank} {place}.\n"
+            last = "" if NOTES.last is None else f", its last collective being {describe_last(NOTES.last)}"
+            text = f"{death}\nBooster: all ranks end. Rank {self._rank} {place}{last}.\n"
             self._learn({"text": text, "speaks": self._speaks})
 
     def _learn(self, failure: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from booster_runtime.watch.noted_calls import parse_noted
 from booster_runtime.watch.sockets import describe_loss, encode, keep_from_children, outlast_interruptions, say, shorten
 from booster_runtime.watch.verdicts import Record, Verdicts, parse_call
 
@@ -243,7 +244,12 @@ class Server:
         Raises:
             Exception: If it is none, of whichever kind; nothing has been done then.
         """
-        kind, record = message["type"], Record.parse(message["record"], self._world_size)
+        kind = message["type"]
+        if kind == "called":
+            self._verdicts.called(rank, parse_noted(message["call"], self._world_size))
+            self._tell_failure()
+            return
+        record = Record.parse(message["record"], self._world_size)
         if kind == "failed":
             self._verdicts.failed(rank, str(message["text"]), record)
         elif kind == "ending":
@@ -302,8 +308,11 @@ class Server:
                 self._send(rank, encoded)
         if asked.tells_failure:
             self._is_told = True
-            for rank, news in self._verdicts.news(asked.silent).items():
+            told = self._verdicts.news(asked.silent)
+            for rank, news in told.items():
                 self._send(rank, encode(news))
+            if told and all(news["rank"] is None and not news["speaks"] for news in told.values()):
+                say(next(iter(told.values()))["text"])  # all ranks end already, and none of them has failed
         else:
             self._verdicts.tick(time.monotonic())
             self._tell_failure()

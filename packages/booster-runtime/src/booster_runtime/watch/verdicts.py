@@ -2,8 +2,9 @@
 
 When one rank fails, others soon fail of it, so the first failure is the one that is told. It is one of these: a rank
 raised, a connection closed without a goodbye, a rank can't be reached, ranks wait for each other in different calls or
-collectives, they wait for one that has ended, or a collective is about to end its process. On each host the lowest rank
-that goes on says it. Sentences about places are in the past tense, so that they fit one rank and several.
+collectives, or have told of different ones, they wait for one that has ended, or a collective is about to end its
+process. On each host the lowest rank that goes on says it. Sentences about places are in the past tense, so that they
+fit one rank and several.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from booster_core.ranks import name_ranks
+from booster_runtime.watch.noted_calls import NotedCalls
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from booster_runtime.collectives.call_sites import NotedCall
 
 ENDED = "ended normally"
 _RANKS_PER_SECOND = 256
@@ -196,6 +200,7 @@ class Verdicts:
         self._heard_at: dict[int, float] = {}
         self._waits: dict[int, _Wait] = {}
         self._asked: set[tuple[str, int]] = set()
+        self._noted = NotedCalls()
         self.gone: dict[int, str] = {}
         """How each rank went that makes no call any more."""
         self.failure: Failure | None = None
@@ -228,6 +233,12 @@ class Verdicts:
         age = f", {now - self._heard_at[rank]:.1f} s before" if rank in self._heard_at else ""
         self.gone[rank] = f"{how} (it {self._record(rank).place()} when last heard of{age})"
         self._fail(rank, describe_death(rank, how))
+
+    def called(self, rank: int, call: NotedCall) -> None:
+        """Take note of a rank's call of a collective, which it may wait in or not."""
+        text = self._noted.add(rank, call)
+        if text is not None:
+            self._fail(None, f"Booster: {text}")
 
     def ending(self, rank: int, record: Record) -> None:
         """Take note that a rank makes no call any more."""
@@ -394,12 +405,12 @@ class Verdicts:
 
     def _place(self, rank: int, silent: Collection[int]) -> str:
         """Say where a rank was."""
-        place = self._record(rank).place()
+        place, last = self._record(rank).place(), self._noted.last(rank)
         if rank in self.gone:
-            return self.gone[rank]
+            return self.gone[rank] + last
         if rank not in self._pids:
             return "had not connected"
-        return f"did not answer (it {place} when last heard of)" if rank in silent else place
+        return f"did not answer (it {place}{last} when last heard of)" if rank in silent else place + last
 
 
 _NOTHING = Record()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 from booster_core.errors import ConfigError, PluginError
 from booster_core.plugin import installed, load
 from booster_core.run_settings import RunSettings
+from booster_tools.rehearsal import check_trains_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,14 +36,6 @@ class Offloads(Protocol):
 
 
 @runtime_checkable
-class JoinsOthers(Protocol):
-    """A plugin whose ranks train with those of other launches. Plans of it are refused, as these are not there."""
-
-    def what_to_plan(self) -> str:
-        """Return what can be planned in its place, such as ``"its inner plugin 'ddp'"``."""
-
-
-@runtime_checkable
 class Rehearses(Protocol):
     """A plugin that can shorten the batches of the first steps, which a plan takes only to lay out what stays."""
 
@@ -64,12 +57,7 @@ def check_plannable(plugin: Plugin) -> None:
     Raises:
         ConfigError: If it offloads, or waits for other launches.
     """
-    if isinstance(plugin, JoinsOthers):
-        msg = (
-            f"Plugin '{plugin.name}' waits for the ranks of other launches, so that neither a plan nor a try of one "
-            f"rank can run it. Use {plugin.what_to_plan()}."
-        )
-        raise ConfigError(msg)
+    check_trains_alone(plugin)
     option = plugin.offloading() if isinstance(plugin, Offloads) else None
     if option is not None:
         msg = (

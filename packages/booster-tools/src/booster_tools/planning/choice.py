@@ -17,11 +17,11 @@ from booster_core.plugin import Boosted
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import ensure_process_group
 from booster_runtime.lazy import is_lazy
-from booster_tools.planning.candidates import Candidate, candidates
+from booster_tools.planning.candidates import Candidate, candidates, check_plannable
 from booster_tools.planning.ranking import Devices, Planned, planned, size_text
 from booster_tools.planning.simulate import TrainingStep, simulate
 from booster_tools.planning.skipping import SMALL_NUMEL
-from booster_tools.rehearsal import checked_objects, copied, copied_loader, random_state_kept
+from booster_tools.rehearsal import checked_objects, copied, copied_loader, first_of, random_state_kept
 from booster_tools.verification.losses import explaining, guessed_losses, has_stages
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def _best(objects: Boosted, devices: Devices, policy: PrecisionPolicy | None, *,
     model, optimizer = objects.model, objects.optimizer
     assert optimizer is not None, "checked before"
     with random_state_kept(torch.device("cpu")):
-        batch = _first_batch(objects.dataloader)
+        loader = copied_loader(objects.dataloader, what="`choose_plugin`", instead=f"{_INSTEAD}.")
+        batch = first_of(loader, what="`choose_plugin`")
     values = _without_values(model, optimizer)
     forward = explaining(guessed_losses(objects.criterion, batch).forward, "`choose_plugin`", _LOSS)
     training = TrainingStep(
@@ -148,6 +149,7 @@ def _best(objects: Boosted, devices: Devices, policy: PrecisionPolicy | None, *,
     )
 
     def simulated(plugin: Plugin) -> Any:
+        check_plannable(plugin)
         if has_stages(plugin):
             msg = "Loops over a pipeline differ from others, so that it has to be named."
             raise ConfigError(msg)
@@ -185,14 +187,6 @@ def _nothing_fits(found: list[Planned], budget: int) -> ConfigError:
         f"Nearest is {nearest.candidate}, with {size_text(peak)} at the peak of a step. Use more ranks, smaller "
         "batches, activation checkpointing, or a plugin that offloads or has a pipeline, which has to be named."
     )
-
-
-def _first_batch(loader: DataLoader[Any]) -> Any:
-    """Return the first batch of a copy of a loader, whose batch size counts samples of a data parallel rank."""
-    for batch in copied_loader(loader, what="`choose_plugin`", instead=f"{_INSTEAD}."):
-        return batch
-    msg = "`choose_plugin` plans a training step on the data loader's first batch, and the loader has none."
-    raise ConfigError(msg)
 
 
 def _without_values(model: nn.Module, optimizer: Optimizer) -> Callable[[], dict[int, Any]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core import Booster
-from booster_tools.rehearsal import built, random_state_kept, share_of
+from booster_tools.rehearsal import built, check_trains_alone, random_state_kept, share_of
 from booster_tools.verification.losses import Losses, loss_of_outputs
 from booster_tools.verification.report import Verification
 from booster_tools.verification.run import compare_with_one_process
@@ -56,7 +56,8 @@ def verify(
         Every comparison; ``verify(...).check()`` raises where one is beyond rounding.
 
     Raises:
-        ConfigError: If ``build`` makes other weights each time, or the batch can't be shared evenly.
+        ConfigError: If ``build`` makes other weights each time, the batch can't be shared evenly, or the plugin waits
+            for other launches.
 
     Collective: every rank of the world.
     """
@@ -74,6 +75,7 @@ def verify(
     with random_state_kept(booster.device):
         _, size = booster.plugin.data_parallel_coordinates(coordinator)
         with coordinator.together("verify"):
+            check_trains_alone(booster.plugin)
             shares = [share_of(batch, one, size) for one in range(size)]
         losses = Losses.by_criterion(lambda outputs, share: criteria[-1](outputs, share))  # noqa: PLW0108 - made later
         differences = compare_with_one_process(booster, make, losses, shares, steps, what="verify", tolerance=tolerance)

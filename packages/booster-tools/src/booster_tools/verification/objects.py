@@ -17,7 +17,15 @@ from booster_core.precision import NARROW
 from booster_core.ranks import this_host
 from booster_runtime.data import DistributedDataLoader, split_and_agree
 from booster_runtime.lazy import is_lazy
-from booster_tools.rehearsal import checked_objects, copied, copied_loader, random_state_kept, without_step_hooks
+from booster_tools.rehearsal import (
+    check_trains_alone,
+    checked_objects,
+    copied,
+    copied_loader,
+    first_of,
+    random_state_kept,
+    without_step_hooks,
+)
 from booster_tools.verification.losses import losses_of_script
 from booster_tools.verification.report import Verification
 from booster_tools.verification.run import compare_with_one_process
@@ -78,7 +86,8 @@ def verify_objects(
     Raises:
         TypeError: If an argument is of another type.
         ConfigError: If `boost` would refuse the objects, the optimizer or the loader is missing or has no batch, the
-            loss can't be computed, the model is lazy, or copies can't be made or may not fit into memory.
+            loss can't be computed, the model is lazy, the plugin waits for other launches, or copies can't be made or
+            may not fit into memory.
         GradientError: If the plugin does not train the model as one process does.
 
     Collective: every rank of the world.
@@ -89,6 +98,7 @@ def verify_objects(
     num_local = coordinator.all_gather_object(machine, name="verify_objects").count(machine)
     with random_state_kept(booster.device):
         with coordinator.together("verify_objects"):
+            check_trains_alone(booster.plugin)
             if loss is not None and not callable(loss):
                 msg = f"`loss` of `verify_objects` is a function `loss(model, batch)`; got `{type(loss).__name__}`."
                 raise TypeError(msg)
@@ -184,10 +194,6 @@ def _first_batches(loader: DataLoader[Any], plugin: Plugin, coordinator: DistCoo
     with coordinator.together("verify_objects"):
         if isinstance(split, DistributedDataLoader):
             split.on_batch = None
-        try:
-            batch = next(iter(split))
-        except StopIteration:
-            msg = "`verify_objects` trains on the data loader's first batch, and the loader has none."
-            raise ConfigError(msg) from None
+        batch = first_of(split, what=_WHAT)
     batches = dict(reversed(coordinator.all_gather_object((index, batch), name="verify_objects")))
     return [batches[each] for each in range(size)]

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import place_model
 from booster_core.precision import NARROW, PrecisionPolicy
 from booster_core.state import MASTER, slices_of
 from booster_runtime import full_gradient
+from booster_runtime.data import move_batch
 from booster_runtime.lazy import is_lazy, materialize
+from booster_runtime.rounding import relative_error, tolerance_for
 from booster_tools.rehearsal import without_dropout
 from booster_tools.verification.losses import has_stages
 from booster_tools.verification.reference import Reference, floating_leaves, train_reference
@@ -32,12 +33,6 @@ if TYPE_CHECKING:
     from booster_core.state import StateAdapter, TensorShard
     from booster_tools.verification.losses import Losses
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest relative error of outputs, losses and gradients, by the format of compute.
-
-Sums of some thousand terms in another order differ by about 100 roundings: 2**-24 each in fp32, of which this is twenty
-times as much; low precision rounds at each layer.
-"""
 _OF_UPDATES = 10.0
 """How much larger the tolerance of a parameter's update is: optimizers that divide by second moments turn rounding
 errors of small gradients into updates of full size."""
@@ -83,10 +78,11 @@ def compare_with_one_process(
         if not is_lazy(model):
             _check_same(model, reference.initial)
     index, _ = booster.plugin.data_parallel_coordinates(coordinator)
-    limit = _TOLERANCES[booster.precision.for_model(model).compute_dtype] if tolerance is None else tolerance
+    dtype = booster.precision.for_model(model).compute_dtype
+    limit = tolerance_for(dtype, of_any_model=True).relative if tolerance is None else tolerance
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with without_dropout(model):
-        (share,) = _moved([shares[index]], booster.device)
+        share = move_batch(shares[index], booster.device)
         boosted = booster.boost(model, optimizer, dataloader=dataloader)
         found = _Run(booster, boosted, trained, losses, share, index, reference, limit).compare(steps)
     return _merged(coordinator.all_gather_object(found), reference.initial)
@@ -100,7 +96,7 @@ def _reference_for(
     steps: int,
 ) -> Reference:
     """Train a model in this process, as the ranks of a run together would; in low precision, in fp32 as well."""
-    moved = _moved(shares, booster.device)
+    moved = [move_batch(share, booster.device) for share in shares]
 
     def train(model: nn.Module, optimizer: Optimizer, policy: PrecisionPolicy) -> Reference:
         model = materialize(model)
@@ -132,10 +128,6 @@ def _check_same(model: nn.Module, values: Mapping[str, Tensor]) -> None:
                 "them from torch's generator, or load them from a file."
             )
             raise ConfigError(msg)
-
-
-def _moved(shares: list[Any], device: torch.device) -> list[Any]:
-    return [pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), share) for share in shares]
 
 
 class _Run:
@@ -224,7 +216,7 @@ class _Run:
                     self._add("output", 0, path, math.inf, self.limit)  # of one side only
                     continue
                 limit = self._limit(expected[path], None if exact is None else exact.outputs[self.index].get(path))
-                self._add("output", 0, path, _error(found[path], expected[path]), limit)
+                self._add("output", 0, path, relative_error(found[path], expected[path]), limit)
         self._loss("evaluation loss", 0, loss, lambda reference: reference.evaluation_losses[self.index])
 
     def _step(self, step: int) -> None:
@@ -242,7 +234,7 @@ class _Run:
             size = sizes.get(name, _typical(sizes))
             wanted = zero if wanted is None else wanted.cpu()
             limit = self._limit(wanted, None if exact is None else exact.gradients[step - 1].get(name), size)
-            self._add("gradient", step, name, _error(found, wanted, size), limit)
+            self._add("gradient", step, name, relative_error(found, wanted, size), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -275,7 +267,7 @@ class _Run:
         """Return the tolerance of a tensor: larger than that of all where low precision has a larger effect on it."""
         if exact is None or exact.shape != expected.shape:
             return self.limit
-        return max(self.limit, _OF_NOISE * _error(exact.cpu(), expected, size))
+        return max(self.limit, _OF_NOISE * relative_error(exact.cpu(), expected, size))
 
     def _parameters(
         self,
@@ -306,12 +298,12 @@ class _Run:
                 continue
             start, stop = shard.flat_range
             wanted = whole[slices_of(shard.box)].reshape(-1)[start:stop]
-            error = float((shard.data.detach().cpu().double().reshape(-1) - wanted.double()).norm())
+            error = relative_error(shard.data.detach().cpu().reshape(-1), wanted, sizes[shard.name])
             parts.setdefault(shard.name, []).append(error)
             epsilon = max(torch.finfo(dtype).eps for dtype in (whole.dtype, shard.dtype))
             rounding[shard.name] = epsilon * max(float(whole.double().norm()) / sizes[shard.name], 1.0)
         for name, errors in parts.items():
-            self._add(what, step, name, math.hypot(*errors) / sizes[name], limits[name] + rounding[name])
+            self._add(what, step, name, math.hypot(*errors), limits[name] + rounding[name])
 
     def _sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return what errors of each tensor are measured against: its norm, or a small part of what is typical."""
@@ -324,13 +316,6 @@ class _Run:
     def _add(self, what: str, step: int, name: str, error: float, tolerance: float) -> None:
         finite = error if math.isfinite(error) else math.inf
         self.found.append(Difference(what=what, step=step, name=name, error=finite, tolerance=tolerance))
-
-
-def _error(found: Tensor, expected: Tensor, size: float | None = None) -> float:
-    if found.shape != expected.shape:
-        return math.inf
-    size = max(float(expected.double().norm()), 1e-30) if size is None else size
-    return float((found.double() - expected.double()).norm()) / size
 
 
 def _typical_rms(tensors: Any) -> float:

@@ -11,9 +11,10 @@ from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.options import ShardingOptions
-from booster_zero.engine.partition import default_bucket_bytes, lengths_of_flat, plan_flat
+from booster_zero.engine.partition import assign_owners, default_bucket_bytes, lengths_of_flat, plan_flat
+from booster_zero.engine.parts import only
 from booster_zero.engine.shard import Format
-from booster_zero.engine.state import ZeroStateAdapter
+from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.engine.whole import BufferPool, Keep, WholeState, is_free
 
 __all__ = [
@@ -27,11 +28,12 @@ __all__ = [
     "ListedParameters",
     "Role",
     "ShardedEngine",
+    "ShardedStateAdapter",
     "ShardingOptions",
     "WholeState",
     "Wholes",
     "ZeroOptimizer",
-    "ZeroStateAdapter",
+    "assign_owners",
     "default_bucket_bytes",
     "engine_of",
     "holder_of",
@@ -39,6 +41,7 @@ __all__ = [
     "keeping_gradients",
     "keeping_shards",
     "lengths_of_flat",
+    "only",
     "plan_flat",
     "set_gradient",
 ]

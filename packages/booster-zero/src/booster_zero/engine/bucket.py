@@ -127,6 +127,11 @@ class Bucket(Shard):
             place.copy_(parameter.data.reshape(-1))
             parameter.data = place.view(parameter.shape)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates a copy in another format."""
+        return self.format.working != self.format.master
+
     # ---- whole values that are always here
 
     @property
@@ -135,8 +140,8 @@ class Bucket(Shard):
         return self.format.has_copy or self.keep is not Keep.ALWAYS
 
     def note_versions(self) -> None:
-        """Count the working values as those that the optimizer knows of."""
-        if not self.format.has_copy:  # it has no others
+        """Count the working values as those that the optimizer knows of, where they are always here."""
+        if not self.format.has_copy or self.keep is not Keep.ALWAYS:  # it has no others, or nobody else writes them
             return
         self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does
 

@@ -241,7 +241,7 @@ class ShardedEngine:
 
         Collective: every rank of the shard group.
         """
-        self.gathers.before_laying_out()
+        self.gathers.release_all()
         held = {index: state for hosted in self.hosted for index, state in hosted.states().items()}
         states = self.layout.rebuild(order, held)
         pieces = self.layout.pieces()
@@ -342,7 +342,11 @@ class ShardedEngine:
         """
         self.gathers.wait()
         chosen = self.layout.buckets if buckets is None else buckets
-        for bucket, pending in [(bucket, bucket.publish()) for bucket in chosen]:
+        published = {}
+        for bucket in chosen:
+            with bucket.in_use(changes=True):
+                published[bucket] = bucket.publish()
+        for bucket, pending in published.items():
             pending.wait()
             bucket.mark_changed()
 

@@ -56,8 +56,14 @@ class Wholes(Protocol):
             layout: Where they are now.
         """
 
-    def before_laying_out(self) -> None:
-        """Make ready for buckets that take the place of those that there are."""
+    def wait(self) -> None:
+        """Return once updated parameters are here that a step has left on their way.
+
+        Collective: none; the gathers were entered when they were started.
+        """
+
+    def release_all(self) -> None:
+        """Forget whole values, but for those that are always here."""
 
     def after_laying_out(self) -> None:
         """Take note of new buckets, whose values are in place."""
@@ -123,8 +129,8 @@ class Gathers:
         """Return the order of backward, if any rank waits for another's buckets."""
         return order if layout.is_shared else None
 
-    def before_laying_out(self) -> None:
-        """Do nothing: the whole values stay until they have moved."""
+    def release_all(self) -> None:
+        """Do nothing: the whole values stay."""
 
     def after_laying_out(self) -> None:
         """Do nothing: the whole values are in the new buckets."""

@@ -263,7 +263,7 @@ class ZeroOptimizer(OptimizerWrapper):
         result = None
         if not self._steps_in_parts:
             with stepping_on(buckets):
-                result = self.optim.step()
+                result = self.step_inside()
                 self.engine.offload_state(buckets)
             return result
         groups = [list(group["params"]) for group in self.param_groups]
@@ -279,13 +279,17 @@ class ZeroOptimizer(OptimizerWrapper):
                         has_stepped = True
                         self._bring_counters(own)
                         with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
-                            result = self.optim.step()
+                            result = self.step_inside()
                         self.engine.offload_state([bucket])
                     published[bucket] = bucket.publish()
         if not has_stepped:  # schedulers count steps, also where this rank has nothing to update
             with only(self.optim, [[] for _ in groups]):
                 result = self.optim.step()
         return result
+
+    def step_inside(self) -> Any:
+        """Step the user's optimizer, on what its groups list."""
+        return self.optim.step()
 
     def _bring_counters(self, pieces: Container[int]) -> None:
         """Move the counters of steps to where pieces are stepped on, for optimizers that take them from there.

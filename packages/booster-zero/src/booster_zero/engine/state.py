@@ -1,8 +1,9 @@
-"""ZeRO's state as shards: parameters whole on every rank; optimizer state and masters in flat ranges, or by owner."""
+"""Sharded state: parameters whole on every rank, or this rank's pieces; optimizer state and masters in pieces."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import CheckpointError
 from booster_core.state import (
@@ -19,9 +20,11 @@ from booster_core.state import (
     unsaved_state,
 )
 from booster_runtime.sharding import piece_meta, piece_shard, whole_shard
+from booster_zero.engine.home import Role
+from booster_zero.engine.whole import Keep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -31,17 +34,19 @@ if TYPE_CHECKING:
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
     from booster_zero.engine.shard import BucketPiece
+    from booster_zero.gathering.manager import ChunkManager
 
 
-class ZeroStateAdapter(StateAdapter):
-    """Shows a model that every rank has whole, and whose optimizer state is split over ranks.
+class ShardedStateAdapter(StateAdapter):
+    """Shows a model whose parameters, optimizer state or both are split over ranks, streamed from where they are.
 
     Args:
         model: The boosted model.
         sharded: Its trained parameters, and the optimizers; ``None`` where there are none.
-        coordinator: Tells rank and number of ranks.
+        coordinator: Tells rank and number of ranks, of those that hold the same model.
         held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
             the same part.
+        chunks: All parameters, where they are whole only while they are used; ``None`` where they always are.
     """
 
     def __init__(
@@ -50,45 +55,80 @@ class ZeroStateAdapter(StateAdapter):
         sharded: ShardedEngine | None,
         coordinator: DistCoordinator | Replica,
         held_by: Mapping[str, Replica] | None = None,
+        *,
+        chunks: ChunkManager | None = None,
     ) -> None:
-        self.replicated = ReplicatedStateAdapter(model, None, coordinator, held_by=held_by)
+        self._replicated = ReplicatedStateAdapter(model, None, coordinator, held_by=held_by)
         self.sharded = sharded
-        self.taken_as_parameters: set[int] = set()
+        self._gathers: Any = chunks if sharded is None else sharded.gathers
+        holder = sharded if chunks is None else chunks
+        self.layout = None if holder is None else holder.layout
+        self._names: Mapping[int, str] = {} if holder is None else holder.names
+        self._taken_as_parameters: set[int] = set()
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return () if self.layout is None else self.layout.buckets
 
     @property
     def keeps_values(self) -> bool:
         """Whether no home moves values between memories."""
-        return self.sharded is None or not self.sharded.home.moves
+        return not any(bucket.home.moves for bucket in self._buckets)
 
     # ---- the model
 
     def model_shards(self) -> Iterator[TensorShard]:
-        if self.sharded is not None:
-            self.sharded.gathers.wait()
-        return self.replicated.model_shards()
+        return self._model_shards()
+
+    def _model_shards(self, left_out: Container[Bucket] = ()) -> Iterator[TensorShard]:
+        """Yield the model's tensors but for the parameters of some buckets."""
+        if self._gathers is not None:
+            self._gathers.wait()
+        for bucket in self._buckets:
+            if bucket.keep is Keep.ALWAYS or bucket in left_out:
+                continue
+            if not bucket.pins:
+                bucket.release()  # what is written to the shard must show at the next use
+            with bucket.in_use(Role.PARAM, changes=True):
+                for piece in bucket.pieces:
+                    yield self._shard_of(piece, None, bucket.slice_of(bucket.own, piece))
+        yield from self._whole_shards(
+            [each for each in self._buckets if each.keep is not Keep.ALWAYS or each in left_out]
+        )
+
+    def _whole_shards(self, left_out: Iterable[Bucket]) -> Iterator[TensorShard]:
+        """Yield what every rank has whole, but for the parameters of some buckets."""
+        names = {self._names[slot.index] for bucket in left_out for slot in bucket.plan.slots}
+        yield from self._replicated.model_shards_without(names)
 
     def export_shards(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[TensorShard]:
         """Yield masters in place of parameters that a file holds in another format, and all else as it is."""
-        buckets = self.buckets_to_export(dtypes)
-        names = self.required_engine().names if buckets else {}
-        with_masters = {names[slot.index] for bucket in buckets for slot in bucket.plan.slots if slot.numel}
-        yield from (shard for shard in self.model_shards() if shard.name not in with_masters)
+        buckets = self._buckets_to_export(dtypes)
+        yield from self._model_shards(buckets)
         for bucket in buckets:
             with bucket.in_use(changes=True):
                 bucket.take_working_values()  # of parameters that the script has written since the last step
                 bucket.note_versions()
-                yield from (self.shard_of(piece, None, piece.values) for piece in bucket.pieces)
+                yield from (self._shard_of(piece, None, piece.values) for piece in bucket.pieces)
 
-    def buckets_to_export(self, dtypes: Mapping[str, torch.dtype]) -> list[Bucket]:
+    def shards_to_fill(self) -> Iterator[TensorShard]:
+        """Yield what a lazy model's values are written to: masters where there are, and what is here of the rest.
+
+        What a home moves is to be in use while it is written to; from masters, working values are rounded afterwards.
+        """
+        in_pieces = [each for each in self._buckets if each.keep is not Keep.ALWAYS or each.has_masters]
+        for bucket in in_pieces:
+            for piece in bucket.pieces:
+                yield replace(self._shard_of(piece, None, piece.values), data=piece.values)
+        yield from self._whole_shards(in_pieces)
+
+    def _buckets_to_export(self, dtypes: Mapping[str, torch.dtype]) -> list[Bucket]:
         """Return the buckets with masters of which a file of these formats shows more than the working values do."""
-        if self.sharded is None:
-            return []
-        names = self.sharded.names
         return [
             bucket
-            for bucket in self.buckets_with_masters()
+            for bucket in self._buckets_with_masters()
             if any(
-                dtypes.get(names[slot.index], bucket.format.working) != bucket.format.working
+                dtypes.get(self._names[slot.index], bucket.format.working) != bucket.format.working
                 for slot in bucket.plan.slots
             )
         ]
@@ -100,68 +140,74 @@ class ZeroStateAdapter(StateAdapter):
         working format are not yielded: those that an optimizer's file has brought before are truer than the model's.
         """
         yield from self.model_shards()
-        for bucket in self.buckets_with_masters() if self.sharded is not None else ():
+        for bucket in self._buckets_with_masters():
             rounded = self._rounded_pieces(bucket, stored)
             if rounded:
                 with bucket.in_use(changes=True):
                     for piece in rounded:
-                        yield self.shard_of(piece, None, piece.values, is_owner=False)
+                        yield self._shard_of(piece, None, piece.values, is_owner=False)
 
     def _rounded_pieces(self, bucket: Bucket, stored: Mapping[str, TensorMeta]) -> list[BucketPiece]:
         """Return the pieces of a bucket whose values in a file lose digits in the working format."""
-        names, working = self.required_engine().names, bucket.format.working
-        metas = ((piece, stored.get(names[piece.index])) for piece in bucket.pieces)
+        working = bucket.format.working
+        metas = ((piece, stored.get(self._names[piece.index])) for piece in bucket.pieces)
         return [piece for piece, meta in metas if meta is not None and meta.dtype != working]
 
     def tied_names(self) -> Mapping[str, str]:
-        return self.replicated.tied_names()
+        return self._replicated.tied_names()
 
     def extra_state(self) -> Mapping[str, object]:
-        return self.replicated.extra_state()
+        return self._replicated.extra_state()
 
     def load_extra_state(self, values: Mapping[str, object]) -> None:
-        self.replicated.load_extra_state(values)
+        self._replicated.load_extra_state(values)
 
     # ---- the optimizer
 
     def optimizer_shards(self) -> Iterator[TensorShard]:
-        zero = self.required_engine()
+        zero = self._required_engine()
         states = {index: state for hosted in zero.hosted for index, state in hosted.states().items()}
-        with_masters = set(self.buckets_with_masters())
         members = zero.members()  # of others the model has all there is
         for bucket in zero.layout.buckets:
             with bucket.in_use(changes=True):
                 for piece in bucket.pieces:
-                    tensors, _ = flatten_state(zero.names[piece.index], states.get(piece.index, {}))
+                    tensors, _ = flatten_state(self._names[piece.index], states.get(piece.index, {}))
                     for key, tensor in tensors.items():
-                        yield self.shard_of(piece, key, tensor)
-                    if bucket in with_masters and piece.index in members:
-                        yield self.shard_of(piece, MASTER, piece.values)
-        for index in sorted(self.taken_as_parameters):
-            yield from self.parameter_as_master(index)
+                        yield self._shard_of(piece, key, tensor)
+                    if bucket.has_masters and piece.index in members:
+                        yield self._shard_of(piece, MASTER, piece.values)
+        for index in sorted(self._taken_as_parameters):
+            yield from self._parameter_as_master(index)
 
-    def parameter_as_master(self, index: int) -> Iterator[TensorShard]:
+    def _parameter_as_master(self, index: int) -> Iterator[TensorShard]:
         """Yield what is here of a parameter itself, under the state ``"master"``, to be written to.
 
         Args:
             index: The parameter's number; this run keeps no masters of it.
         """
-        zero = self.required_engine()
+        zero = self._required_engine()
         zero.gathers.wait()
-        yield whole_shard(zero.names[index], MASTER, zero.layout.parameters[index], is_owner=False)
+        bucket = zero.layout.bucket_of(index)
+        if bucket.keep is Keep.ALWAYS:
+            yield whole_shard(self._names[index], MASTER, zero.layout.parameters[index], is_owner=False)
+            return
+        with bucket.in_use(Role.PARAM, changes=True):
+            piece = bucket.piece_of.get(index)
+            if piece is not None:
+                yield self._shard_of(piece, MASTER, piece.values, is_owner=False)
 
     def optimizer_scalars(self) -> Mapping[str, Mapping[str, JSONValue]]:
         return {name: scalars for group in self._groups() for name, _, scalars in group.states() if scalars}
 
     def unsaved_state(self) -> Sequence[str]:
-        return [key for hosted in self.required_engine().hosted for key in unsaved_state(hosted.optimizer)]
+        return [key for hosted in self._required_engine().hosted for key in unsaved_state(hosted.optimizer)]
 
     def param_groups(self) -> Sequence[ParamGroup]:
         return [group.described() for group in self._groups()]
 
     def _groups(self) -> list[ListedGroup]:
         """Return the parameter groups of all optimizers."""
-        return [group for hosted in self.required_engine().hosted for group in hosted.listed()]
+        return [group for hosted in self._required_engine().hosted for group in hosted.listed()]
 
     def prepare_optimizer_load(
         self,
@@ -169,7 +215,7 @@ class ZeroStateAdapter(StateAdapter):
         scalars: Mapping[str, Mapping[str, JSONValue]],
         groups: Sequence[ParamGroup],
     ) -> None:
-        zero = self.required_engine()
+        zero = self._required_engine()
         listed = self._groups()
         for group, saved in zip(listed, groups, strict=True):
             group.set_options(saved.options)
@@ -178,7 +224,7 @@ class ZeroStateAdapter(StateAdapter):
         for bucket in zero.layout.buckets:
             made: dict[int, State] = {}
             for piece in bucket.pieces:
-                name = zero.names[piece.index]
+                name = self._names[piece.index]
                 if name in group_of:
                     metas = {key: piece_meta(key, meta, piece) for key, meta in tensors.get(name, {}).items()}
                     state = group_of[name].restore(name, metas, scalars.get(name, {}))
@@ -187,44 +233,45 @@ class ZeroStateAdapter(StateAdapter):
             if made:
                 bucket.offload_state(made)
         # Without masters of its own, a run takes the true values as its parameters.
-        with_masters = set(self.buckets_with_masters())
-        self.taken_as_parameters = {
+        self._taken_as_parameters = {
             slot.index
             for bucket in zero.layout.buckets
             for slot in bucket.plan.slots
-            if bucket not in with_masters
-            and (name := zero.names[slot.index]) in group_of
+            if not bucket.has_masters
+            and (name := self._names[slot.index]) in group_of
             and MASTER in tensors.get(name, {})
         }
         if zero.home.is_on_disk:
             zero.raise_together(zero.home.problem("What found no room has it in RAM; nothing has been read yet."))
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        zero = self.sharded
-        if zero is None:
+        if self.layout is None:
             return
-        zero.gathers.wait()
-        for bucket in zero.layout.buckets:
-            is_taken = any(slot.index in self.taken_as_parameters for slot in bucket.plan.slots)
-            if model or is_taken:
-                bucket.take_working_values()
-                bucket.note_versions()
+        self._gathers.wait()
+        for bucket in self._buckets:
+            if model or any(slot.index in self._taken_as_parameters for slot in bucket.plan.slots):
+                with bucket.in_use(changes=True):
+                    bucket.take_working_values()
+                    bucket.note_versions()
         if optimizer:
-            zero.publish(self.buckets_with_masters())
-        self.taken_as_parameters = set()
+            self._required_engine().publish(self._buckets_with_masters())
+        self._taken_as_parameters = set()
+        self._gathers.release_all()
+        for bucket in self._buckets:
+            if bucket.keep is not Keep.ALWAYS:
+                bucket.mark_changed()
 
-    def buckets_with_masters(self) -> list[Bucket]:
+    def _buckets_with_masters(self) -> list[Bucket]:
         """Return the buckets whose optimizer updates a copy in another format."""
-        buckets = self.required_engine().layout.buckets
-        return [bucket for bucket in buckets if bucket.format.working != bucket.format.master]
+        return [bucket for bucket in self._buckets if bucket.has_masters]
 
-    def shard_of(self, piece: BucketPiece, state: str | None, tensor: Tensor, *, is_owner: bool = True) -> TensorShard:
+    def _shard_of(self, piece: BucketPiece, state: str | None, tensor: Tensor, *, is_owner: bool = True) -> TensorShard:
         """Return the shard of a piece's values or state."""
-        zero = self.required_engine()
-        is_owner = is_owner and zero.layout.ranks_of(piece.index).replica_rank == 0
-        return piece_shard(zero.names[piece.index], state, piece, tensor, is_owner=is_owner)
+        assert self.layout is not None, "a piece is of a bucket"
+        is_owner = is_owner and self.layout.ranks_of(piece.index).replica_rank == 0
+        return piece_shard(self._names[piece.index], state, piece, tensor, is_owner=is_owner)
 
-    def required_engine(self) -> ShardedEngine:
+    def _required_engine(self) -> ShardedEngine:
         """Return the engine, whose optimizers a call is about."""
         if self.sharded is None:
             msg = "There is no optimizer to save or load: none was passed with the model."

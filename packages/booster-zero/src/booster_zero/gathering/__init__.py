@@ -9,11 +9,9 @@ from __future__ import annotations
 from booster_zero.gathering.hooks import LeafModules, ParameterHooks, check_modules
 from booster_zero.gathering.manager import ChunkManager
 from booster_zero.gathering.model import GatheringModel
-from booster_zero.gathering.state import ChunkStateAdapter
 
 __all__ = [
     "ChunkManager",
-    "ChunkStateAdapter",
     "GatheringModel",
     "LeafModules",
     "ParameterHooks",

@@ -49,7 +49,7 @@ class ChunkManager:
         home: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
         units: Numbers of the parameters that share no chunk with others, such as those of a layer, for each unit;
-            ``None`` for one unit of all.
+            ``None`` for one unit of all, which is laid out again by first use.
         remedy: What to do where ranks use other parameters, for the error.
         debug: Compare the values of parameters before and after each use at all times, not some in the first phases.
 
@@ -63,9 +63,12 @@ class ChunkManager:
         is_laid_out_again: Whether that has happened since this was last set to ``False``.
         layouts: How often parameters have been laid out.
         keeps_all: Whether this rank has all values where it computes, so that no use waits for any.
+        is_underway: Whether a step has left gathers underway; none does.
         use_in_forward: Gathers for a use of a parameter, given by its number, while a forward runs; ``None`` while
             none does.
     """
+
+    is_underway = False
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class ChunkManager:
         self._ends_with_backward = False
         self.order = OrderCheck(ranks, remedy)
         self.keeps_all = ranks.shard_size == 1 and not home.moves
-        self.first_uses: dict[int, None] | None = None if self.keeps_all else {}
+        self.first_uses: dict[int, None] | None = None if self.keeps_all or units is not None else {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
         self._max_ahead_bytes = max_ahead_bytes
@@ -438,9 +441,8 @@ class ChunkManager:
             return None
         return [*first, *(index for index in self.parameters if index not in first)]
 
-    def before_laying_out(self) -> None:
-        """Release every chunk."""
-        self.release_all()
+    def wait(self) -> None:
+        """Do nothing: no step leaves a gather underway; the next use gathers."""
 
     def after_laying_out(self) -> None:
         """Take note that the layout has new chunks, whose values are in place."""
