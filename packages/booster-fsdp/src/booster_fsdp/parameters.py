@@ -9,11 +9,13 @@ parameter, of which each rank takes its rows.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_runtime.sharding import local_of, send_first, sharded_like
@@ -41,13 +43,50 @@ _NOT_WRITES = frozenset(
     )
 )
 """Operations in place that change no values."""
-_VIEWS = (
-    *("__getitem__", "chunk", "diagonal", "expand", "flatten", "narrow", "permute", "ravel", "reshape", "select"),
-    *("split", "squeeze", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
-)
+_TENSORS = (torch.TensorType, torch.ListType)
 
 
-class ShardedParameter(DTensor):
+class _Sharded(DTensor):
+    """A DTensor that knows where it comes from: what is computed from it does, too.
+
+    So numbers that are drawn into a tensor like a parameter are rank 0's, as those that are drawn into the parameter.
+    An operation that torch can't run on shards runs on whole tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as in torch's class
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operation
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs, schema = kwargs or {}, func._schema  # noqa: SLF001 - which has no public name
+        if torch.Tag.inplace_view in func.tags:
+            _refuse_shape(func)
+        if any(each.is_out for each in schema.arguments):
+            return _run_whole(func, args, kwargs)
+        if schema.returns and not any(isinstance(each.type, _TENSORS) for each in schema.returns):
+            whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole_of, (args, kwargs))
+            return func(*whole_args, **whole_kwargs)  # a number, of all ranks' rows
+        plain_args, plain_kwargs = pytree.tree_map_only(_Sharded, _unwrapped, (args, kwargs))
+        try:
+            result = func(*plain_args, **plain_kwargs)
+        except torch.OutOfMemoryError:  # of this rank alone
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            is_mixed = any(map(_is_plain, pytree.tree_leaves((args, kwargs))))
+            if is_mixed and (where := _calling_method()) is not None:
+                _refuse_mix(where, func, error)
+            if is_mixed or schema.is_mutable:
+                raise
+            return _run_whole(func, args, kwargs)
+        if schema.is_mutable:
+            return result
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        return pytree.tree_map_only(DTensor, functools.partial(_view_of, args[0]) if is_view else _fresh, result)
+
+
+class ShardedParameter(_Sharded):
     """A parameter of which each rank holds its rows; made by `shard_parameter`.
 
     Everything that reads it gets what torch's DTensor gives. ``data`` is another one over the same rows.
@@ -56,7 +95,6 @@ class ShardedParameter(DTensor):
         num_writes: How often a script has written values by an operation in place, through ``data`` too.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as in torch's class
     _written: list[int]
 
     @property
@@ -109,10 +147,17 @@ class ShardedParameter(DTensor):
         self.register_hook(hook)
 
 
-class _View(DTensor):
-    """A view of a sharded parameter, which may be a copy of other ranks' elements: what is written there is lost."""
+class _Fresh(_Sharded):
+    """A tensor that was computed from a sharded parameter, in memory of its own; it is written as the parameter is."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as in torch's class
+    _written: list[int]
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        ShardedParameter.__setitem__(cast("ShardedParameter", self), index, values)
+
+
+class _View(_Sharded):
+    """A view of a sharded parameter, which may be a copy of other ranks' elements: what is written there is lost."""
 
     def __setitem__(self, index: Any, values: Any) -> None:
         del index, values
@@ -131,6 +176,96 @@ def _over_rows(parameter: DTensor, *, requires_grad: bool) -> ShardedParameter:
     made: ShardedParameter = make(parameter._local_tensor.detach(), parameter._spec, requires_grad=requires_grad)  # noqa: SLF001
     made._written = parameter._written if isinstance(parameter, ShardedParameter) else [0]  # noqa: SLF001
     return made
+
+
+def _unwrapped(tensor: DTensor) -> DTensor:
+    """Return the same rows as torch's own DTensor."""
+    make: Any = DTensor
+    made: DTensor = make(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)  # noqa: SLF001
+    return made
+
+
+def _fresh(tensor: DTensor) -> DTensor:
+    make: Any = _Fresh
+    made: _Fresh = make(tensor._local_tensor, tensor._spec, requires_grad=False)  # noqa: SLF001
+    made._written = [0]  # noqa: SLF001
+    return made
+
+
+def _view_of(base: Any, view: DTensor) -> DTensor:
+    """Return a view that refuses to be written to, unless it is of the same rows."""
+    if _is_alike(base, view) and not isinstance(base, _View):
+        made: Any = _fresh(view)
+        if isinstance(base, (ShardedParameter, _Fresh)):
+            made._written = base._written  # noqa: SLF001
+        return cast("DTensor", made)
+    make: Any = _View
+    return cast("DTensor", make(view._local_tensor, view._spec, requires_grad=False))  # noqa: SLF001
+
+
+def _is_plain(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and not isinstance(operand, DTensor) and operand.dim() > 0
+
+
+def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on whole tensors, with rank 0's result for all.
+
+    Collective: every rank of the world.
+    """
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole_of, (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
+    if outputs := [each.name for each in func._schema.arguments if each.is_out]:  # noqa: SLF001
+        for name in outputs:
+            _take(kwargs[name], whole_kwargs[name])
+            _note_write(kwargs[name])
+        return kwargs[outputs[0]] if len(outputs) == 1 else tuple(kwargs[name] for name in outputs)
+    first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor))
+    mesh = first.device_mesh
+
+    def replicate(values: Tensor) -> DTensor:
+        sent = values.to(mesh.device_type).contiguous()
+        send_first([sent])
+        return _fresh(DTensor.from_local(sent, mesh, [Replicate()] * mesh.ndim, run_check=False))
+
+    return pytree.tree_map_only(torch.Tensor, replicate, result)
+
+
+def _calling_method() -> str | None:
+    """Return the method of the user's module that computes; ``None`` where it is called by a boosted model's forward.
+
+    That one says itself what to do.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001 - the documented way to a frame
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        package = type(module).__module__.partition(".")[0]
+        if isinstance(module, nn.Module) and package != "torch":
+            return None if package == "booster_fsdp" else f"`{type(module).__name__}.{frame.f_code.co_name}`"
+    return None
+
+
+def _refuse_mix(where: str, func: Any, error: Exception) -> NoReturn:
+    """Raise that a module has met sharded parameters outside of its forward, and name its method.
+
+    Raises:
+        ConfigError: Always.
+    """
+    msg = (
+        f"{where} met a sharded parameter together with a plain tensor, in {func}. Parameters are whole during forward "
+        "only: let a method of the model that was boosted call it, and name that in `forward_methods=` of "
+        "`TorchFSDPPlugin`, or surround it by `with model.whole_parameters():`."
+    )
+    raise ConfigError(msg) from error
+
+
+def _refuse_shape(func: Any) -> NoReturn:
+    msg = (
+        f"{func} changes the shape of what was made from a sharded parameter, in place, which shards can't follow. "
+        "Surround what does so, such as `torch.nn.init.orthogonal_` of a matrix that is wider than high, by "
+        "`with booster_runtime.gathered(booster, model, [name], writes=True):`."
+    )
+    raise ConfigError(msg)
 
 
 def _write(self: ShardedParameter, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +291,18 @@ def _write_whole(self: ShardedParameter, name: str, args: tuple[Any, ...], kwarg
     with torch.no_grad():
         whole = _whole_of(self)
         getattr(whole, name)(*map(_whole_of, args), **{key: _whole_of(each) for key, each in kwargs.items()})
-        sent = whole.to(self.device_mesh.device_type).contiguous()
-        send_first([sent])
-        self._local_tensor.copy_(local_of(sharded_like(sent.to(whole.device), self)))
+        _take(self, whole)
     _note_write(self)
+
+
+def _take(self: DTensor, whole: Tensor) -> None:
+    """Take this rank's rows of rank 0's values.
+
+    Collective: every rank of the world.
+    """
+    sent = whole.to(self.device_mesh.device_type).contiguous()
+    send_first([sent])
+    self._local_tensor.copy_(local_of(sharded_like(sent.to(whole.device), self)))
 
 
 def _note_write(self: ShardedParameter) -> None:
@@ -185,7 +328,7 @@ def _whole_of(operand: Any) -> Any:
     if not isinstance(operand, DTensor):
         return operand
     home = operand._local_tensor.device  # noqa: SLF001
-    sharded: Any = operand.detach()
+    sharded: Any = _unwrapped(operand).detach()
     # The process group has no backend for offloaded rows.
     return sharded.to(operand.device_mesh.device_type).full_tensor().to(home).clone()
 
@@ -198,20 +341,6 @@ def _refuse_write(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         "`parameter[0] = 0`, or use `booster_runtime.gathered(booster, model, [name], writes=True)`."
     )
     raise ConfigError(msg)
-
-
-def _view(self: ShardedParameter, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return a view that refuses to be written to; where autograd is on, torch refuses that itself."""
-    result = getattr(DTensor, name)(self, *args, **kwargs)
-    if torch.is_grad_enabled() and self.requires_grad:
-        return result
-    return type(result)(map(_read_only, result)) if isinstance(result, (list, tuple)) else _read_only(result)
-
-
-def _read_only(view: DTensor) -> DTensor:
-    make: Any = _View
-    made: DTensor = make(view._local_tensor, view._spec, requires_grad=False)  # noqa: SLF001
-    return made
 
 
 def _define(kind: type, operations: Mapping[str, str], function: Callable[..., Any]) -> None:
@@ -237,6 +366,5 @@ _WRITES = [
     and callable(getattr(torch.Tensor, name))
 ]
 _OPERATORS = {"__iadd__": "add_", "__isub__": "sub_", "__imul__": "mul_", "__itruediv__": "div_", "__ipow__": "pow_"}
-for _kind, _function in ((ShardedParameter, _write), (_View, _refuse_write)):
+for _kind, _function in ((ShardedParameter, _write), (_Fresh, _write), (_View, _refuse_write)):
     _define(_kind, {name: name for name in _WRITES} | _OPERATORS, _function)
-_define(ShardedParameter, {name: name for name in _VIEWS}, _view)

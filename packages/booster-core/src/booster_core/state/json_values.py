@@ -116,7 +116,11 @@ def _encode_dict(value: Mapping[Any, Any], path: _Path, tensors: dict[str, torch
 
 def is_made_of_tensors(value: torch.Tensor) -> bool:
     """Return whether a tensor stands for others, such as torchao's state in 8 bits: codes, scales and a table."""
-    return hasattr(value, "__tensor_flatten__") and type(value).__name__ != "DTensor"
+    return hasattr(value, "__tensor_flatten__") and not _is_dtensor(value)
+
+
+def _is_dtensor(value: torch.Tensor) -> bool:
+    return any(each.__name__ == "DTensor" for each in type(value).__mro__)
 
 
 def _encode_tensor(value: torch.Tensor, path: _Path, tensors: dict[str, torch.Tensor] | None) -> Any:
@@ -145,7 +149,7 @@ def _encode_tensor(value: torch.Tensor, path: _Path, tensors: dict[str, torch.Te
 def check_plain_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointError` unless all of a user's tensors can be saved as they are."""
     for name, tensor in tensors.items():
-        if type(tensor).__name__ == "DTensor" or tensor.layout != torch.strided or tensor.is_meta:
+        if _is_dtensor(tensor) or tensor.layout != torch.strided or tensor.is_meta:
             kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
             msg = f"'{name}' is no plain tensor ({kind}) and cannot be saved. Keep whole, dense tensors there."
             raise CheckpointError(msg)
