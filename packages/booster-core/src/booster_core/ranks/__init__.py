@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         observed_by,
         refuse_capture,
     )
-    from booster_core.ranks.coordinator import DistCoordinator
+    from booster_core.ranks.coordinator import DistCoordinator, Together
     from booster_core.ranks.digests import digest
     from booster_core.ranks.environments import Environment
     from booster_core.ranks.launch import ensure_process_group, seed_everything
@@ -48,6 +48,7 @@ __all__ = [
     "ObservedCall",
     "Observer",
     "Outcome",
+    "Together",
     "World",
     "close_world",
     "current_world",
@@ -69,7 +70,7 @@ __getattr__, __dir__ = public_names(
     {
         ".calls": ["LOST_PEER", "OBSERVERS", "NamedCall", "ObservedCall", "Observer", "observed_by", "refuse_capture"],
         "booster_core.errors": ["name_ranks"],
-        ".coordinator": ["DistCoordinator"],
+        ".coordinator": ["DistCoordinator", "Together"],
         ".digests": ["digest"],
         ".environments": ["Environment"],
         ".launch": ["ensure_process_group", "seed_everything"],

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from booster_core.plugin import BoostContext, Plugin
-    from booster_core.ranks import DistCoordinator
-    from booster_core.ranks.coordinator import Together
+    from booster_core.ranks import DistCoordinator, Together
 
 _REMEDY = (
     "Samples can't be split between ranks: some would be seen twice, others never, or a rank would wait for batches "

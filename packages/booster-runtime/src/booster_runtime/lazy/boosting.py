@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from booster_core.plugin import BoostContext, Boosted
     from booster_core.precision import PrecisionPolicy
-    from booster_core.ranks import DistCoordinator
-    from booster_core.ranks.coordinator import Together
+    from booster_core.ranks import DistCoordinator, Together
     from booster_runtime.lazy.holders import LazyHolder
     from booster_runtime.lazy.recorder import Recorder
 

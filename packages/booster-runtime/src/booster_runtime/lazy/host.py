@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from booster_core.plugin import BoostContext
-    from booster_core.ranks.coordinator import Together
+    from booster_core.ranks import Together
     from booster_core.state import Box
     from booster_runtime.lazy.recording import Filling
 
