@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from zoo_results import Cell
 from zoo_training import CellError, first_line, quiet
 
-from booster_core.errors import ConfigError
+from booster_core.errors import AbsentValueError, ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.families import FAMILIES
 from booster_testing import RankError, run_on_ranks
@@ -173,5 +173,5 @@ def _phase(phase: str | Callable[[], str]) -> Any:
         yield
     except Exception as error:
         text = phase if isinstance(phase, str) else phase()
-        kind = _REFUSAL if isinstance(error, ConfigError) else type(error).__name__
+        kind = _REFUSAL if isinstance(error, (AbsentValueError, ConfigError)) else type(error).__name__
         raise CellError(text, kind, first_line(error)) from error
