@@ -380,7 +380,7 @@ class Together:
                 self._name,
                 self._process_group,
                 self._timeout_seconds,
-                digest=own if len(self._compared) == 1 else digest(own),
+                digest=digest(own) if len(self._compared) > 1 else own,
                 error=error,
             )
         except Exception as missing:

@@ -67,6 +67,7 @@ class Bucket(Shard):
     Attributes:
         keep: How long this rank has the whole values.
         whole: Those values; ``None`` where they are not here.
+        has_masters: Whether the optimizer updates a copy in another format.
         state: What is here of them.
         pins: How many users there are that need them to stay.
         awaits_average: Whether the gradient has been reduced since `start_average` averaged it over the replicas.
@@ -96,6 +97,7 @@ class Bucket(Shard):
             own = zeros_in_memory(high - low, format.working, format.device, format.device)
         members = [parameters[slot.index] for slot in plan.slots]
         super().__init__(plan, members, format, ranks, home=home, own=own)
+        self.has_masters = format.working != format.master
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
         self.pins = 0
         self._pool = pool
@@ -126,11 +128,6 @@ class Bucket(Shard):
             place = whole[slot.offset : slot.offset + slot.numel]
             place.copy_(parameter.data.reshape(-1))
             parameter.data = place.view(parameter.shape)
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer updates a copy in another format."""
-        return self.format.working != self.format.master
 
     # ---- whole values that are always here
 
