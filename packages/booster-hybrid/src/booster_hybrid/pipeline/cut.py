@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.pipeline.flow import Extra
+    from booster_hybrid.pipeline.flow import Extra, Needs
     from booster_hybrid.pipeline.trace import Layer, Trace
     from booster_hybrid.random_streams import MicrobatchStreams
 
@@ -169,9 +169,9 @@ class StagedModel:
         trace: What a dry run of it has seen.
         stages: The stages of this rank.
         dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
-        crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
-        idle: Modules outside of the layers that have nothing to compute on some stages, with these; ``None`` runs all
-            modules on every stage that comes to them.
+        needs: What stages of the whole pipeline get and leave out in training (``True``) and in evaluation; without it
+            nothing but layers' arguments is sent.
+        has_collectives: Whether modules communicate in forward, so that each is run on every stage that comes to it.
 
     Attributes:
         model: As above.
@@ -186,8 +186,9 @@ class StagedModel:
         trace: Trace,
         stages: Sequence[StageRange],
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
-        crossings: Sequence[Crossing] | None = None,
-        idle: Mapping[str, Collection[int]] | None = None,
+        needs: Mapping[bool, Needs] | None = None,
+        *,
+        has_collectives: bool = False,
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
@@ -201,19 +202,19 @@ class StagedModel:
         self._gates: list[_Gate] = []
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
-        self._crossings = crossings
-        self._given_names: dict[tuple[int, int], set[str]] = {}
+        self._needs = needs or {}
+        self._given_names: dict[tuple[bool, int, int], set[str]] = {}
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, Tensor] = {}
         self._has_begun = False
         self.stages = {stage.index: stage for stage in stages}
         self._modules = modules = dict(model.named_modules())
-        self._place_gates(modules, idle)
+        self._place_gates(modules, may_be_tried=bool(needs) and not has_collectives)
         self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
         self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
-        self._watch_senders(modules, crossings or ())
+        self._watch_senders(modules)
 
-    def _place_gates(self, modules: Mapping[str, nn.Module], idle: Mapping[str, Collection[int]] | None) -> None:
+    def _place_gates(self, modules: Mapping[str, nn.Module], *, may_be_tried: bool) -> None:
         """Replace the forwards of layers, and of modules outside of them that some stages leave out."""
         for name in self._trace.uncalled:
             modules[name].forward = _Refusal(name, type(self.model).__name__, modules[name])
@@ -221,7 +222,7 @@ class StagedModel:
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            gate = _Gate(self, module, position, layer, may_be_tried=idle is not None)
+            gate = _Gate(self, module, position, layer, may_be_tried=may_be_tried)
             self._gates.append(gate)
             self._enclosed.append((module, gate))
             module.forward = gate
@@ -230,14 +231,16 @@ class StagedModel:
         for name, module in modules.items():
             if not layers.intersection(_prefixes(name)):
                 self._enclosed.append((module, None))
-        for name, idle_on in (idle or {}).items():
-            modules[name].forward = _Idle(self, name, modules[name], self.stages.keys() & set(idle_on))
+        idle = {name for needs in self._needs.values() for name in needs.idle} if may_be_tried else ()
+        for name in sorted(idle):
+            modules[name].forward = _Idle(self, name, modules[name])
 
-    def _watch_senders(self, modules: Mapping[str, nn.Module], crossings: Sequence[Crossing]) -> None:
+    def _watch_senders(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch modules whose outputs are sent."""
         extras: dict[str, set[Extra]] = defaultdict(set)
-        for extra in (extra for crossing in crossings for extra in crossing.extras):
-            extras[extra.module].add(extra)
+        for crossing in (each for needs in self._needs.values() for each in needs.crossings):
+            for extra in crossing.extras:
+                extras[extra.module].add(extra)
         position_of = {layer.name: position for position, layer in enumerate(self._trace.layers)}
         for name, of_module in extras.items():
             handle = modules[name].register_forward_hook(
@@ -474,7 +477,9 @@ class StagedModel:
         if self._streams is not None:
             self._streams.begin_call()
         try:
-            if self._active is not None and self._active.index in idle.stages:
+            if self._active is not None and self._active.index in self._needs[self.model.training].idle.get(
+                idle.name, ()
+            ):
                 with contextlib.suppress(Exception):  # its forward below raises it, or needs no form
                     return idle.calls.result(run, args, kwargs)
             return idle.forward(*args, **kwargs)
@@ -556,7 +561,8 @@ class StagedModel:
         )
 
     def _crossing_into(self, stage: int, first: Layer) -> Crossing:
-        return Crossing(first.carried) if self._crossings is None else self._crossings[stage]
+        needs = self._needs.get(self.model.training)
+        return Crossing(first.carried) if needs is None else needs.crossings[stage]
 
     def _given(self, stage: StageRange, position: int) -> dict[str, Tensor]:
         """Return those of a layer's arguments that the stage before has sent.
@@ -566,12 +572,13 @@ class StagedModel:
         """
         if stage.is_first:
             return {}
-        names = self._given_names.get((stage.index, position))
+        key = self.model.training, stage.index, position
+        names = self._given_names.get(key)
         if names is None:
             first = self._trace.layers[stage.first]
             sent = {*self._crossing_into(stage.index, first).carried}
             names = given_names(self._trace, stage, position, sent) & sent
-            self._given_names[stage.index, position] = names
+            self._given_names[key] = names
         return {name: self._received[name] for name in names if name in self._received}
 
 
@@ -668,8 +675,8 @@ class _CompiledCall:
 class _Idle:
     """The forward of a module outside of the layers that need not be run on some stages."""
 
-    def __init__(self, staged: StagedModel, name: str, module: nn.Module, stages: Collection[int]) -> None:
-        self._staged, self.stages = staged, stages
+    def __init__(self, staged: StagedModel, name: str, module: nn.Module) -> None:
+        self._staged, self.name = staged, name
         self.forward = module.forward
         self.calls = AbsentCalls(module, module.forward, f"module '{name}'")
         self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a module takes

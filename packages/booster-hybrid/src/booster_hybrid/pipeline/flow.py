@@ -71,6 +71,19 @@ class Crossing:
         return (*self.carried, *(extra.name for extra in self.extras))
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What stages get and leave out, in training or in evaluation.
+
+    Args:
+        crossings: What each stage gets from the one before.
+        idle: The stages on which a module outside of the layers has nothing to compute, by its name.
+    """
+
+    crossings: tuple[Crossing, ...]
+    idle: Mapping[str, frozenset[int]]
+
+
 def tensors_in(value: Any) -> dict[str, torch.Tensor]:
     """Return the differentiable tensors in a nest of containers by where they are."""
     found = leaves_by_path(value)[0]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.cut import given_names
-from booster_hybrid.pipeline.flow import Extra
+from booster_hybrid.pipeline.flow import Extra, Needs
 from booster_hybrid.pipeline.recording import (
     LayerCall,
     LayerReturn,
@@ -51,7 +51,7 @@ def add_values(
     crossings: Sequence[Crossing],
     is_held: Callable[[int, str], bool],
     record: Callable[[frozenset[str]], list[Recording]],
-) -> tuple[tuple[Crossing, ...], dict[str, frozenset[int]], list[Recording]]:
+) -> tuple[Needs, list[Recording]]:
     """Return what each stage gets from the one before, with values that have no gradient, and what need not be run.
 
     Args:
@@ -63,8 +63,7 @@ def add_values(
         record: Records the model's forward, given the names of the modules whose outputs may be sent.
 
     Returns:
-        The crossings; the stages on which a module outside of the layers has nothing to compute, by its name; and what
-        was recorded last.
+        What stages get and leave out, and what was recorded last.
 
     Raises:
         ConfigError: If a stage needs a value that is not an argument of its first layer; with the layer that makes it.
@@ -102,7 +101,7 @@ def add_values(
         else:
             found = walk.found_idle()
             if idle or not (found and may_idle):
-                return tuple(walk.crossings), idle, recordings
+                return Needs(tuple(walk.crossings), idle), recordings
             idle = found  # which is right if nothing else of what these modules make is used there
 
 
