@@ -113,6 +113,9 @@ class Generated(nn.Module):
     def between(self, number, before, hidden):
         if self.shape == "residual":
             hidden = before + hidden
+        elif self.shape == "residual in place":
+            before += hidden
+            hidden = before
         elif self.shape == "write":
             hidden = hidden * 1
             hidden *= 1.5
@@ -331,6 +334,37 @@ def test_what_layers_leave_in_their_modules_is_absent_on_other_stages(how, by):
 def test_values_that_pass_by_layers_are_those_of_one_process(shape):
     for pp_size, style in PIPELINES:
         compare(made("of_form", "between", shape), pp_size, style)
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize("shape", ["plain", "residual", "write", "written_view"])
+def test_a_residual_outside_of_layers_is_one_tensor_at_a_boundary(pp_size, shape):
+    plan, _ = parts(made(shape=shape, num_layers=8), pp_size=pp_size)
+    assert [crossing.names for crossing in plan.cuts.needs[True].crossings] == [(), *[("x",)] * (pp_size - 1)]
+
+
+@pytest.mark.parametrize(("pp_size", "style"), PIPELINES)
+def test_a_residual_in_place_is_that_of_one_process(pp_size, style):
+    """The input of a stage's first layer is written to, which is none that was received then."""
+    compare(made("of_form", "before", "residual in place", is_training=False), pp_size, style, trains=False)
+
+
+class WritingLate(Generated):
+    def between(self, number, before, hidden):
+        if self.shape != "residual":
+            return hidden
+        before += hidden
+        return before
+
+
+def test_a_write_to_what_was_received_that_the_example_did_not_show_raises():
+    torch.manual_seed(3)
+    model = WritingLate().eval()
+    _, staged = parts(model, trains=False)
+    for each in staged:
+        each.model.shape = "residual"
+    with pytest.raises(AbsentValueError, match=r"in place \(by `add_`\), which this pipeline stage has received"):
+        run(parts(model)[0], staged, batches(1), criterion, trains=False)
 
 
 @pytest.mark.parametrize(("is_training", "is_recomputed"), [(False, False), (True, True)])

@@ -75,6 +75,7 @@ class AbsentTensor(Tensor):
 
     form: Form
     origin: str
+    arrived: Tensor | None = None  # its values, where a stage has received them as an argument of its first layer
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - as torch's own wrappers
 
     @classmethod
@@ -192,6 +193,15 @@ def has_absent(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(has_absent, value))
     return isinstance(value, dict) and any(map(has_absent, value.values()))
+
+
+def with_arrived(value: Any) -> Any:
+    """Return a nest in which absent tensors whose values have arrived are those."""
+
+    def replaced(tensor: AbsentTensor) -> Tensor:
+        return tensor if tensor.arrived is None else tensor.arrived
+
+    return pytree.tree_map_only(AbsentTensor, replaced, value)
 
 
 def mark_written(tensor: Tensor, origin: str) -> None:

@@ -20,7 +20,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, is_absent, noting_errors, refuse
+from booster_hybrid.pipeline.absent import (
+    Form,
+    Forms,
+    absent_like,
+    as_absent,
+    is_absent,
+    noting_errors,
+    refuse,
+    with_arrived,
+)
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
@@ -370,7 +379,7 @@ class StagedModel:
         before = host_states() if watches else None
         try:
             with self._without_attributes_of_others(), run.noting(), run:
-                outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
+                outputs = as_absent(with_arrived(call_with(self.forward, taken_by(self.model, batch))))
         except StageEnd as end:
             payload = end.payload
         finally:
@@ -445,19 +454,30 @@ class StagedModel:
             self._leave_layer(position)
             return output
         if position == stage.last:
-            arguments = dict(gate.names.leaves(args, kwargs))
+            arguments = dict(gate.names.leaves(*with_arrived((args, kwargs))))
             arguments.update(self._given(stage, position))
             raise StageEnd(self._payload(stage, layer, arguments))
         self._has_begun = self._has_begun or position == stage.first
-        given = self._given(stage, position)
-        if given:
-            args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{layer.name}'")
-        args, kwargs = as_absent((args, kwargs))
+        args, kwargs = self._with_received(stage, gate, args, kwargs)
         with contextlib.nullcontext() if self._run is None else self._run.paused():
             output = forward(*args, **kwargs)
         gate.check(output, args, kwargs)
         self._leave_layer(position)
         return output
+
+    def _with_received(
+        self, stage: StageRange, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
+        given = self._given(stage, gate.position)
+        if self._run is not None and gate.position == stage.first:
+            self._run.arrive(dict(gate.names.leaves(args, kwargs)), given)
+        if given:
+            args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{gate.layer.name}'")
+        if self._run is not None and self._run.has_arrived:
+            args, kwargs = with_arrived((args, kwargs))
+        args, kwargs = as_absent((args, kwargs))
+        return args, kwargs
 
     def enter_layer(self, position: int) -> None:
         """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""

@@ -147,6 +147,7 @@ class _Walk:
         self._senders = {*sources, *(extra.module for crossing in crossings for extra in crossing.extras)}
         self._labels: dict[int, _Label] = {}
         self._received: dict[int | None, _Label] = {}  # of arguments, inside of the layer that is given them
+        self._arrived: dict[int, tuple[Memory, set[int]]] = {}  # arguments that stand for what stages have received
         self._made_here: _Label = {}
         self._num_calls = 0
         self._inside: int | None = None
@@ -154,11 +155,14 @@ class _Walk:
         self._modules: list[tuple[frozenset[int], _Label]] = []
         self._pure: dict[str, frozenset[int]] = {}
 
-    def of(self, memory: Memory) -> _Label:
-        """Return the label of some memory."""
+    def of(self, memory: Memory, argument: int | None = None) -> _Label:
+        """Return the label of some memory, or of a tensor that is an argument of a layer."""
         if memory in self._received:
             return self._received[memory]
-        return {} if memory is None else self._labels.get(memory, {})
+        label = {} if memory is None else self._labels.get(memory, {})
+        if label and argument in self._arrived:
+            return _without(label, self._arrived[argument][1])
+        return label
 
     def put(self, memory: Memory, label: _Label) -> None:
         """Give some memory a label."""
@@ -186,8 +190,8 @@ class _Walk:
                 self._return_module(step)
             else:
                 self._return_sender(step)
-        for path, memory in recording.results:
-            self._check(len(self._ranges) - 1, memory, f"output {path or '(all)'}")
+        for path, memory, argument in recording.results:
+            self._check(len(self._ranges) - 1, memory, f"output {path or '(all)'}", argument)
 
     def found_idle(self) -> dict[str, frozenset[int]]:
         """Return the stages on which modules need not run, of several inside of each other the outermost."""
@@ -200,13 +204,15 @@ class _Walk:
 
     def _operate(self, step: Operation) -> None:
         label: dict[int, str] = {}
-        for memory in step.used:
-            label.update(self.of(memory))
+        for memory, argument in zip(step.used, step.arguments, strict=True):
+            label.update(self.of(memory, argument))
         if step.is_read:
             self._check_read(label)
         label.update(self._made_here)
         for memory in step.written:
             self.put(memory, {**label, **self.of(memory)})
+            for argument in [each for each, (own, _) in self._arrived.items() if own == memory]:
+                del self._arrived[argument]  # what was received is not written to
         for memory in step.made:
             self.put(memory, label)
 
@@ -220,8 +226,14 @@ class _Walk:
             if stage.last == position:
                 carried = self.crossings[stage.index + 1].carried
                 for name in (each for each in carried if each in step.arguments and each not in given[stage.index]):
-                    self._check(stage.index, step.arguments[name], f"argument '{name}' of layer '{layer}'")
+                    what = f"argument '{name}' of layer '{layer}'"
+                    self._check(stage.index, step.arguments[name], what, step.objects[name])
         running = next(stage.index for stage in self._ranges if stage.first <= position < stage.last)
+        for stage in self._ranges:
+            for name in given[stage.index] if stage.first == position else ():
+                memory = step.arguments[name]
+                if stage.index in self.of(memory):
+                    self._arrived.setdefault(step.objects[name], (memory, set()))[1].add(stage.index)
         received = {step.arguments[name] for name in given[running]} - {None}
         labels = {memory: _without(self.of(memory), [running]) for memory in received}
         self._layers.append((self._made_here, self._inside, self._received))
@@ -240,7 +252,7 @@ class _Walk:
         _, self._made_here = self._modules.pop()
         if any(sender.startswith(f"{step.name}.") for sender in self._senders):
             return
-        wrong = [frozenset(self.of(memory)) for memory in step.returned] if step.is_pure else []
+        wrong = [frozenset(self.of(*each)) for each in step.returned] if step.is_pure else []
         stages = wrong[0].intersection(*wrong[1:]) if wrong else frozenset()
         self._pure[step.name] = self._pure.get(step.name, stages) & stages
 
@@ -269,7 +281,7 @@ class _Walk:
         more = [
             name
             for name, memory in step.arguments.items()
-            if name not in step.carried and stage.index in self.of(memory)
+            if name not in step.carried and stage.index in self.of(memory, step.objects[name])
         ]
         self.crossings[stage.index] = dataclasses.replace(crossing, carried=(*crossing.carried, *more))
 
@@ -288,8 +300,8 @@ class _Walk:
             if runs:
                 raise self._error(index, "a value that forward reads (as by `.item()` or `if`)", label[index])
 
-    def _check(self, index: int, memory: Memory, what: str) -> None:
-        label = self.of(memory)
+    def _check(self, index: int, memory: Memory, what: str, argument: int | None = None) -> None:
+        label = self.of(memory, argument)
         if index in label:
             raise self._error(index, what, label[index])
 
