@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import AbsentValueError
+from booster_runtime.data import fields_of, with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -196,12 +197,18 @@ def has_absent(value: Any) -> bool:
 
 
 def with_arrived(value: Any) -> Any:
-    """Return a nest in which absent tensors whose values have arrived are those."""
+    """Return a nest in which absent tensors whose values have arrived are those; opened as by `tensors_of`."""
 
-    def replaced(tensor: AbsentTensor) -> Tensor:
-        return tensor if tensor.arrived is None else tensor.arrived
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            arrived = leaf.arrived if isinstance(leaf, AbsentTensor) else None
+            return leaf if arrived is None else arrived
+        fields = fields_of(leaf)
+        if fields is None and leaf is value:
+            fields = getattr(leaf, "__dict__", None)
+        return with_fields(leaf, {name: with_arrived(each) for name, each in fields.items()}) if fields else leaf
 
-    return pytree.tree_map_only(AbsentTensor, replaced, value)
+    return pytree.tree_map(replaced, value)
 
 
 def mark_written(tensor: Tensor, origin: str) -> None:

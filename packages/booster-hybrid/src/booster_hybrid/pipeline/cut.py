@@ -379,7 +379,9 @@ class StagedModel:
         before = host_states() if watches else None
         try:
             with self._without_attributes_of_others(), run.noting(), run:
-                outputs = as_absent(with_arrived(call_with(self.forward, taken_by(self.model, batch))))
+                outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
+            if run.has_arrived:
+                outputs = with_arrived(outputs)
         except StageEnd as end:
             payload = end.payload
         finally:

@@ -5,7 +5,6 @@ All of it follows from the dry run, so that every rank knows it of every other.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass, field
@@ -152,13 +151,15 @@ def find_needs(
     of_layers = [Crossing(() if stage.is_first else trace.layers[stage.first].carried) for stage in ranges]
     found = {True: known, False: known}
     recorded = {recordings[-1].is_training: recordings}
-    for mode in (True, False):
+    for mode in {True, False} - recorded.keys():
+        record_mode = functools.partial(record_copy, model, trace, batch=batch, is_training=mode)
+        try:
+            if mode is not model.training:  # else some of its modules are in the other mode
+                found[mode], recorded[mode] = add_values(what, trace, ranges, of_layers, is_held, record_mode)
+        except ConfigError:
+            pass
         if mode not in recorded:
-            record_mode = functools.partial(record_copy, model, trace, batch=batch, is_training=mode)
             recorded[mode] = record_mode(recordings[-1].senders)
-            if mode is not model.training and recorded[mode] and recorded[mode][-1].results:
-                with contextlib.suppress(ConfigError):
-                    found[mode], recorded[mode] = add_values(what, trace, ranges, of_layers, is_held, record_mode)
     for mode in (True, False):  # stages that train are refused first
         for recording in recorded[mode]:
             check_writes(what, trace, ranges, found[mode], is_held, recording, trains=trains)

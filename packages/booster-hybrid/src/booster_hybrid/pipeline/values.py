@@ -67,6 +67,7 @@ def add_values(
 
     Raises:
         ConfigError: If a stage needs a value that is not an argument of its first layer; with the layer that makes it.
+            Also where the recording has no end, or no output.
     """
     senders = frozenset(extra.module for crossing in crossings for extra in crossing.extras)
     recordings = record(senders)
@@ -74,8 +75,10 @@ def add_values(
     idle: dict[str, frozenset[int]] = {}
     may_idle = True
     while True:
-        walk = _Walk(model, trace, ranges, crossings, sources, idle)
-        recording = recordings[-1]
+        if not (recordings and recordings[-1].results):
+            msg = f"{model} does not come to an end in that mode."
+            raise ConfigError(msg)
+        walk, recording = _Walk(model, trace, ranges, crossings, sources, idle), recordings[-1]
         for name, memory in recording.parameters.items():
             missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
             walk.put(memory, dict.fromkeys(missing, f"parameter '{name}'"))
