@@ -130,7 +130,6 @@ class Flow:
     def crossings(
         self,
         ranges: Sequence[tuple[int, int]],
-        given: Callable[[int, int], set[str]],
         is_held: Callable[[int, str], bool],
         what: str,
     ) -> tuple[Crossing, ...]:
@@ -138,7 +137,6 @@ class Flow:
 
         Args:
             ranges: The first layer of each stage, and one past its last.
-            given: Tells which arguments of a layer a stage replaces by what it has received, by stage and layer.
             is_held: Tells by stage and name whether a parameter is there, and used in its place.
             what: What the model is called in errors.
 
@@ -157,8 +155,8 @@ class Flow:
             if stage == len(ranges) - 1:
                 starts.update({f"output {path or '(all)'}": edge for path, edge in self._results.items()})
             else:
-                entries, known = self._entries[last], given(stage, last)
-                wanted = entries.keys() - known - _covered(entries, {made_at[each] for each in needed})
+                entries = self._entries[last]
+                wanted = entries.keys() - _covered(entries, {made_at[each] for each in needed})
                 starts.update({f"argument '{name}' of layer {last}": entries[name] for name in sorted(wanted)})
             needed = {each for each in needed if each.position <= first}
             needed |= self._needed(starts, first, lambda name, stage=stage: is_held(stage, name), what)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
+from booster_hybrid.pipeline.cut import StagedModel, held_modules, share_layers
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.recording import record, record_copy
 from booster_hybrid.pipeline.schedule import make_schedule
@@ -139,7 +139,6 @@ def find_needs(
     what = type(model).__name__
     of_graph = flow.crossings(
         [(stage.first, stage.last) for stage in ranges],
-        lambda stage, position: given_names(trace, ranges[stage], position),
         is_held,
         what,
     )

@@ -20,7 +20,6 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.flow import Extra, Needs
 from booster_hybrid.pipeline.recording import (
     LayerCall,
@@ -224,21 +223,23 @@ class _Walk:
         for stage in self._ranges:
             if stage.first == position:
                 self._send_more(stage, step)
-        given = {stage.index: self._names_received(stage, position) & step.arguments.keys() for stage in self._ranges}
         for stage in self._ranges[:-1]:
             if stage.last == position:
                 carried = self.crossings[stage.index + 1].carried
-                for name in (each for each in carried if each in step.arguments and each not in given[stage.index]):
+                for name in (each for each in carried if each in step.arguments):
                     what = f"argument '{name}' of layer '{layer}'"
                     self._check(stage.index, step.arguments[name], what, step.objects[name])
-        running = next(stage.index for stage in self._ranges if stage.first <= position < stage.last)
-        for stage in self._ranges:
-            for name in given[stage.index] if stage.first == position else ():
-                memory = step.arguments[name]
-                if stage.index in self.of(memory):
-                    self._arrived.setdefault(step.objects[name], (memory, set()))[1].add(stage.index)
-        received = {step.arguments[name] for name in given[running]} - {None}
-        labels = {memory: _without(self.of(memory), [running]) for memory in received}
+        running = next(stage for stage in self._ranges if stage.first <= position < stage.last)
+        received = set()
+        for name, memory in step.arguments.items():
+            _, stages = self._arrived.get(step.objects[name], (memory, set()))
+            if position == running.first and name in self.crossings[running.index].carried:
+                received.add(memory)
+                if running.index in self.of(memory):
+                    self._arrived[step.objects[name]] = memory, {*stages, running.index}
+            elif running.index in stages:
+                received.add(memory)
+        labels = {memory: _without(self.of(memory), [running.index]) for memory in received - {None}}
         self._layers.append((self._made_here, self._inside, self._received))
         self._num_calls, self._inside, self._received = self._num_calls + 1, position, {**self._received, **labels}
         later = [stage.index for stage in self._ranges if stage.first > position]
@@ -287,13 +288,6 @@ class _Walk:
             if name not in step.carried and stage.index in self.of(memory, step.objects[name])
         ]
         self.crossings[stage.index] = dataclasses.replace(crossing, carried=(*crossing.carried, *more))
-
-    def _names_received(self, stage: StageRange, position: int) -> set[str]:
-        """Return which of a layer's arguments a stage replaces by what it has received."""
-        if stage.is_first or not stage.first <= position <= stage.last:
-            return set()
-        sent = {*self.crossings[stage.index].carried}
-        return given_names(self._trace, stage, position, sent) & sent
 
     def _check_read(self, label: _Label) -> None:
         """Refuse code that reads values which are not there on a stage that runs it."""
