@@ -170,7 +170,6 @@ class StagedModel:
     Attributes:
         model: As above.
         hollow: Names of the parameters that are not here.
-        shared_outputs: Paths of outputs that have one entry for all samples.
         forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
 
@@ -186,7 +185,6 @@ class StagedModel:
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
-        self.shared_outputs = trace.shared_outputs
         self._trace = trace
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
@@ -259,6 +257,12 @@ class StagedModel:
             if key is not None:
                 self._made[key] = values[-1]
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
+
+    @property
+    def sample_dims(self) -> Mapping[str, int | None]:
+        """Along which dimension outputs have an entry per sample, by path; see `join_outputs`."""
+        needs = self._needs.get(self.model.training)
+        return {} if needs is None else needs.sample_dims
 
     def _holds(self, position: int) -> bool:
         return any(stage.first <= position < stage.last for stage in self.stages.values())
@@ -458,7 +462,7 @@ class StagedModel:
             crossing = self._crossing_into(stage.index, gate.layer)
             given = {name: self._received[name] for name in crossing.carried if name in self._received}
             if self._run is not None:
-                self._run.arrive(dict(gate.names.leaves(args, kwargs)), given)
+                given = self._run.arrive(dict(gate.names.leaves(args, kwargs)), given, crossing.written)
             args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{gate.layer.name}'")
         args, kwargs = as_absent((args, kwargs))
         return args, kwargs

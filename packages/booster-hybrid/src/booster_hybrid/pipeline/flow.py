@@ -9,7 +9,7 @@ received.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -60,10 +60,12 @@ class Crossing:
     Args:
         carried: Names of arguments of its first layer.
         extras: What else it needs, or the stages after it.
+        written: Those of the arguments that the stage has of its own, and that layers before it write to in place.
     """
 
     carried: tuple[str, ...]
     extras: tuple[Extra, ...] = ()
+    written: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,10 +80,12 @@ class Needs:
     Args:
         crossings: What each stage gets from the one before.
         idle: The stages on which a module outside of the layers has nothing to compute, by its name.
+        sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
     """
 
     crossings: tuple[Crossing, ...]
     idle: Mapping[str, frozenset[int]]
+    sample_dims: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def tensors_in(value: Any) -> dict[str, torch.Tensor]:

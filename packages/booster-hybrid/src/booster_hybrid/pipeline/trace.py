@@ -24,7 +24,6 @@ from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.flow import Flow
-from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
 from booster_hybrid.skipped_layers import FixedDraws, host_states
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
@@ -88,7 +87,6 @@ class Trace:
         uses: For each other module that has parameters of its own: the numbers of layers that had been called while it
             ran. A module that was not called has none.
         uncalled: Names of the layers that were not called.
-        shared_outputs: Paths of outputs that have one entry for all samples; see `join_outputs`.
         is_certain: Whether these layers are called in training whatever is drawn: no single number was, and no value
             was looked at.
     """
@@ -96,7 +94,6 @@ class Trace:
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
-    shared_outputs: frozenset[str] = frozenset()
     is_certain: bool = False
 
 
@@ -214,7 +211,6 @@ class _Recorder:
         self._entered: list[int] = []
         self._depth = 0
         self.flow: Flow | None = None
-        self.shared_outputs: frozenset[str] = frozenset()
 
     def watch(self) -> None:
         names = {*self._layers.values()}
@@ -264,7 +260,7 @@ class _Recorder:
         )
         uses = {name: tuple(each) for name, each in self._uses.items()}
         uncalled = tuple(name for name in self._layers.values() if name not in names)
-        return Trace(layers, uses, uncalled, self.shared_outputs)
+        return Trace(layers, uses, uncalled)
 
     def _call_layer(
         self,
@@ -423,8 +419,6 @@ def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., tor
     output = call_on(model, tensors, batch)
     if recorder.flow is not None:
         recorder.flow.end(output)
-    with contextlib.suppress(ConfigError):  # a batch whose samples can't be counted is not split either
-        recorder.shared_outputs = shared_outputs(output, count_samples(batch))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
