@@ -1,11 +1,11 @@
 """TRL's trainers under a plugin: SFT as in one process, DPO and GRPO as under Accelerate's DDP on as many ranks."""
 
 import os
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 import torch
+from isolated_libraries import FOLDER, missing_libraries, use_isolated_libraries
 from named_plugins import plugin_named
 from trainer_runs import forget_ranks, make_model, saved_parameters, steps_of
 
@@ -14,10 +14,8 @@ from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
 pytestmark = [
-    pytest.mark.skipif(
-        None in (find_spec("trl"), find_spec("datasets"), find_spec("transformers")),
-        reason="needs trl, datasets and transformers",
-    ),
+    pytest.mark.usefixtures("new_interpreters"),
+    pytest.mark.skipif(bool(missing_libraries(["trl", "datasets"])), reason=f"trl not installed, nor in {FOLDER}"),
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),  # TRL 1.16
 ]
 
@@ -41,6 +39,7 @@ def _texts():
 
 
 def _train(name, folder):
+    use_isolated_libraries()
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -123,6 +122,7 @@ def _rewards():
 
 def _tune(kind, names, folder):
     """Return the steps of trainings on as many ranks, one after the other; ``None`` is Accelerate's own."""
+    use_isolated_libraries()
     from datasets import Dataset
 
     from booster_tools.integrations.transformers import with_booster
