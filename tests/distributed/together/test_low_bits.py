@@ -1,4 +1,6 @@
-"""torchao's optimizers with state in 8 and 4 bits: trained as in one process, and saved for any plugin."""
+"""State in 8 and 4 bits, by torchao and bitsandbytes: trained as in one process, and saved for any plugin."""
+
+import sys
 
 import pytest
 import torch
@@ -20,6 +22,11 @@ pytestmark = [
     pytest.mark.usefixtures("new_interpreters"),
     pytest.mark.skipif(bool(missing_libraries(["torchao"])), reason=f"torchao not installed, nor in {FOLDER}"),
 ]
+BITSANDBYTES = "AdamW8bit of bitsandbytes"
+NEEDS_BITSANDBYTES = [
+    pytest.mark.slow,  # it loads slowly
+    pytest.mark.skipif(bool(missing_libraries(["bitsandbytes"])), reason=f"not installed, nor in {FOLDER}"),
+]
 PLUGINS = {
     "ddp": lambda: "ddp",
     "fsdp": lambda: "fsdp",
@@ -37,15 +44,15 @@ STEPS = 4
 def begin(kind, name=None):
     """Return a model of which torchao keeps the matrices' state in few bits, its optimizer, and what boosted them."""
     use_isolated_libraries()
-    import_quietly(["torchao.optim"])
-    import torchao.optim
-
+    library = "bitsandbytes" if kind == BITSANDBYTES else "torchao"
+    import_quietly([f"{library}.optim"])
     torch.compiler.set_stance("force_eager")
     torch.manual_seed(0)
     # Half of the parameters ends within the second matrix, with a block of 256 elements.
     layers = [nn.Linear(64, 256, bias=False), nn.Linear(256, 128, bias=False), nn.Linear(128, 64, bias=False)]
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-    optimizer = getattr(torchao.optim, kind)(model.parameters(), lr=1e-2)
+    make = getattr(sys.modules[f"{library}.optim"], kind.partition(" ")[0])
+    optimizer = make(model.parameters(), lr=1e-2)
     if name is None:
         return None, model, optimizer
     booster = Booster("cpu", plugin=PLUGINS[name]())
@@ -86,21 +93,21 @@ def loaded(kind, name, folder):
     booster, model, optimizer = begin(kind, name)
     booster.load_checkpoint(folder, model=model, optimizer=optimizer)
     tensors = [each for state in optimizer.unwrap().state.values() for each in state.values()]
-    kinds = {type(getattr(each, "_local_tensor", each)).__name__ for each in tensors}
+    kinds = {getattr(each, "dtype", None) if kind == BITSANDBYTES else type(each).__name__ for each in tensors}
     train(booster, model, optimizer, STEPS // 2, STEPS)
     return values_of(booster, model), kinds
 
 
 @matrix(
     ["AdamW8bit-zero 2-ddp", "AdamW4bit-fsdp-zero 1", "AdamW8bit-gemini-fsdp"],
-    kind=["AdamW8bit", "AdamW4bit"],
+    kind=["AdamW8bit", "AdamW4bit", pytest.param(BITSANDBYTES, marks=NEEDS_BITSANDBYTES)],
     saver=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
     loader=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
 )
 def test_a_run_goes_on_as_if_it_had_not_been_saved(kind, saver, loader, tmp_path):
     (plain, expected), *_ = run_on_ranks(saved_and_not, 2, kind, saver, tmp_path)
     for found, kinds in run_on_ranks(loaded, 2, kind, loader, tmp_path):
-        assert f"OptimState{kind[5:]}" in kinds, "the state stays in few bits"
+        assert (torch.uint8 if kind == BITSANDBYTES else f"OptimState{kind[5:]}") in kinds, "it stays in few bits"
         for name, values in found.items():
             torch.testing.assert_close(values, expected[name], rtol=0, atol=0)
     for name, values in expected.items():  # blocks are the same: what differs is in which order gradients were added

@@ -1,4 +1,4 @@
-"""TRL's trainers under a plugin: SFT as in one process, DPO and GRPO as under Accelerate's DDP on as many ranks."""
+"""TRL's trainers, SFT, DPO and GRPO, under a plugin: as under Accelerate's DDP on as many ranks, or in one process."""
 
 import os
 from unittest import mock
@@ -94,8 +94,15 @@ def _words(generator, number):
     return " ".join(f"w{int(word)}" for word in torch.randint(3, 64, (number,), generator=generator))
 
 
+def _answers():
+    """Return a trainer of fine-tuning, its settings, samples and further arguments."""
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer, SFTConfig, {"max_length": 16}, list(_texts()), {}
+
+
 def _preferences():
-    """Return a trainer of DPO, its settings, samples and further arguments; the reference model is a second one."""
+    """Return the same of DPO; the reference model is a second one."""
     from trl import DPOConfig, DPOTrainer
 
     draw = torch.Generator().manual_seed(1)
@@ -164,8 +171,8 @@ def _tune(kind, names, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [_preferences, _rewards])
-def test_preferences_and_rewards_train_as_under_accelerate(kind, tmp_path):
+@pytest.mark.parametrize("kind", [_answers, _preferences, _rewards])
+def test_losses_are_those_under_accelerate(kind, tmp_path):
     limits = {"timeout_seconds": 280, "group_timeout_seconds": 180}
     names = ["zero", "fsdp", "gemini"]
     for found in run_on_ranks(_tune, 2, kind, [None, *names], tmp_path, **limits):
