@@ -1,7 +1,7 @@
 """Train a mixture of experts whose experts are spread over ranks.
 
 torchrun --nproc-per-node 2 examples/mixture_of_experts.py --ep-size 2
-booster plan examples/mixture_of_experts.py:build --devices 8 --memory 80GiB --precision bf16 --plugin hybrid --option ep_size=8
+booster plan examples/mixture_of_experts.py:build --devices 8 --memory 80GiB --plugin hybrid --option ep_size=8
 
 Each rank holds ``1/ep_size`` of the experts of each layer, and ranks send each other the tokens that choose them.
 """
