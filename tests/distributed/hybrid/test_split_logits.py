@@ -283,9 +283,8 @@ def write_into_a_view():
 
 
 def test_writing_to_a_view_of_gathered_logits_raises():
-    expect_on_ranks(
-        ConfigError, r"A view of all logits, of which this rank has \d:\d of 7 logits, was changed in place", write_into_a_view, 2
-    )
+    message = r"A view of all logits, of which this rank has \d:\d of 7 logits, was changed in place"
+    expect_on_ranks(ConfigError, message, write_into_a_view, 2)
 
 
 def on_one_rank():

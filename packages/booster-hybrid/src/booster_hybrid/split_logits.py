@@ -183,10 +183,13 @@ def _answer(func: Callable[..., Any], source: SplitLogits, args: tuple[Any, ...]
         if is_elementwise(func, args, named, source):
             return _elementwise(func, source, args, named)
         if name in _SHAPES and args and args[0] is source:
-            return _SHAPES[name](
-                source.partition.shape(source.local().shape), *(args[1:] if name == "size" else ()), **named
-            )
+            return _SHAPES[name](_whole_shape(source), *(args[1:] if name == "size" else ()), **named)
     return source.partition.answer(func, source, args, named)
+
+
+def _whole_shape(source: SplitLogits) -> torch.Size:
+    inner = source._inner  # noqa: SLF001 - our own
+    return source.partition.shape(Tensor.size(source) if inner is None else _whole_shape(inner))
 
 
 def _elementwise(func: Callable[..., Any], source: SplitLogits, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
