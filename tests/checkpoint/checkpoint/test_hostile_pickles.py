@@ -3,11 +3,13 @@
 import io
 import pickle
 import struct
+import time
 import zipfile
 
 import pytest
 import torch
 
+from booster_checkpoint.files import torch_file
 from booster_checkpoint.files.torch_file import load_plainly
 from booster_checkpoint.load import open_source
 from booster_core.errors import CheckpointDamagedError
@@ -161,8 +163,44 @@ def test_whatever_torch_reads_is_let_through(value, legacy):
     assert str(load_plainly(stream)) == str(expected)
 
 
-def table_of(**entries):
+def test_an_honest_file_of_many_tensors_is_opened_within_a_second_a_megabyte(tmp_path):
+    path = tmp_path / "model.bin"
+    torch.save({f"model.layers.{index}.weight": torch.empty(2, 2) for index in range(5_000)}, path)
+    with open_source(path, "model"):
+        pass  # what is imported once
+    start = time.process_time()
+    with open_source(path, "model") as source:
+        assert len(source.tensors) == 5_000
+    assert time.process_time() - start < path.stat().st_size / 1e6
 
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["this torch", "an older torch"])
+def test_values_are_found_whichever_way_torch_describes_a_file(is_old, tmp_path, monkeypatch):
+    if is_old:
+        monkeypatch.setattr(torch_file, "_tells_offsets_on_meta", lambda: False)
+    matrix = torch.arange(12.0).view(3, 4)
+    state = {
+        "plain": matrix,
+        "transposed": matrix.t(),
+        "rows": matrix[1:],
+        "columns": matrix[:, 1:3],  # left out and repeated values: the file is read as a whole
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+    }
+    for names in (["plain", "transposed", "rows", "scalar", "empty", "parameter"], list(state)):
+        torch.save({name: state[name] for name in names}, tmp_path / "model.bin")
+        with open_source(tmp_path / "model.bin", "model") as source:
+            assert [name for name in names if not torch.equal(source.read_whole(name), state[name])] == []
+    torch.save({"w": torch.empty(2, device="meta")}, tmp_path / "model.bin")
+    with (
+        pytest.raises(CheckpointDamagedError, match="not a plain tensor"),
+        open_source(tmp_path / "model.bin", "model"),
+    ):
+        pass
+
+
+def table_of(**entries):
     from torch.distributed.checkpoint.metadata import Metadata
 
     return pickle.dumps(Metadata(**{"state_dict_metadata": {}, "storage_data": {}, **entries}))
