@@ -226,7 +226,7 @@ class Bench:
         self.adapter = ReplicatedStateAdapter(self.model, self.optimizer, coordinator)
         booster = Booster("cpu")
         self.io = CheckpointEngine(booster.plugin, booster.context)
-        self.saver = Saver(Session(coordinator, timeout_seconds=None), BUCKET_BYTES, shared_filesystem=None)
+        self.saver = Saver(Session(coordinator, timeout_seconds=None), BUCKET_BYTES)
         shards = [*self.adapter.model_shards(), *self.adapter.optimizer_shards()]
         self.total = sum(shard.data.nbytes for shard in shards)
         self.owned = [shard.data for shard in shards if shard.is_owner]

@@ -181,7 +181,7 @@ def planned_on_one_of_many(folder, has_experts):
         checksums=False,
         commit=None,
     )
-    saver = Saver(session, 1 << 20, shared_filesystem=None)
+    saver = Saver(session, 1 << 20)
     if has_experts:
         saver._tables = DifferentTables(session)
     found = []
@@ -252,7 +252,7 @@ from booster_checkpoint.session import Session
 from booster_checkpoint.load.source import open_source
 from booster_core.state import ReplicatedStateAdapter
 
-saver = Saver(Session(DistCoordinator(), timeout_seconds=None), BUCKET_BYTES, shared_filesystem=None)
+saver = Saver(Session(DistCoordinator(), timeout_seconds=None), BUCKET_BYTES)
 model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for index in range(500)])
 adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
 used = len(os.listdir("/proc/self/fd"))
