@@ -223,7 +223,7 @@ class Saver:
         session, target, written = self._session, save.target, list[WrittenFile]()
 
         def commit(plan: SavePlan, sums: Sums) -> None:
-            written.extend(_written(plan, sums))
+            written.extend(WrittenFile(name=name, nbytes=sums[name][0], blocks=sums[name][1]) for name in plan.names)
             if save.commit is not None:
                 save.commit(written)
 
@@ -248,15 +248,6 @@ def _blocks_of(content: bytes) -> tuple[Block, ...]:
     hasher = BlockHasher(block_sizes([len(content)]))
     hasher.update(content)
     return tuple(hasher.blocks)
-
-
-def _written(plan: SavePlan, sums: Sums) -> list[WrittenFile]:
-    """Return the files of a plan, in its order."""
-    tensors = {file.name: tuple(spec.key for spec in file.specs) for file in plan.files}
-    return [
-        WrittenFile(name=name, nbytes=sums[name][0], blocks=sums[name][1], tensors=tensors.get(name, ()))
-        for name in plan.names
-    ]
 
 
 class _OwnedValues:
