@@ -238,7 +238,7 @@ class Bench:
         self.owned = [shard.data for shard in shards if shard.is_owner]
         mine = sum(data.nbytes for data in self.owned)
         self.first = sum(coordinator.all_gather_object(mine)[: self.rank])
-        self.buffer = torch.zeros(mine, dtype=torch.uint8)
+        self.buffer = torch.ones(mine, dtype=torch.uint8)  # zeros would be one page of the system, for ever in a cache
         self.files = folder / "model.safetensors", folder / "optimizer.safetensors"
         self.pending: Any = None
         self.group = dist.new_group(backend="gloo")  # DCP communicates in the background
