@@ -8,8 +8,10 @@ import zipfile
 
 import pytest
 import torch
+from torch import _weights_only_unpickler
 
 from booster_checkpoint.files import torch_file
+from booster_checkpoint.files.pickle_check import check_pickle
 from booster_checkpoint.files.torch_file import load_plainly
 from booster_checkpoint.load import open_source
 from booster_core.errors import CheckpointDamagedError
@@ -88,6 +90,7 @@ HOSTILE = {
     "a deep tuple as a key": as_key(deep(b"(", b"t")),
     "zeros": PREFIX + b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x01tRs.",
     "a list in itself": PREFIX + b"]q\x00h\x00as.",
+    "an item of None": PREFIX + b"NNas.",
     "an opcode of pickle's own": PREFIX + b"Nq\x00h\x00\x85Qs.",
     "cut off": as_pickle([1, 2, 3])[:-3],
 }
@@ -161,6 +164,18 @@ def test_whatever_torch_reads_is_let_through(value, legacy):
     expected = torch.load(stream, weights_only=True)
     stream.seek(0)
     assert str(load_plainly(stream)) == str(expected)
+
+
+@pytest.mark.parametrize("value", [b"N", b"K\x01", b"Nq\x00", b"G" + bytes(8)], ids=["none", "int", "memo", "float"])
+def test_the_check_takes_less_than_what_is_checked(value):
+    """A value of a few bytes in a large file: the check is in Python, as is the unpickler that it goes before."""
+    content = PREFIX + b"(" + value * (400_000 // len(value)) + b"ts."
+    times = []
+    for read in (lambda stream: check_pickle(stream, len(content)), _weights_only_unpickler.load):
+        start = time.thread_time()
+        read(io.BytesIO(content))
+        times.append(time.thread_time() - start)
+    assert times[0] < times[1]
 
 
 def test_an_honest_file_of_many_tensors_is_opened_within_a_second_a_megabyte(tmp_path):
