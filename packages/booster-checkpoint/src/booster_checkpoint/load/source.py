@@ -9,7 +9,6 @@ one, the same with a prefix; then a complete set of numbered files without an in
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from contextlib import contextmanager
@@ -308,11 +307,6 @@ class Source:
         """Verify what other ranks of this host that read the same do not; see `CheckedReads.take_turns`."""
         for reads in self._checked:
             reads.take_turns(turn, num_turns)
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of all tensors' values."""
-        return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self.tensors.values())
 
     @property
     def groups_path(self) -> Location | None:
