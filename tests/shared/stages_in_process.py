@@ -9,7 +9,7 @@ import torch
 
 from booster_hybrid.config import PipelineConfig
 from booster_hybrid.pipeline.host_draws import HostDraws
-from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
+from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_needs
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams
 from booster_hybrid.skipped_layers import kept_generators
@@ -25,8 +25,8 @@ def cut(model, example, *, lists=("layers",), pp_size=2, style="1f1b", trains=Tr
         trace, flow = trace_flow(model, list(lists), example)
     watched.check_own({layer.name for layer in trace.layers})
     with kept_generators(), watched:
-        crossings, idle = find_crossings(model, trace, flow, config, example, trains=trains)
-    plan = StagePlan.of(model, Cuts(trace, crossings, idle, draws_on_host=watched.were_seen), config)
+        needs = find_needs(model, trace, flow, config, example, trains=trains)
+    plan = StagePlan.of(model, Cuts(trace, needs, draws_on_host=watched.were_seen), config)
     return plan, [plan.cut(copy.deepcopy(model), rank, lambda each: each.dtype) for rank in range(pp_size)]
 
 

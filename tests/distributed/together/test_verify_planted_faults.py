@@ -23,6 +23,7 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.optimizer import HybridEngine
 from booster_hybrid.pipeline.cut import StagedModel
+from booster_hybrid.pipeline.flow import Needs
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
@@ -262,7 +263,7 @@ def without_skip_checks():
 
 
 def without_values(model, trace, ranges, crossings, is_held, record):
-    return tuple(crossings), {}, record(frozenset())
+    return Needs(tuple(crossings), {}), record(frozenset())
 
 
 def without_scale(function):

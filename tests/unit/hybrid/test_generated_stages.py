@@ -113,6 +113,9 @@ class Generated(nn.Module):
     def between(self, number, before, hidden):
         if self.shape == "residual":
             hidden = before + hidden
+        elif self.shape == "residual in place":
+            before += hidden
+            hidden = before
         elif self.shape == "write":
             hidden = hidden * 1
             hidden *= 1.5
@@ -185,9 +188,12 @@ def merged(staged, noted):
     return found
 
 
-def compare(model, pp_size=2, style="1f1b", example=None, given=None, trains=True, loss_of=criterion):
+def compare(model, pp_size=2, style="1f1b", example=None, given=None, trains=True, known=True, loss_of=criterion):
     given = batches() if given is None else given
-    plan, staged = parts(model, example, pp_size=pp_size, style=style, trains=trains)
+    is_training = model.training
+    plan, staged = parts(model.train(is_training and known), example, pp_size=pp_size, style=style, trains=trains)
+    for each in (model, *(one.model for one in staged)):
+        each.train(is_training)
     expected, total = made_like(model), 0.0
     drawn = []
     for number, batch in enumerate(given):
@@ -330,6 +336,37 @@ def test_values_that_pass_by_layers_are_those_of_one_process(shape):
         compare(made("of_form", "between", shape), pp_size, style)
 
 
+@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize("shape", ["plain", "residual", "write", "written_view"])
+def test_a_residual_outside_of_layers_is_one_tensor_at_a_boundary(pp_size, shape):
+    plan, _ = parts(made(shape=shape, num_layers=8), pp_size=pp_size)
+    assert [crossing.names for crossing in plan.cuts.needs[True].crossings] == [(), *[("x",)] * (pp_size - 1)]
+
+
+@pytest.mark.parametrize(("pp_size", "style"), PIPELINES)
+def test_a_residual_in_place_is_that_of_one_process(pp_size, style):
+    """The input of a stage's first layer is written to, which is none that was received then."""
+    compare(made("of_form", "before", "residual in place", is_training=False), pp_size, style, trains=False)
+
+
+class WritingLate(Generated):
+    def between(self, number, before, hidden):
+        if self.shape != "residual":
+            return hidden
+        before += hidden
+        return before
+
+
+def test_a_write_to_what_was_received_that_the_example_did_not_show_raises():
+    torch.manual_seed(3)
+    model = WritingLate().eval()
+    _, staged = parts(model, trains=False)
+    for each in staged:
+        each.model.shape = "residual"
+    with pytest.raises(AbsentValueError, match=r"in place \(by `add_`\), which this pipeline stage has received"):
+        run(parts(model)[0], staged, batches(1), criterion, trains=False)
+
+
 @pytest.mark.parametrize(("is_training", "is_recomputed"), [(False, False), (True, True)])
 def test_modes(is_training, is_recomputed):
     for place, shape in itertools.product(PLACES, ("plain", "residual", "mask")):
@@ -365,6 +402,66 @@ def test_outputs_that_the_example_did_not_ask_for_raise_when_they_are_read():
     assert [is_absent(each) for each in outputs["states"]] == [True, True, False, False]
     with pytest.raises(AbsentValueError, match=r"layer 'layers\.0'"):
         run(plan, staged, batches(1, returns_states=True), lambda out, _: out["states"][0].mean())
+
+
+class OfOneMode(Generated):
+    """Returns what its layers made in one mode alone, as models that keep memories for generation do."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, x):
+        return super().forward(x, returns_states=self.training is self.mode)
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_model_returns_in_one_mode_alone_is_sent_in_that_mode(pp_size, mode, known):
+    model = OfOneMode(mode).train(known)
+    plan, staged = parts(model, pp_size=pp_size)
+    assert [len(crossing.extras) for crossing in plan.cuts.needs[not mode].crossings] == [0] * pp_size
+    for is_training in (True, False):
+        for each in (model, *(one.model for one in staged)):
+            each.train(is_training)
+        ((outputs, _),), _ = run(plan, staged, batches(1), criterion, trains=is_training)
+        model.replayed = merged(staged, model.source)
+        expected = model(**batches(1)[0])
+        assert outputs.keys() == expected.keys() == ({"out", "states"} if is_training is mode else {"out"})
+        torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_that_is_in_evaluation_at_boost_trains_as_one_process(shape):
+    for pp_size, style in PIPELINES:
+        model = made("of_form", "between", shape)
+        plan, _ = parts(model, pp_size=pp_size, style=style)
+        assert plan.cuts.needs[True] is not plan.cuts.needs[False]  # found in each mode
+        compare(model, pp_size, style, known=False)
+
+
+class Remembering(Generated):
+    """Adds what its layers made to a list and a dict that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.by_name = [torch.ones(1)], {"first": torch.ones(1)}
+
+    def forward(self, x):
+        outputs = super().forward(x, returns_states=True)
+        self.before.append(outputs["states"][0].detach())
+        self.by_name["last"] = outputs["states"][-1].detach()
+        return {"out": outputs["out"]}
+
+
+def test_the_example_leaves_nothing_in_lists_and_dicts_of_a_model():
+    model = Remembering()
+    (one,), (first,) = model.before, model.by_name.values()
+    cut(model, batches(1)[0])
+    assert model.before[0] is one
+    assert model.by_name["first"] is first
+    assert (len(model.before), len(model.by_name)) == (1, 1)
 
 
 class Swallowing(Generated):

@@ -26,7 +26,7 @@ from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
-from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_crossings
+from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_needs
 from booster_hybrid.pipeline.trace import trace_flow
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
@@ -502,8 +502,8 @@ class HybridSetup:
             if trains:
                 check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
             with watched:
-                crossings, idle = find_crossings(model, trace, flow, config, batch, trains=trains)
-            return found, Cuts(trace, crossings, idle, draws_on_host=watched.were_seen)
+                needs = find_needs(model, trace, flow, config, batch, trains=trains)
+            return found, Cuts(trace, needs, draws_on_host=watched.were_seen)
 
     def _split_sequences(self, split: TensorParallelModel) -> None:
         from booster_hybrid.sequence_parallel.apply import split_sequences

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import AbsentValueError
+from booster_runtime.data import fields_of, with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ class AbsentTensor(Tensor):
 
     form: Form
     origin: str
+    arrived: Tensor | None = None  # its values, where a stage has received them as an argument of its first layer
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - as torch's own wrappers
 
     @classmethod
@@ -192,6 +194,21 @@ def has_absent(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(has_absent, value))
     return isinstance(value, dict) and any(map(has_absent, value.values()))
+
+
+def with_arrived(value: Any) -> Any:
+    """Return a nest in which absent tensors whose values have arrived are those; opened as by `tensors_of`."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            arrived = leaf.arrived if isinstance(leaf, AbsentTensor) else None
+            return leaf if arrived is None else arrived
+        fields = fields_of(leaf)
+        if fields is None and leaf is value:
+            fields = getattr(leaf, "__dict__", None)
+        return with_fields(leaf, {name: with_arrived(each) for name, each in fields.items()}) if fields else leaf
+
+    return pytree.tree_map(replaced, value)
 
 
 def mark_written(tensor: Tensor, origin: str) -> None:

@@ -20,7 +20,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.absent import Form, Forms, absent_like, as_absent, is_absent, noting_errors, refuse
+from booster_hybrid.pipeline.absent import (
+    Form,
+    Forms,
+    absent_like,
+    as_absent,
+    is_absent,
+    noting_errors,
+    refuse,
+    with_arrived,
+)
 from booster_hybrid.pipeline.arguments import ArgumentNames
 from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.pipeline.flow import Extra
+    from booster_hybrid.pipeline.flow import Extra, Needs
     from booster_hybrid.pipeline.trace import Layer, Trace
     from booster_hybrid.random_streams import MicrobatchStreams
 
@@ -169,9 +178,9 @@ class StagedModel:
         trace: What a dry run of it has seen.
         stages: The stages of this rank.
         dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
-        crossings: What each stage of the whole pipeline gets; ``None`` where nothing but layers' arguments is sent.
-        idle: Modules outside of the layers that have nothing to compute on some stages, with these; ``None`` runs all
-            modules on every stage that comes to them.
+        needs: What stages of the whole pipeline get and leave out in training (``True``) and in evaluation; without it
+            nothing but layers' arguments is sent.
+        has_collectives: Whether modules communicate in forward, so that each is run on every stage that comes to it.
 
     Attributes:
         model: As above.
@@ -186,8 +195,9 @@ class StagedModel:
         trace: Trace,
         stages: Sequence[StageRange],
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
-        crossings: Sequence[Crossing] | None = None,
-        idle: Mapping[str, Collection[int]] | None = None,
+        needs: Mapping[bool, Needs] | None = None,
+        *,
+        has_collectives: bool = False,
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
@@ -201,19 +211,19 @@ class StagedModel:
         self._gates: list[_Gate] = []
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
-        self._crossings = crossings
-        self._given_names: dict[tuple[int, int], set[str]] = {}
+        self._needs = needs or {}
+        self._given_names: dict[tuple[bool, int, int], set[str]] = {}
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, Tensor] = {}
         self._has_begun = False
         self.stages = {stage.index: stage for stage in stages}
         self._modules = modules = dict(model.named_modules())
-        self._place_gates(modules, idle)
+        self._place_gates(modules, may_be_tried=bool(needs) and not has_collectives)
         self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
         self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
-        self._watch_senders(modules, crossings or ())
+        self._watch_senders(modules)
 
-    def _place_gates(self, modules: Mapping[str, nn.Module], idle: Mapping[str, Collection[int]] | None) -> None:
+    def _place_gates(self, modules: Mapping[str, nn.Module], *, may_be_tried: bool) -> None:
         """Replace the forwards of layers, and of modules outside of them that some stages leave out."""
         for name in self._trace.uncalled:
             modules[name].forward = _Refusal(name, type(self.model).__name__, modules[name])
@@ -221,7 +231,7 @@ class StagedModel:
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            gate = _Gate(self, module, position, layer, may_be_tried=idle is not None)
+            gate = _Gate(self, module, position, layer, may_be_tried=may_be_tried)
             self._gates.append(gate)
             self._enclosed.append((module, gate))
             module.forward = gate
@@ -230,14 +240,16 @@ class StagedModel:
         for name, module in modules.items():
             if not layers.intersection(_prefixes(name)):
                 self._enclosed.append((module, None))
-        for name, idle_on in (idle or {}).items():
-            modules[name].forward = _Idle(self, name, modules[name], self.stages.keys() & set(idle_on))
+        idle = {name for needs in self._needs.values() for name in needs.idle} if may_be_tried else ()
+        for name in sorted(idle):
+            modules[name].forward = _Idle(self, name, modules[name])
 
-    def _watch_senders(self, modules: Mapping[str, nn.Module], crossings: Sequence[Crossing]) -> None:
+    def _watch_senders(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch modules whose outputs are sent."""
         extras: dict[str, set[Extra]] = defaultdict(set)
-        for extra in (extra for crossing in crossings for extra in crossing.extras):
-            extras[extra.module].add(extra)
+        for crossing in (each for needs in self._needs.values() for each in needs.crossings):
+            for extra in crossing.extras:
+                extras[extra.module].add(extra)
         position_of = {layer.name: position for position, layer in enumerate(self._trace.layers)}
         for name, of_module in extras.items():
             handle = modules[name].register_forward_hook(
@@ -368,6 +380,8 @@ class StagedModel:
         try:
             with self._without_attributes_of_others(), run.noting(), run:
                 outputs = as_absent(call_with(self.forward, taken_by(self.model, batch)))
+            if run.has_arrived:
+                outputs = with_arrived(outputs)
         except StageEnd as end:
             payload = end.payload
         finally:
@@ -442,19 +456,30 @@ class StagedModel:
             self._leave_layer(position)
             return output
         if position == stage.last:
-            arguments = dict(gate.names.leaves(args, kwargs))
+            arguments = dict(gate.names.leaves(*with_arrived((args, kwargs))))
             arguments.update(self._given(stage, position))
             raise StageEnd(self._payload(stage, layer, arguments))
         self._has_begun = self._has_begun or position == stage.first
-        given = self._given(stage, position)
-        if given:
-            args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{layer.name}'")
-        args, kwargs = as_absent((args, kwargs))
+        args, kwargs = self._with_received(stage, gate, args, kwargs)
         with contextlib.nullcontext() if self._run is None else self._run.paused():
             output = forward(*args, **kwargs)
         gate.check(output, args, kwargs)
         self._leave_layer(position)
         return output
+
+    def _with_received(
+        self, stage: StageRange, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
+        given = self._given(stage, gate.position)
+        if self._run is not None and gate.position == stage.first:
+            self._run.arrive(dict(gate.names.leaves(args, kwargs)), given)
+        if given:
+            args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{gate.layer.name}'")
+        if self._run is not None and self._run.has_arrived:
+            args, kwargs = with_arrived((args, kwargs))
+        args, kwargs = as_absent((args, kwargs))
+        return args, kwargs
 
     def enter_layer(self, position: int) -> None:
         """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
@@ -474,7 +499,9 @@ class StagedModel:
         if self._streams is not None:
             self._streams.begin_call()
         try:
-            if self._active is not None and self._active.index in idle.stages:
+            if self._active is not None and self._active.index in self._needs[self.model.training].idle.get(
+                idle.name, ()
+            ):
                 with contextlib.suppress(Exception):  # its forward below raises it, or needs no form
                     return idle.calls.result(run, args, kwargs)
             return idle.forward(*args, **kwargs)
@@ -556,7 +583,8 @@ class StagedModel:
         )
 
     def _crossing_into(self, stage: int, first: Layer) -> Crossing:
-        return Crossing(first.carried) if self._crossings is None else self._crossings[stage]
+        needs = self._needs.get(self.model.training)
+        return Crossing(first.carried) if needs is None else needs.crossings[stage]
 
     def _given(self, stage: StageRange, position: int) -> dict[str, Tensor]:
         """Return those of a layer's arguments that the stage before has sent.
@@ -566,12 +594,13 @@ class StagedModel:
         """
         if stage.is_first:
             return {}
-        names = self._given_names.get((stage.index, position))
+        key = self.model.training, stage.index, position
+        names = self._given_names.get(key)
         if names is None:
             first = self._trace.layers[stage.first]
             sent = {*self._crossing_into(stage.index, first).carried}
             names = given_names(self._trace, stage, position, sent) & sent
-            self._given_names[stage.index, position] = names
+            self._given_names[key] = names
         return {name: self._received[name] for name in names if name in self._received}
 
 
@@ -668,8 +697,8 @@ class _CompiledCall:
 class _Idle:
     """The forward of a module outside of the layers that need not be run on some stages."""
 
-    def __init__(self, staged: StagedModel, name: str, module: nn.Module, stages: Collection[int]) -> None:
-        self._staged, self.stages = staged, stages
+    def __init__(self, staged: StagedModel, name: str, module: nn.Module) -> None:
+        self._staged, self.name = staged, name
         self.forward = module.forward
         self.calls = AbsentCalls(module, module.forward, f"module '{name}'")
         self.__signature__ = inspect.signature(named_forward(module))  # callers look at what a module takes

@@ -71,6 +71,19 @@ class Crossing:
         return (*self.carried, *(extra.name for extra in self.extras))
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What stages get and leave out, in training or in evaluation.
+
+    Args:
+        crossings: What each stage gets from the one before.
+        idle: The stages on which a module outside of the layers has nothing to compute, by its name.
+    """
+
+    crossings: tuple[Crossing, ...]
+    idle: Mapping[str, frozenset[int]]
+
+
 def tensors_in(value: Any) -> dict[str, torch.Tensor]:
     """Return the differentiable tensors in a nest of containers by where they are."""
     found = leaves_by_path(value)[0]
@@ -156,14 +169,15 @@ class Flow:
 
     def _needed(self, starts: Mapping[str, _Edge], cut: int, is_held: Callable[[str], bool], what: str) -> set[Extra]:
         """Return what a stage needs from earlier stages, other than the arguments of its first layer."""
-        lost = self._lost(starts.values(), self._gates[cut], is_held)
+        arrived = {*self._entries[cut].values()}
+        lost = self._lost(starts.values(), self._gates[cut], arrived, is_held)
         extras: set[Extra] = set()
         missing: dict[str, str] = {}
         for label, start in starts.items():
             stack, seen = [start], set()
             while stack:
                 edge = stack.pop()
-                if edge in seen or edge[0] not in lost:
+                if edge in seen or edge in arrived or edge[0] not in lost:
                     continue
                 seen.add(edge)
                 made = self._made.get(edge)
@@ -184,20 +198,23 @@ class Flow:
             raise ConfigError(msg)
         return extras
 
-    def _lost(self, starts: Iterable[_Edge], gates: set[Any], is_held: Callable[[str], bool]) -> set[Any]:
-        """Return the nodes that depend on parameters which are not held, but for dependence through a layer's call."""
+    def _lost(
+        self, starts: Iterable[_Edge], gates: set[Any], arrived: set[_Edge], is_held: Callable[[str], bool]
+    ) -> set[Any]:
+        """Return the nodes that depend on parameters which are not held, but for dependence through what arrives."""
         lost: dict[Any, bool] = {}
-        stack = [(node, False) for node, _ in starts]
+        stack = [(edge[0], False) for edge in starts if edge not in arrived]
         while stack:
             node, is_done = stack.pop()
             if is_done:
-                lost[node] = lost[node] or any(lost.get(each, False) for each, _ in node.next_functions)
+                before = (edge[0] for edge in node.next_functions if edge not in arrived)
+                lost[node] = lost[node] or any(lost.get(each, False) for each in before)
             elif node is not None and node not in lost:
                 name = self._parameter(node)
                 lost[node] = name is not None and not is_held(name)
                 if node not in gates:
                     stack.append((node, True))
-                    stack += [(each, False) for each, _ in node.next_functions]
+                    stack += [(edge[0], False) for edge in node.next_functions if edge not in arrived]
         return {node for node, is_lost in lost.items() if is_lost}
 
     def _parameter(self, node: Any) -> str | None:

@@ -60,6 +60,7 @@ class Operation:
     Args:
         name: The operation's name.
         used: The memory whose values it depends on.
+        arguments: For each of these, which argument of a layer it is; see `LayerCall`.
         made: New memory that it returns.
         written: Memory that it changes.
         is_read: Whether it turns values into Python's.
@@ -67,6 +68,7 @@ class Operation:
 
     name: str
     used: tuple[Memory, ...]
+    arguments: tuple[int | None, ...]
     made: tuple[Memory, ...]
     written: tuple[Memory, ...]
     is_read: bool
@@ -79,11 +81,13 @@ class LayerCall:
     Args:
         position: The layer, in the order of the trace.
         arguments: The memory of its arguments by path.
+        objects: What tells each of these tensors from others that show the same memory.
         carried: Paths of those that have a gradient.
     """
 
     position: int
     arguments: Mapping[str, Memory]
+    objects: Mapping[str, int]
     carried: frozenset[str]
 
 
@@ -115,12 +119,12 @@ class ModuleReturn:
 
     Args:
         name: The module.
-        returned: The memory of the tensors that it returned.
+        returned: The memory of the tensors that it returned, and which argument of a layer each is.
         is_pure: Whether it did nothing but return tensors: no layer ran, and nothing was kept or written.
     """
 
     name: str
-    returned: tuple[Memory, ...]
+    returned: tuple[tuple[Memory, int | None], ...]
     is_pure: bool
 
 
@@ -153,14 +157,14 @@ class Recording:
         parameters: The memory of each parameter.
         senders: Names of the modules whose outputs may be sent.
         steps: What it did.
-        results: The path and memory of each tensor that the model returned.
+        results: The path and memory of each tensor that the model returned, and which argument of a layer it is.
     """
 
     is_training: bool | None
     parameters: Mapping[str, Memory]
     senders: frozenset[str]
     steps: list[Step] = field(default_factory=list, repr=False)
-    results: list[tuple[str, Memory]] = field(default_factory=list, repr=False)
+    results: list[tuple[str, Memory, int | None]] = field(default_factory=list, repr=False)
 
 
 def record(model: nn.Module, trace: Trace, senders: Collection[str], batch: Any) -> list[Recording]:
@@ -213,7 +217,7 @@ def _record(model: nn.Module, trace: Trace, senders: Collection[str], batch: Any
         recorder = _Recorder(found[-1], tensors)
         with recorder.watching(dict(model.named_modules()), trace), recorder:
             output = call_on(model, tensors, example)
-        found[-1].results.extend((path, recorder.memory(tensor)) for path, tensor in tensors_of(output))
+        found[-1].results.extend((path, *recorder.both(tensor)) for path, tensor in tensors_of(output))
 
     run_dry(model, batch, run, FixedDraws())
 
@@ -258,6 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside: int | None = None
         self._num_returns: Counter[str] = Counter()
         self._before: list[Any] = []
+        self._arguments: dict[int, Tensor] = {}  # keeps the ids in use
 
     def memory(self, tensor: Tensor) -> Memory:
         """Return what tells a tensor's memory from all others of the run."""
@@ -265,6 +270,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if memory is not None and memory not in self._seen:
             self._seen[memory] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         return memory
+
+    def both(self, tensor: Tensor) -> tuple[Memory, int | None]:
+        """Return what tells a tensor's memory, and which argument of a layer it is, if any."""
+        return self.memory(tensor), id(tensor) if id(tensor) in self._arguments else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -274,7 +283,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:
             return args[0].device
         kwargs = kwargs or {}
-        used = tuple(self.memory(each) for each in _tensors((args, kwargs)))
+        given = [self.both(each) for each in _tensors((args, kwargs))]
+        used = tuple(memory for memory, _ in given)
         schema = getattr(func, "_schema", None)
         written: tuple[Memory, ...] = ()
         if schema is not None and schema.is_mutable:
@@ -285,7 +295,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A view is of what it shows.
         made = tuple(memory for each in _tensors(output) if (memory := self.memory(each)) not in used)
         if used or made or written:
-            self._steps.append(Operation(name, () if name in _FORMS else used, made, written, func in _READS))
+            depends = [] if name in _FORMS else given
+            memories, arguments = (memory for memory, _ in depends), (argument for _, argument in depends)
+            self._steps.append(Operation(name, tuple(memories), tuple(arguments), made, written, func in _READS))
         return output
 
     @contextlib.contextmanager
@@ -321,7 +333,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         tensors = ArgumentNames(signature).tensors(args, kwargs)
         carried = frozenset(path for path, tensor in tensors.items() if is_carried(tensor))
-        self._steps.append(LayerCall(position, {path: self.memory(each) for path, each in tensors.items()}, carried))
+        self._arguments.update((id(each), each) for each in tensors.values())
+        memories = {path: self.memory(each) for path, each in tensors.items()}
+        objects = {path: id(each) for path, each in tensors.items()}
+        self._steps.append(LayerCall(position, memories, objects, carried))
         before = self._inside
         self._num_calls, self._inside = self._num_calls + 1, position
         copies: list[tuple[Memory, Memory]] = []
@@ -360,7 +375,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before, after = self._before.pop(), self._state(module, args, kwargs)
         results = pytree.tree_leaves(output)
         is_pure = before == after and all(map(is_plain, (*pytree.tree_leaves((args, kwargs)), *results)))
-        returned = tuple(self.memory(each) for each in results if isinstance(each, torch.Tensor))
+        returned = tuple(self.both(each) for each in results if isinstance(each, torch.Tensor))
         self._steps.append(ModuleReturn(name, returned, is_pure and bool(returned)))
 
     def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import AbsentValueError
 from booster_hybrid.pipeline.absent import (
+    AbsentTensor,
     Form,
     Forms,
     absent_like,
@@ -27,8 +28,10 @@ from booster_hybrid.pipeline.absent import (
     mark_written,
     noting_errors,
     origin_of,
+    with_arrived,
 )
 from booster_hybrid.pipeline.trace import kept_attributes
+from booster_hybrid.whole import changes_in_place, name_of
 from booster_runtime.memory import only_describes
 
 if TYPE_CHECKING:
@@ -83,12 +86,13 @@ class StageRun(TorchFunctionMode):
 
     Attributes:
         errors: Reads of absent values so far, as the model's own code may have caught them.
+        has_arrived: Whether values of absent tensors have come, which these stand for from then on.
     """
 
     def __init__(self, model: nn.Module, forms: Forms, streams: MicrobatchStreams | None) -> None:
         super().__init__()
         self._model, self._forms, self._streams = model, forms, streams
-        self._is_paused = False
+        self._is_paused = self.has_arrived = False
         self._reads: KnownReads | None = None
         self.errors: list[AbsentValueError] = []
 
@@ -115,6 +119,12 @@ class StageRun(TorchFunctionMode):
         try:
             if not has_absent(args) and not (kwargs and has_absent(kwargs)):
                 return func(*args, **kwargs)
+            if self.has_arrived:
+                if changes_in_place(func, args, kwargs, AbsentTensor):
+                    self._refuse_write(func, args, kwargs)
+                args, kwargs = with_arrived((args, kwargs))
+                if not has_absent(args) and not has_absent(kwargs):
+                    return func(*args, **kwargs)
             if func is Tensor.__repr__:
                 return repr(args[0])
             if not has_absent(args[1:]) and not (kwargs and has_absent(kwargs)) and func in _FORM_OF_FIRST:
@@ -125,6 +135,29 @@ class StageRun(TorchFunctionMode):
         finally:
             if self._streams is not None and not self.is_trying:
                 self._streams.end_function()
+
+    def arrive(self, arguments: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
+        """Let absent arguments of the stage's first layer stand for what came in their places, by path, from now on.
+
+        The model's own code goes on with the same objects, as where it adds a layer's output to its input.
+        """
+        for path, tensor in received.items():
+            absent = arguments.get(path)
+            if isinstance(absent, AbsentTensor):
+                absent.arrived, self.has_arrived = tensor, True
+
+    def _refuse_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if a function would write to what has come: views of it that were made before are absent still."""
+        absent = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, AbsentTensor))
+        written = next((each for each in absent if each.arrived is not None), None)
+        if written is not None:
+            msg = (
+                f"The model changes values of {written.origin} in place (by `{name_of(func)}`), which this pipeline "
+                "stage has received, and the example at `boost` did not show it. Let it make a new tensor (`x = x + y` "
+                "for `x += y`), or use `pp_size=1`."
+            )
+            self.errors.append(AbsentValueError(msg))
+            raise self.errors[-1]
 
     def _let_through(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._reads is None:

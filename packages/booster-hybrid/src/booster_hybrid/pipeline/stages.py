@@ -5,14 +5,17 @@ All of it follows from the dry run, so that every rank knows it of every other.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
 from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
+from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.recording import record, record_copy
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.values import add_values
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.pipeline.cut import StageRange
-    from booster_hybrid.pipeline.flow import Crossing, Flow
+    from booster_hybrid.pipeline.flow import Flow, Needs
     from booster_hybrid.pipeline.schedule import Placement
     from booster_hybrid.pipeline.trace import Trace
 
@@ -102,10 +105,12 @@ class StageMap:
         return sorted({holders for holders in self.holders.values() if len(holders) > 1})
 
 
-def find_crossings(
+def find_needs(
     model: nn.Module, trace: Trace, flow: Flow, config: PipelineConfig, batch: Any, *, trains: bool
-) -> tuple[tuple[Crossing, ...], dict[str, frozenset[int]]]:
-    """Return what each stage gets from the one before, and the stages on which modules have nothing to compute.
+) -> dict[bool, Needs]:
+    """Return what stages get and leave out in training (``True``) and in evaluation.
+
+    A mode that the model is not in, and that fails on the batch or can't be cut, is taken to be as the other one.
 
     Args:
         model: The user's model, whole.
@@ -131,24 +136,34 @@ def find_crossings(
     def is_held(stage: int, name: str) -> bool:
         return ids[name] in held[stage]
 
-    crossings = flow.crossings(
+    what = type(model).__name__
+    of_graph = flow.crossings(
         [(stage.first, stage.last) for stage in ranges],
         lambda stage, position: given_names(trace, ranges[stage], position),
         is_held,
-        type(model).__name__,
+        what,
     )
-    what = type(model).__name__
-    crossings, idle, recordings = add_values(
-        what, trace, ranges, crossings, is_held, lambda senders: record(model, trace, senders, batch)
+
+    known, recordings = add_values(
+        what, trace, ranges, of_graph, is_held, lambda senders: record(model, trace, senders, batch)
     )
-    known = recordings[-1].is_training
+    # What the graph shows is of one mode; values alone tell of the other.
+    of_layers = [Crossing(() if stage.is_first else trace.layers[stage.first].carried) for stage in ranges]
+    found = {True: known, False: known}
+    recorded = {recordings[-1].is_training: recordings}
+    for mode in {True, False} - recorded.keys():
+        record_mode = functools.partial(record_copy, model, trace, batch=batch, is_training=mode)
+        try:
+            if mode is not model.training:  # else some of its modules are in the other mode
+                found[mode], recorded[mode] = add_values(what, trace, ranges, of_layers, is_held, record_mode)
+        except ConfigError:
+            pass
+        if mode not in recorded:
+            recorded[mode] = record_mode(recordings[-1].senders)
     for mode in (True, False):  # stages that train are refused first
-        of_mode = [each for each in recordings if each.is_training is mode]
-        if mode is not known:
-            of_mode = record_copy(model, trace, recordings[-1].senders, batch, is_training=mode)
-        for recording in of_mode:
-            check_writes(what, trace, ranges, crossings, idle, is_held, recording, trains=trains)
-    return crossings, idle
+        for recording in recorded[mode]:
+            check_writes(what, trace, ranges, found[mode], is_held, recording, trains=trains)
+    return found
 
 
 @dataclass(frozen=True)
@@ -157,14 +172,12 @@ class Cuts:
 
     Args:
         trace: What a dry run of the model has seen.
-        crossings: What each stage gets.
-        idle: The stages on which a module outside of the layers has nothing to compute, by its name.
+        needs: What stages get and leave out in training (``True``) and in evaluation.
         draws_on_host: Whether forward draws from the generators of Python or numpy.
     """
 
     trace: Trace
-    crossings: tuple[Crossing, ...]
-    idle: Mapping[str, frozenset[int]]
+    needs: Mapping[bool, Needs]
     draws_on_host: bool = False
 
 
@@ -201,7 +214,7 @@ class StagePlan:
     @property
     def sent_names(self) -> list[str]:
         """Names of all that stages send to each other."""
-        return sorted({name for crossing in self.cuts.crossings for name in crossing.names})
+        return sorted({name for needs in self.cuts.needs.values() for each in needs.crossings for name in each.names})
 
     def copies(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """Return for each parameter that several ranks hold, by ``id``, which ones they are."""
@@ -247,5 +260,4 @@ class StagePlan:
             has_collectives: Whether modules communicate in forward, so that their outputs' shapes can't be told alone.
         """
         ranges = [self.stages.ranges[stage] for stage in self.placement.stages_of(index)]
-        idle = None if has_collectives else self.cuts.idle
-        return StagedModel(model, self.cuts.trace, ranges, dtype_of, self.cuts.crossings, idle)
+        return StagedModel(model, self.cuts.trace, ranges, dtype_of, self.cuts.needs, has_collectives=has_collectives)

@@ -402,9 +402,16 @@ def run_dry(
 def kept_attributes(model: nn.Module) -> Iterator[None]:
     """Put tensors back that a forward leaves in modules, as they are fake; other attributes stay as they are set.
 
-    Models note there which hooks they have registered, for example, and hooks stay.
+    So are those that it adds to lists and dicts. Models note in attributes which hooks they have registered, for
+    example, and hooks stay.
     """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, copy.copy(value))
+        for _, kept in before
+        for name, value in kept.items()
+        if type(value) in (list, dict) and name not in _OF_TORCH
+    ]
     try:
         yield
     finally:
@@ -415,6 +422,10 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
                         attributes[name] = kept[name]
                     else:
                         del attributes[name]
+        for value, kept in contents:
+            if _holds_tensors(value):
+                value.clear()
+                (value.update if isinstance(value, dict) else value.extend)(kept)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.cut import given_names
-from booster_hybrid.pipeline.flow import Extra
+from booster_hybrid.pipeline.flow import Extra, Needs
 from booster_hybrid.pipeline.recording import (
     LayerCall,
     LayerReturn,
@@ -51,7 +51,7 @@ def add_values(
     crossings: Sequence[Crossing],
     is_held: Callable[[int, str], bool],
     record: Callable[[frozenset[str]], list[Recording]],
-) -> tuple[tuple[Crossing, ...], dict[str, frozenset[int]], list[Recording]]:
+) -> tuple[Needs, list[Recording]]:
     """Return what each stage gets from the one before, with values that have no gradient, and what need not be run.
 
     Args:
@@ -63,11 +63,11 @@ def add_values(
         record: Records the model's forward, given the names of the modules whose outputs may be sent.
 
     Returns:
-        The crossings; the stages on which a module outside of the layers has nothing to compute, by its name; and what
-        was recorded last.
+        What stages get and leave out, and what was recorded last.
 
     Raises:
         ConfigError: If a stage needs a value that is not an argument of its first layer; with the layer that makes it.
+            Also where the recording has no end, or no output.
     """
     senders = frozenset(extra.module for crossing in crossings for extra in crossing.extras)
     recordings = record(senders)
@@ -75,8 +75,10 @@ def add_values(
     idle: dict[str, frozenset[int]] = {}
     may_idle = True
     while True:
-        walk = _Walk(model, trace, ranges, crossings, sources, idle)
-        recording = recordings[-1]
+        if not (recordings and recordings[-1].results):
+            msg = f"{model} does not come to an end in that mode."
+            raise ConfigError(msg)
+        walk, recording = _Walk(model, trace, ranges, crossings, sources, idle), recordings[-1]
         for name, memory in recording.parameters.items():
             missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
             walk.put(memory, dict.fromkeys(missing, f"parameter '{name}'"))
@@ -102,7 +104,7 @@ def add_values(
         else:
             found = walk.found_idle()
             if idle or not (found and may_idle):
-                return tuple(walk.crossings), idle, recordings
+                return Needs(tuple(walk.crossings), idle), recordings
             idle = found  # which is right if nothing else of what these modules make is used there
 
 
@@ -148,6 +150,7 @@ class _Walk:
         self._senders = {*sources, *(extra.module for crossing in crossings for extra in crossing.extras)}
         self._labels: dict[int, _Label] = {}
         self._received: dict[int | None, _Label] = {}  # of arguments, inside of the layer that is given them
+        self._arrived: dict[int, tuple[Memory, set[int]]] = {}  # arguments that stand for what stages have received
         self._made_here: _Label = {}
         self._num_calls = 0
         self._inside: int | None = None
@@ -155,11 +158,14 @@ class _Walk:
         self._modules: list[tuple[frozenset[int], _Label]] = []
         self._pure: dict[str, frozenset[int]] = {}
 
-    def of(self, memory: Memory) -> _Label:
-        """Return the label of some memory."""
+    def of(self, memory: Memory, argument: int | None = None) -> _Label:
+        """Return the label of some memory, or of a tensor that is an argument of a layer."""
         if memory in self._received:
             return self._received[memory]
-        return {} if memory is None else self._labels.get(memory, {})
+        label = {} if memory is None else self._labels.get(memory, {})
+        if label and argument in self._arrived:
+            return _without(label, self._arrived[argument][1])
+        return label
 
     def put(self, memory: Memory, label: _Label) -> None:
         """Give some memory a label."""
@@ -187,8 +193,8 @@ class _Walk:
                 self._return_module(step)
             else:
                 self._return_sender(step)
-        for path, memory in recording.results:
-            self._check(len(self._ranges) - 1, memory, f"output {path or '(all)'}")
+        for path, memory, argument in recording.results:
+            self._check(len(self._ranges) - 1, memory, f"output {path or '(all)'}", argument)
 
     def found_idle(self) -> dict[str, frozenset[int]]:
         """Return the stages on which modules need not run, of several inside of each other the outermost."""
@@ -201,13 +207,15 @@ class _Walk:
 
     def _operate(self, step: Operation) -> None:
         label: dict[int, str] = {}
-        for memory in step.used:
-            label.update(self.of(memory))
+        for memory, argument in zip(step.used, step.arguments, strict=True):
+            label.update(self.of(memory, argument))
         if step.is_read:
             self._check_read(label)
         label.update(self._made_here)
         for memory in step.written:
             self.put(memory, {**label, **self.of(memory)})
+            for argument in [each for each, (own, _) in self._arrived.items() if own == memory]:
+                del self._arrived[argument]  # what was received is not written to
         for memory in step.made:
             self.put(memory, label)
 
@@ -221,8 +229,14 @@ class _Walk:
             if stage.last == position:
                 carried = self.crossings[stage.index + 1].carried
                 for name in (each for each in carried if each in step.arguments and each not in given[stage.index]):
-                    self._check(stage.index, step.arguments[name], f"argument '{name}' of layer '{layer}'")
+                    what = f"argument '{name}' of layer '{layer}'"
+                    self._check(stage.index, step.arguments[name], what, step.objects[name])
         running = next(stage.index for stage in self._ranges if stage.first <= position < stage.last)
+        for stage in self._ranges:
+            for name in given[stage.index] if stage.first == position else ():
+                memory = step.arguments[name]
+                if stage.index in self.of(memory):
+                    self._arrived.setdefault(step.objects[name], (memory, set()))[1].add(stage.index)
         received = {step.arguments[name] for name in given[running]} - {None}
         labels = {memory: _without(self.of(memory), [running]) for memory in received}
         self._layers.append((self._made_here, self._inside, self._received))
@@ -241,7 +255,7 @@ class _Walk:
         _, self._made_here = self._modules.pop()
         if any(sender.startswith(f"{step.name}.") for sender in self._senders):
             return
-        wrong = [frozenset(self.of(memory)) for memory in step.returned] if step.is_pure else []
+        wrong = [frozenset(self.of(*each)) for each in step.returned] if step.is_pure else []
         stages = wrong[0].intersection(*wrong[1:]) if wrong else frozenset()
         self._pure[step.name] = self._pure.get(step.name, stages) & stages
 
@@ -270,7 +284,7 @@ class _Walk:
         more = [
             name
             for name, memory in step.arguments.items()
-            if name not in step.carried and stage.index in self.of(memory)
+            if name not in step.carried and stage.index in self.of(memory, step.objects[name])
         ]
         self.crossings[stage.index] = dataclasses.replace(crossing, carried=(*crossing.carried, *more))
 
@@ -289,8 +303,8 @@ class _Walk:
             if runs:
                 raise self._error(index, "a value that forward reads (as by `.item()` or `if`)", label[index])
 
-    def _check(self, index: int, memory: Memory, what: str) -> None:
-        label = self.of(memory)
+    def _check(self, index: int, memory: Memory, what: str, argument: int | None = None) -> None:
+        label = self.of(memory, argument)
         if index in label:
             raise self._error(index, what, label[index])
 

@@ -26,10 +26,10 @@ from booster_hybrid.pipeline.recording import (
 from booster_hybrid.pipeline.values import sends
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from booster_hybrid.pipeline.cut import StageRange
-    from booster_hybrid.pipeline.flow import Crossing
+    from booster_hybrid.pipeline.flow import Needs
     from booster_hybrid.pipeline.recording import Memory
     from booster_hybrid.pipeline.trace import Trace
 
@@ -38,8 +38,7 @@ def check_writes(
     model: str,
     trace: Trace,
     ranges: Sequence[StageRange],
-    crossings: Sequence[Crossing],
-    idle: Mapping[str, Collection[int]],
+    needs: Needs,
     is_held: Callable[[int, str], bool],
     recording: Recording,
     *,
@@ -51,8 +50,7 @@ def check_writes(
         model: What the model is called in errors.
         trace: What a dry run of it has seen.
         ranges: The layers of each stage.
-        crossings: What each stage gets from the one before.
-        idle: The stages on which a module outside of the layers is not run, by its name.
+        needs: What stages get and leave out in the recording's mode.
         is_held: Tells by stage and name whether a parameter is there, and used in its place.
         recording: Its forward in training, or in evaluation.
         trains: Whether there will be a backward.
@@ -60,7 +58,7 @@ def check_writes(
     Raises:
         ConfigError: If so, naming the parameter or value.
     """
-    walk = _Walk(model, trace, ranges, crossings, idle, is_training=bool(recording.is_training), trains=trains)
+    walk = _Walk(model, trace, ranges, needs, is_training=bool(recording.is_training), trains=trains)
     for name, memory in recording.parameters.items():
         missing = [stage.index for stage in ranges if not is_held(stage.index, name)]
         walk.watch(memory, _Watched(f"parameter '{name}'", missing, is_parameter=True, is_kept=walk.has_backward))
@@ -94,16 +92,15 @@ class _Walk:
         model: str,
         trace: Trace,
         ranges: Sequence[StageRange],
-        crossings: Sequence[Crossing],
-        idle: Mapping[str, Collection[int]],
+        needs: Needs,
         *,
         is_training: bool,
         trains: bool,
     ) -> None:
-        self._model, self._trace, self._ranges, self._crossings = model, trace, ranges, crossings
+        self._model, self._trace, self._ranges, self._crossings = model, trace, ranges, needs.crossings
         self._is_training, self.has_backward = is_training, is_training and trains
         self._watched: dict[int, _Watched] = {}
-        self._idle_on = idle
+        self._idle_on = needs.idle
         self._num_calls = 0
         self._inside: int | None = None
         self._layers: list[tuple[int | None, dict[int, _Watched]]] = []
@@ -129,7 +126,7 @@ class _Walk:
             elif isinstance(step, LayerReturn):
                 self._return_layer(step)
             elif isinstance(step, ModuleCall):
-                self._idle.append(self._idle_on.get(step.name, ()))
+                self._idle.append(self._idle_on.get(step.name, frozenset()))
             elif isinstance(step, ModuleReturn):
                 self._idle.pop()
             else:
