@@ -1,6 +1,7 @@
 """Train a mixture of experts whose experts are spread over ranks.
 
 torchrun --nproc-per-node 2 examples/mixture_of_experts.py --ep-size 2
+booster plan examples/mixture_of_experts.py:build --devices 8 --memory 80GiB --plugin hybrid --option ep_size=8
 
 Each rank holds ``1/ep_size`` of the experts of each layer, and ranks send each other the tokens that choose them.
 """
@@ -17,6 +18,20 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from booster_core import Booster, launch_from_torch
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import train_batch
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return what `booster plan` asks for: OLMoE's sizes for 7 billion parameters, of which a token uses 1."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16}
+    experts = {"num_local_experts": 64, "num_experts_per_tok": 8, "num_key_value_heads": 16}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=50304, output_router_logits=True, **sizes, **experts)).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=4e-4)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return the batch of all devices together."""
+    tokens = torch.zeros(8, 4096, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/supervised_finetuning.py --plugin zero
 torchrun --nproc-per-node 8 examples/supervised_finetuning.py --plugin fsdp --precision bf16
     --model FOLDER --length 4096 --lr 1e-5
+booster plan examples/supervised_finetuning.py:build --devices 8 --memory 80GiB --precision bf16
 
 Without a folder, a tiny model learns to add. Conversations of your own are lists of messages, as below.
 """
@@ -95,6 +96,20 @@ def groups_of(model: torch.nn.Module, decay: float) -> list[dict]:
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     others = [parameter for parameter in trained if parameter.dim() <= 1]
     return [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return what `booster plan` asks for: Llama 3's sizes for 8 billion parameters."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, use_cache=False, **sizes)).train()
+    enable_linear_cross_entropy(model)
+    return model, torch.optim.AdamW(groups_of(model, 0.1), lr=1e-5, betas=(0.9, 0.95))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return the batch of all devices together, packed."""
+    tokens = torch.zeros(8, 4096, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(1024).repeat(4).expand(8, -1)}
 
 
 def warm_up_and_cosine(step: int, steps: int, warm_up: int) -> float:

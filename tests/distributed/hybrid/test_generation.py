@@ -61,6 +61,55 @@ def test_tokens_are_those_of_one_process(name):
     assert run_on_ranks(greedy_on_ranks, world_size, options) == [expected] * world_size
 
 
+def mistral():
+    """A model whose layers see the last four tokens alone."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, initializer_range=0.3, eos_token_id=1)).eval()
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, initializer_range=0.3, eos_token_id=1)
+    return GPT2LMHeadModel(config).eval()
+
+
+def counted(options, make):
+    """Return tokens, and how many of them each forward of the first layer on this rank took."""
+    model = boosted(options, make())
+    layer = next(each for each in model.unwrap().modules() if isinstance(each, nn.ModuleList))
+    taken = []
+    handle = layer[0].register_forward_pre_hook(lambda _, args: taken.append(args[0].shape[1]))
+    mask = torch.ones_like(PROMPT)
+    mask[0, :2] = 0  # padding on the left
+    outputs = model.generate(PROMPT, attention_mask=mask, use_cache=True, return_dict_in_generate=True, **GREEDY)
+    handle.remove()
+    assert outputs.past_key_values is None
+    return outputs.sequences.tolist(), taken
+
+
+@matrix(
+    ["pp2-mistral", "pp2, interleaved-llama", "pp2-gpt2"],
+    name=["pp2", "pp2, zbv", "pp2, interleaved", "pp2 tp2"],
+    make=[llama, mistral, gpt2],
+)
+def test_stages_keep_keys_and_values(name, make):
+    world_size, options = SETTINGS[name]
+    mask = torch.ones_like(PROMPT)
+    mask[0, :2] = 0
+    expected = make().generate(PROMPT, attention_mask=mask, **GREEDY).tolist()
+    for tokens, taken in run_on_ranks(counted, world_size, options, make):
+        assert tokens == expected
+        num_stages = taken.count(PROMPT.shape[1])  # on this rank
+        assert num_stages in (1, 2)
+        assert taken[num_stages:] == [1] * num_stages * (GREEDY["max_new_tokens"] - 1)
+
+
 def drawn_on_ranks(options, rank_seeds):
     model = boosted(options)
     torch.manual_seed(rank_seeds[torch.distributed.get_rank()])
@@ -199,10 +248,18 @@ def refused(options, arguments, prompts):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pp2", "ulysses"])
-def test_keys_and_values_can_not_be_kept(name):
-    for message in run_on_ranks(refused, 2, SETTINGS[name][1], {"use_cache": True}, [7, 7]):
+def test_keys_and_values_of_parts_can_not_be_kept():
+    for message in run_on_ranks(refused, 2, SETTINGS["ulysses"][1], {"use_cache": True}, [7, 7]):
         assert "Leave out `use_cache`" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [({"cache_implementation": "static"}, "StaticCache"), ({"past_key_values": "any"}, "whole text")],
+)
+def test_stages_refuse_other_caches(arguments, text):
+    for message in run_on_ranks(refused, 2, SETTINGS["pp2"][1], arguments, [7, 7]):
+        assert text in message
 
 
 @pytest.mark.parametrize("name", ["pp2", "tp2"])

@@ -1,4 +1,6 @@
-"""torchao's optimizers with state in 8 and 4 bits: trained as in one process, and saved for any plugin."""
+"""State in 8 and 4 bits, by torchao and bitsandbytes: trained as in one process, and saved for any plugin."""
+
+import sys
 
 import pytest
 import torch
@@ -8,15 +10,22 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core import Booster
-from booster_core.errors import CheckpointError
+from booster_core.errors import CheckpointError, ConfigError
+from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
+from booster_runtime import whole_parameters
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 pytestmark = [
     pytest.mark.usefixtures("new_interpreters"),
     pytest.mark.skipif(bool(missing_libraries(["torchao"])), reason=f"torchao not installed, nor in {FOLDER}"),
+]
+BITSANDBYTES = "AdamW8bit of bitsandbytes"
+NEEDS_BITSANDBYTES = [
+    pytest.mark.slow,  # it loads slowly
+    pytest.mark.skipif(bool(missing_libraries(["bitsandbytes"])), reason=f"not installed, nor in {FOLDER}"),
 ]
 PLUGINS = {
     "ddp": lambda: "ddp",
@@ -25,6 +34,9 @@ PLUGINS = {
     "zero 2": lambda: LowLevelZeroPlugin(stage=2),
     "gemini": GeminiPlugin,
     "hybrid": lambda: HybridParallelPlugin(zero_stage=1),
+    "zero flat": lambda: LowLevelZeroPlugin(partition="flat"),
+    "gemini flat": lambda: GeminiPlugin(partition="flat"),
+    "fsdp flat": lambda: TorchFSDPPlugin(partition="flat"),
 }
 STEPS = 4
 
@@ -32,13 +44,15 @@ STEPS = 4
 def begin(kind, name=None):
     """Return a model of which torchao keeps the matrices' state in few bits, its optimizer, and what boosted them."""
     use_isolated_libraries()
-    import_quietly(["torchao.optim"])
-    import torchao.optim
-
+    library = "bitsandbytes" if kind == BITSANDBYTES else "torchao"
+    import_quietly([f"{library}.optim"])
     torch.compiler.set_stance("force_eager")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
-    optimizer = getattr(torchao.optim, kind)(model.parameters(), lr=1e-2)
+    # Half of the parameters ends within the second matrix, with a block of 256 elements.
+    layers = [nn.Linear(64, 256, bias=False), nn.Linear(256, 128, bias=False), nn.Linear(128, 64, bias=False)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    make = getattr(sys.modules[f"{library}.optim"], kind.partition(" ")[0])
+    optimizer = make(model.parameters(), lr=1e-2)
     if name is None:
         return None, model, optimizer
     booster = Booster("cpu", plugin=PLUGINS[name]())
@@ -57,6 +71,10 @@ def train(booster, model, optimizer, first, last):
         optimizer.zero_grad()
 
 
+def values_of(booster, model):
+    return {name: tensor.clone() for name, tensor in whole_parameters(booster, model)}
+
+
 def saved_and_not(kind, name, folder):
     """Return the parameters of a run on one process, and of one that saved half-way and went on."""
     _, plain, optimizer = begin(kind)
@@ -68,83 +86,72 @@ def saved_and_not(kind, name, folder):
     train(booster, model, optimizer, 0, STEPS // 2)
     booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
     train(booster, model, optimizer, STEPS // 2, STEPS)
-    return plain.state_dict(), model.state_dict()
+    return plain.state_dict(), values_of(booster, model)
 
 
 def loaded(kind, name, folder):
     booster, model, optimizer = begin(kind, name)
     booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-    kinds = {type(each).__name__ for state in optimizer.unwrap().state.values() for each in state.values()}
+    tensors = [each for state in optimizer.unwrap().state.values() for each in state.values()]
+    kinds = {getattr(each, "dtype", None) if kind == BITSANDBYTES else type(each).__name__ for each in tensors}
     train(booster, model, optimizer, STEPS // 2, STEPS)
-    return model.state_dict(), kinds
+    return values_of(booster, model), kinds
 
 
 @matrix(
-    ["AdamW8bit-zero 2-ddp"],
-    kind=["AdamW8bit", "AdamW4bit"],
-    saver=["ddp", "zero 1", "zero 2", "gemini", "hybrid"],
-    loader=["ddp", "zero 1", "zero 2", "gemini", "hybrid"],
+    ["AdamW8bit-zero 2-ddp", "AdamW4bit-fsdp-zero 1", "AdamW8bit-gemini-fsdp"],
+    kind=["AdamW8bit", "AdamW4bit", pytest.param(BITSANDBYTES, marks=NEEDS_BITSANDBYTES)],
+    saver=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
+    loader=["ddp", "fsdp", "zero 1", "zero 2", "gemini", "hybrid"],
 )
 def test_a_run_goes_on_as_if_it_had_not_been_saved(kind, saver, loader, tmp_path):
     (plain, expected), *_ = run_on_ranks(saved_and_not, 2, kind, saver, tmp_path)
     for found, kinds in run_on_ranks(loaded, 2, kind, loader, tmp_path):
-        assert f"OptimState{kind[5:]}" in kinds, "the state stays in few bits"
+        assert (torch.uint8 if kind == BITSANDBYTES else f"OptimState{kind[5:]}") in kinds, "it stays in few bits"
         for name, values in found.items():
             torch.testing.assert_close(values, expected[name], rtol=0, atol=0)
-    for name, values in expected.items():  # a code of 8 bits is a 128th of a block's largest value
+    for name, values in expected.items():  # blocks are the same: what differs is in which order gradients were added
         torch.testing.assert_close(values, plain[name], rtol=0, atol=STEPS * 1e-2 / 64)
 
 
-def save_under_fsdp(folder):
-    booster, model, optimizer = begin("AdamW8bit", "fsdp")
+def save_cut(plugin, folder):
+    booster, model, optimizer = begin("AdamW8bit", plugin)
     train(booster, model, optimizer, 0, 1)
     booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
 
 
-def test_fsdp_refuses_to_save_parts_of_blocks(tmp_path):
-    what = r"'0\.weight' can't be saved: 'exp_avg' is a part of a OptimState8bit.*under 'ddp', 'zero' or 'gemini'"
-    expect_on_ranks(CheckpointError, what, save_under_fsdp, 2, tmp_path)
+def load_cut(plugin, folder):
+    booster, model, optimizer = begin("AdamW8bit", plugin)
+    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+
+
+FLAT = ["zero flat", "gemini flat", "fsdp flat"]
+
+
+@pytest.mark.parametrize("plugin", FLAT)
+def test_parts_of_blocks_are_not_saved(plugin, tmp_path):
+    what = r"'.\.weight' can't be saved: '.*Leave out `partition='flat'`.*or save and load the model alone"
+    expect_on_ranks(CheckpointError, what, save_cut, 2, plugin, tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_fsdp_refuses_to_load_them(tmp_path):
-    run_on_ranks(saved_and_not, 2, "AdamW8bit", "ddp", tmp_path)
-    what = r"belongs to a whole tensor, and each rank has a part.*or save and load the model alone"
-    expect_on_ranks(CheckpointError, what, loaded, 2, "AdamW8bit", "fsdp", tmp_path)
+@pytest.mark.parametrize("plugin", FLAT)
+def test_parts_of_blocks_are_not_loaded(plugin, tmp_path):
+    run_on_ranks(save_cut, 2, "ddp", tmp_path)
+    what = r"can't be loaded: 'exp_avg/codes' belongs to a whole tensor, and each rank has a part"
+    expect_on_ranks(CheckpointError, what, load_cut, 2, plugin, tmp_path)
 
 
-def language_model(plugin):
-    """Return a boosted model whose matrices tensor parallelism splits, after a step."""
+def split_layers():
     use_isolated_libraries()
     import_quietly(["torchao.optim"])
     import torchao.optim
 
-    torch.compiler.set_stance("force_eager")
-    torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torchao.optim.AdamW8bit(model.parameters()))
-    tokens = torch.arange(16).view(2, 8)
-    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
-    optimizer.step()
-    return booster, model, optimizer
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2))
+    booster.boost(model, torchao.optim.AdamW8bit(model.parameters()))
 
 
-def save_split(folder):
-    booster, model, optimizer = language_model(HybridParallelPlugin(tp_size=2))
-    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
-
-
-def load_split(folder):
-    booster, model, optimizer = language_model("ddp")
-    booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
-    booster, model, optimizer = language_model(HybridParallelPlugin(tp_size=2))
-    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-
-
-def test_tensor_parallelism_refuses_to_save_and_load_parts_of_blocks(tmp_path):
-    what = r"'lm_head\.weight' can't be saved or loaded: 'exp_avg/codes' belongs to a whole tensor, and each rank has a"
-    expect_on_ranks(CheckpointError, what, save_split, 2, tmp_path / "saved")
-    assert not list(tmp_path.rglob("*.safetensors"))
-    expect_on_ranks(CheckpointError, what, load_split, 2, tmp_path / "loaded")
+def test_tensor_parallelism_refuses_blocks_of_whole_matrices():
+    expect_on_ranks(ConfigError, "AdamW8bit keeps its state in few bits.*`tp_size=1`", split_layers, 2)

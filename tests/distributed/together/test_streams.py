@@ -1,6 +1,5 @@
 """Streams that are read by shards: each sample once, and a run goes on with other numbers of ranks and workers."""
 
-import importlib.util
 import logging
 
 import pytest
@@ -48,28 +47,10 @@ class Shards(IterableDataset):
         self.at = 0
 
 
-def hugging_face(lengths):
-    import datasets
-
-    def numbers(shards):
-        for index, length in shards:
-            yield from ({"number": 100 * index + number} for number in range(length))
-
-    return datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": list(enumerate(lengths))})
-
-
 KINDS = {
     "own": Shards,
     "without positions": lambda lengths: Shards(lengths, tells=False),
-    "datasets": hugging_face,
 }
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
-EACH_KIND = [
-    pytest.param(kind, marks=[pytest.mark.skipif(not HAS_DATASETS, reason="needs datasets, with pyarrow and pandas")])
-    if kind == "datasets"
-    else kind
-    for kind in KINDS
-]
 
 
 def loader_of(kind, lengths, *, num_workers=0, drop_last=False, **options):
@@ -80,7 +61,7 @@ def loader_of(kind, lengths, *, num_workers=0, drop_last=False, **options):
 
 
 def numbers_of(batch):
-    return (batch["number"] if isinstance(batch, dict) else batch).tolist()
+    return batch.tolist()
 
 
 def whole_pass(kind, lengths, num_workers, drop_last):
@@ -94,15 +75,14 @@ def everything(lengths):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_sample_comes_once_and_ranks_have_equally_many_batches(kind, num_workers):
     lengths = [5, 3, 4, 8, 1]
     results = run_on_ranks(whole_pass, 2, kind, lengths, num_workers, False)
     assert len({count for count, *_ in results}) == 1
     assert sorted(number for _, numbers, _ in results for number in numbers) == everything(lengths)
     second = {number for *_, batches in results for batch in batches for number in batch}
-    epoch = 0 if kind == "datasets" else 10_000
-    assert second == {number + epoch for number in everything(lengths)}
+    assert second == {number + 10_000 for number in everything(lengths)}
 
 
 def test_all_end_with_the_first_where_the_rest_is_dropped():
@@ -129,7 +109,7 @@ def read(kind, lengths, num_batches, num_workers, state):
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("workers", [(0, 0), (2, 0), (0, 2)])
-@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_position_is_restored_with_other_ranks_and_workers(kind, workers, ranks):
     lengths = [5, 3, 4, 8]
     first = run_on_ranks(read, ranks[0], kind, lengths, 2, workers[0], None)

@@ -1,11 +1,11 @@
-"""TRL's trainers under a plugin: SFT as in one process, DPO and GRPO as under Accelerate's DDP on as many ranks."""
+"""TRL's trainers, SFT, DPO and GRPO, under a plugin: as under Accelerate's DDP on as many ranks, or in one process."""
 
 import os
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 import torch
+from isolated_libraries import FOLDER, missing_libraries, use_isolated_libraries
 from named_plugins import plugin_named
 from trainer_runs import forget_ranks, make_model, saved_parameters, steps_of
 
@@ -14,10 +14,8 @@ from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
 pytestmark = [
-    pytest.mark.skipif(
-        None in (find_spec("trl"), find_spec("datasets"), find_spec("transformers")),
-        reason="needs trl, datasets and transformers",
-    ),
+    pytest.mark.usefixtures("new_interpreters"),
+    pytest.mark.skipif(bool(missing_libraries(["trl", "datasets"])), reason=f"trl not installed, nor in {FOLDER}"),
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),  # TRL 1.16
 ]
 
@@ -41,6 +39,7 @@ def _texts():
 
 
 def _train(name, folder):
+    use_isolated_libraries()
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -95,8 +94,15 @@ def _words(generator, number):
     return " ".join(f"w{int(word)}" for word in torch.randint(3, 64, (number,), generator=generator))
 
 
+def _answers():
+    """Return a trainer of fine-tuning, its settings, samples and further arguments."""
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer, SFTConfig, {"max_length": 16}, list(_texts()), {}
+
+
 def _preferences():
-    """Return a trainer of DPO, its settings, samples and further arguments; the reference model is a second one."""
+    """Return the same of DPO; the reference model is a second one."""
     from trl import DPOConfig, DPOTrainer
 
     draw = torch.Generator().manual_seed(1)
@@ -123,6 +129,7 @@ def _rewards():
 
 def _tune(kind, names, folder):
     """Return the steps of trainings on as many ranks, one after the other; ``None`` is Accelerate's own."""
+    use_isolated_libraries()
     from datasets import Dataset
 
     from booster_tools.integrations.transformers import with_booster
@@ -164,8 +171,8 @@ def _tune(kind, names, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [_preferences, _rewards])
-def test_preferences_and_rewards_train_as_under_accelerate(kind, tmp_path):
+@pytest.mark.parametrize("kind", [_answers, _preferences, _rewards])
+def test_losses_are_those_under_accelerate(kind, tmp_path):
     limits = {"timeout_seconds": 280, "group_timeout_seconds": 180}
     names = ["zero", "fsdp", "gemini"]
     for found in run_on_ranks(_tune, 2, kind, [None, *names], tmp_path, **limits):

@@ -349,6 +349,45 @@ def test_a_residual_in_place_is_that_of_one_process(pp_size, style):
     compare(made("of_form", "before", "residual in place", is_training=False), pp_size, style, trains=False)
 
 
+class Counting(Layer):
+    """Counts in a tensor without a gradient that all layers are given."""
+
+    def forward(self, x, count):
+        count += x.detach().abs().mean(-1, keepdim=True)
+        return super().forward(x) + count.clone()
+
+
+class Counted(Generated):
+    def __init__(self, reads):
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(8))
+        self.reads = reads
+
+    def forward(self, x):
+        hidden = self.entry.linear(x)
+        count = torch.zeros(len(x), 1)
+        seen = count[:1] if self.reads == "view" else count
+        for layer in self.layers:
+            hidden = layer(hidden, count)
+            if self.reads == "between":
+                hidden = hidden * count.detach().clone()
+        return {"out": self.exit(hidden) + (0 if self.reads in ("layers", "between") else seen.sum())}
+
+
+@pytest.mark.parametrize("reads", ["layers", "between", "after", "view"])
+@pytest.mark.parametrize(("pp_size", "style"), PIPELINES)
+def test_what_layers_count_in_place_in_an_argument_is_that_of_one_process(pp_size, style, reads):
+    torch.manual_seed(3)
+    model = Counted(reads)
+    plan, staged = cut(model, batches(1)[0], pp_size=pp_size, style=style)
+    results, gradients = run(plan, staged, batches(1), criterion)
+    loss = criterion(model(**batches(1)[0]), batches(1)[0])
+    loss.backward()
+    torch.testing.assert_close(results[0][1], loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients.get(name), parameter.grad, msg=name)
+
+
 class WritingLate(Generated):
     def between(self, number, before, hidden):
         if self.shape != "residual":
@@ -462,6 +501,27 @@ def test_the_example_leaves_nothing_in_lists_and_dicts_of_a_model():
     assert model.before[0] is one
     assert model.by_name["first"] is first
     assert (len(model.before), len(model.by_name)) == (1, 1)
+
+
+class PositionsFirst(Generated):
+    """Returns what it knows with positions before samples, once in training and more in evaluation."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        hidden = outputs["out"]
+        outputs["table"] = torch.ones(1, WIDTH)
+        outputs["turned"] = torch.stack([hidden] * 4).transpose(1, 2)
+        if not self.training:
+            outputs["last"] = hidden.expand(7, *hidden.shape)
+        return outputs
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_dimension_of_samples_is_found_for_each_output(samples):
+    plan, _ = parts(PositionsFirst(), {"x": batches(1)[0]["x"][:samples]})
+    known = {"['out']": 0, "['table']": None, "['turned']": 2}
+    assert plan.cuts.needs[True].sample_dims == known
+    assert plan.cuts.needs[False].sample_dims == {**known, "['last']": 1}
 
 
 class Swallowing(Generated):

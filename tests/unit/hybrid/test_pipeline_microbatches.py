@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.example import check_entries
-from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, shared_outputs, split_batch
+from booster_hybrid.pipeline.microbatches import count_samples, join_outputs, share_samples, split_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +49,25 @@ def test_outputs_in_dataclasses_are_joined():
 
 
 def test_what_is_for_all_samples_is_not_joined_where_microbatches_have_one_sample():
-    example = {"logits": torch.ones(2, 3), "table": torch.ones(1, 4), "ids": torch.ones(1, 2, dtype=torch.long)}
-    shared = shared_outputs(example, 2)
-    parts = [
-        {"logits": torch.full((1, 3), each), "table": torch.full((1, 4), each), "ids": example["ids"]}
-        for each in (1.0, 3.0)
-    ]
-    joined = join_outputs(parts, [1, 1], shared)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    parts = [{"logits": torch.full((1, 3), each), "table": torch.full((1, 4), each), "ids": ids} for each in (1.0, 3.0)]
+    joined = join_outputs(parts, [1, 1], {"['logits']": 0, "['table']": None, "['ids']": None})
     assert joined["logits"].tolist() == [[1.0] * 3, [3.0] * 3]
     assert joined["table"].tolist() == [[2.0] * 4]
     assert [each.tolist() for each in joined["ids"]] == [[[1, 1]]] * 2
+
+
+def test_outputs_are_joined_along_the_dimension_of_samples():
+    whole = torch.arange(24.0).view(3, 4, 2)
+    parts = [{"memory": part} for part in whole.split([1, 3], 1)]
+    assert torch.equal(join_outputs(parts, [1, 3], {"['memory']": 1})["memory"], whole)
+    uneven = [{"memory": torch.ones(length, 2, 2)} for length in (3, 5)]
+    assert [len(each) for each in join_outputs(uneven, [2, 2], {"['memory']": 1})["memory"]] == [3, 5]
+
+
+def test_outputs_whose_samples_may_be_along_another_dimension_are_refused():
+    with pytest.raises(ConfigError, match=r"which dimension of an output of shape \(3, 2, 5\) stands for samples"):
+        join_outputs([torch.ones(3, 2, 5)] * 2, [2, 2])
 
 
 @pytest.mark.parametrize("count", [12, torch.tensor(12)])
@@ -144,7 +153,8 @@ def test_microbatches_put_together_are_the_batch(sizes):
 def test_a_mean_of_each_microbatch_becomes_the_mean_of_the_batch(sizes, seed):
     values = torch.randn(sum(sizes), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     parts = values.split(sizes)
-    joined = join_outputs([(part.mean(), part, part.mean(0, keepdim=True).expand(7, 2), 5) for part in parts], sizes)
+    outputs = [(part.mean(), part, part.mean(0, keepdim=True).expand(7, 2), 5) for part in parts]
+    joined = join_outputs(outputs, sizes, {"[2]": None})
     torch.testing.assert_close(joined[0], values.mean())
     assert torch.equal(joined[1], values)
     torch.testing.assert_close(joined[2], values.mean(0).expand(7, 2))

@@ -47,6 +47,22 @@ class FactorsLarge(Lion):
                 p.sub_(p.grad * group["lr"] / scale)
 
 
+class QuantizesBlocks(Lion):
+    """Rounds by blocks of 256 elements, where these divide a large parameter, as optimizers in 8 bits do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() >= 4096 and p.numel() % 256 == 0:
+                    blocks = p.grad.reshape(-1, 256)
+                    scales = blocks.abs().amax(1, keepdim=True) / 127
+                    grad = ((blocks / scales).round() * scales).view_as(p)
+                else:
+                    grad = p.grad
+                p.sub_(grad * group["lr"])
+
+
 class TreatsKernels(Lion):
     """Scales updates of convolutions by channel."""
 
@@ -199,6 +215,7 @@ def test_the_probe_agrees_with_the_declared_matrix_optimizers(kind):
         (TrustRatio, "parameter"),
         (NeedsMatrices, "parameter"),
         (FactorsLarge, "parameter"),
+        (QuantizesBlocks, "parameter"),
         (TreatsKernels, "parameter"),
         (ConstructsState, "flat"),
         (WarmsUp, "flat"),

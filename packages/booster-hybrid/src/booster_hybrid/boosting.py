@@ -38,7 +38,7 @@ from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.skipped_layers import check_no_layer_is_skipped, kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
-from booster_hybrid.user_optimizer import check_elementwise, cut_state, leave_out
+from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
 from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
@@ -180,14 +180,16 @@ class HybridSetup:
             The layers whose policy could not be checked, with the reasons; none but with ``unchecked="allow"``.
 
         Raises:
-            ConfigError: If an optimizer needs whole matrices and experts are spread, the policy changes what a layer
-                computes or its gradients, that could not be found out, or experts can't be spread.
+            ConfigError: If an optimizer needs whole matrices and experts are spread, or keeps state that can't be cut
+                and layers are, the policy changes what a layer computes or its gradients, that could not be found out,
+                or experts can't be spread.
 
         Collective: every rank of the world.
         """
         size, ep_size = self._config.tensor.size, self._config.expert.size
         for optimizer in self._objects.optimizers:
             check_elementwise(optimizer, ep_size)
+            check_state(optimizer, size)
         if ep_size > 1:
             self._find_experts(ep_size)
         if size == 1:

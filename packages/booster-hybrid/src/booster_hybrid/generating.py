@@ -1,9 +1,9 @@
 """``generate`` of a model that is split over ranks: every rank of a replica calls it and gets the same tokens.
 
 transformers' loop, or a model's own, runs on every rank as it is. Where the model is cut into stages, each forward of
-the loop is one pass through the pipeline, whose outputs the last stage sends to the others. No keys and values are kept
-between tokens: each stage would have those of its layers alone, and each rank of a split sequence those of its part.
-Ranks draw tokens from the random numbers of the replica's first rank.
+the loop is one pass through the pipeline, whose outputs the last stage sends to the others; see `stage_cache` for the
+keys and values that each keeps. Where sequences are split none are kept: each rank would have those of its part. Ranks
+draw tokens from the random numbers of the replica's first rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from booster_core.ranks import NamedCall
 from booster_hybrid.random_streams import drawing_alike
 from booster_hybrid.same_batch import check_same_batch
 from booster_hybrid.same_options import check_same_options
+from booster_hybrid.stage_cache import StageCache, can_keep
 from booster_runtime import collectives
 from booster_runtime.sharding import generating_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
@@ -60,7 +61,7 @@ def _bound(model: Any, *, device: torch.device, splits_sequences: bool) -> Any:
 
     @functools.wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        may_keep = model.engine is None and not splits_sequences
+        may_keep = not splits_sequences and (model.engine is None or can_keep(model.unwrap()))
         return _generate(model, method, args, kwargs, device, may_keep=may_keep)
 
     return generate
@@ -87,8 +88,8 @@ def _generate(
 
     Raises:
         ConfigError: If ranks of a replica were given different prompts or options, if a clock ends the loop, if keys
-            and values are asked for of which no rank has all, or if the encoder of a model that is cut into stages
-            would run by itself.
+            and values are asked for that can't be kept, or if the encoder of a model that is cut into stages would run
+            by itself.
 
     Collective: the ranks that work on one batch together; with ``zero_stage=3`` or experts that are spread, those whose
     parameters or tokens they exchange, which take as many forwards as the longest of them.
@@ -100,6 +101,12 @@ def _generate(
     if inner is not None:
         if not may_keep:
             _leave_out_cache(kwargs)
+        if model.engine is not None and kwargs.get("past_key_values") is not None:
+            msg = (
+                "`generate` was given `past_key_values`, and the model is cut into pipeline stages, each of which "
+                "keeps those of its own layers. Leave them out, and pass the whole text."
+            )
+            raise ConfigError(msg)
         if model.engine is not None and inner.config.is_encoder_decoder:
             msg = (
                 f"`generate` calls a part of {type(inner).__name__} by itself, its encoder, and the model is cut into "
@@ -111,19 +118,25 @@ def _generate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(NamedCall("generate", model.replica.ranks))
         stack.enter_context(drawing_alike(model.replica, device))
-        if inner is not None and not may_keep:
+        if inner is not None and not (may_keep and model.engine is None):
             stack.enter_context(_waiting_with_the_same_inputs(inner))
         if model.engine is not None:
-            stack.enter_context(_forwards_of_all_stages(model, inner or model.unwrap(), device))
-        return method(*args, **kwargs)
+            kept = StageCache(is_asked_for=bool(kwargs.get("use_cache") or kwargs.get("cache_implementation")))
+            stack.enter_context(_forwards_of_all_stages(model, inner or model.unwrap(), device, kept))
+            if inner is not None and may_keep:
+                stack.enter_context(_replaced(inner, "_prepare_cache_for_generation", kept.instead_of))
+        outputs = method(*args, **kwargs)
+    if model.engine is not None and getattr(outputs, "past_key_values", None) is not None:
+        outputs.past_key_values = None  # of some layers, and other ones on each rank
+    return outputs
 
 
 def _leave_out_cache(kwargs: dict[str, Any]) -> None:
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         msg = (
-            "`generate` can't keep keys and values: under `pp_size` each stage has those of its own layers, and where "
-            "sequences are split each rank has those of its part. Leave out `use_cache` and `past_key_values`; each "
-            "token is computed from the whole text."
+            "`generate` can't keep keys and values: sequences are split, and each rank has those of its part, or a "
+            "model with a loop of its own is cut into stages, each of which has those of its layers. Leave out "
+            "`use_cache` and `past_key_values`; each token is computed from the whole text."
         )
         raise ConfigError(msg)
     kwargs["use_cache"] = False
@@ -140,32 +153,44 @@ def _waiting_with_the_same_inputs(inner: Any) -> Iterator[None]:
 
     Its text stays as it is, and transformers adds a position to its mask in each round nevertheless, as caches grow.
     """
-    method = inner.prepare_inputs_for_generation
-    present = vars(inner).get("prepare_inputs_for_generation")
     growing = _OF_DECODED if inner.config.is_encoder_decoder else _OF_TOKENS
 
-    @functools.wraps(method)
-    def prepare(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("inputs_embeds") is None:  # a text that begins with these is longer than its tokens
-            length = input_ids.shape[-1]
-            for name in growing:
-                value = kwargs.get(name)
-                if isinstance(value, Tensor) and value.shape[-1] > length:
-                    kwargs[name] = value[..., :length]
-        return method(input_ids, *args, **kwargs)
+    def instead_of(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def prepare(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # A text that begins with embeddings is longer than its tokens.
+            if kwargs.get("inputs_embeds") is None and kwargs.get("past_key_values") is None:
+                length = input_ids.shape[-1]
+                for name in growing:
+                    value = kwargs.get(name)
+                    if isinstance(value, Tensor) and value.shape[-1] > length:
+                        kwargs[name] = value[..., :length]
+            return method(input_ids, *args, **kwargs)
 
-    inner.prepare_inputs_for_generation = prepare
+        return prepare
+
+    with _replaced(inner, "prepare_inputs_for_generation", instead_of):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(inner: Any, name: str, instead_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let a method of one model be another inside, made of it."""
+    present = vars(inner).get(name)
+    setattr(inner, name, instead_of(getattr(inner, name)))
     try:
         yield
     finally:
         if present is None:
-            vars(inner).pop("prepare_inputs_for_generation", None)
+            vars(inner).pop(name, None)
         else:
-            inner.prepare_inputs_for_generation = present
+            setattr(inner, name, present)
 
 
 @contextlib.contextmanager
-def _forwards_of_all_stages(model: HybridModel, inner: nn.Module, device: torch.device) -> Iterator[None]:
+def _forwards_of_all_stages(
+    model: HybridModel, inner: nn.Module, device: torch.device, kept: StageCache
+) -> Iterator[None]:
     """Let each forward of a module be one through the pipeline, with its outputs on every rank."""
     signature = inspect.signature(inner.forward)
     present = vars(inner).get("forward")
@@ -179,7 +204,8 @@ def _forwards_of_all_stages(model: HybridModel, inner: nn.Module, device: torch.
     def forward(*args: Any, **kwargs: Any) -> Any:
         take_away()  # the stages call it in turn
         try:
-            return _through_stages(model, _by_name(signature, args, kwargs), device)
+            with kept.during_forward():
+                return _through_stages(model, _by_name(signature, args, kwargs), device, kept)
         finally:
             inner.forward = forward
 
@@ -197,7 +223,7 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
     return {**named, **kwargs}
 
 
-def _through_stages(model: HybridModel, batch: dict[str, Any], device: torch.device) -> Any:
+def _through_stages(model: HybridModel, batch: dict[str, Any], device: torch.device, kept: StageCache) -> Any:
     """Run a batch through the pipeline as one microbatch, and return the model's outputs on every rank of it.
 
     Collective: the ranks of the replica.
@@ -205,7 +231,7 @@ def _through_stages(model: HybridModel, batch: dict[str, Any], device: torch.dev
     assert model.engine is not None, "asked for where there are stages only"
     run, last = model.engine.forward(batch)
     model.engine.raise_together(run.error or model.engine.written())
-    outputs = pytree.tree_map_only(Tensor, _whole, run.outputs.get(0))
+    outputs = pytree.tree_map_only(Tensor, _whole, kept.left_out(run.outputs.get(0)))
     form = pytree.tree_map_only(Tensor, lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype), outputs)
     group = model.local.pipeline
     form = collectives.all_gather_object(form, group)[last]
@@ -216,7 +242,7 @@ def _through_stages(model: HybridModel, batch: dict[str, Any], device: torch.dev
         dist.broadcast(made, group=group, group_src=last)
         return made
 
-    return pytree.tree_map_only(_Shape, receive, form)
+    return kept.put_in(pytree.tree_map_only(_Shape, receive, form))
 
 
 def _whole(tensor: Any) -> Tensor:

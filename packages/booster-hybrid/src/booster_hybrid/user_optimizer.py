@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_runtime.sharding import partition_for
+from booster_runtime.sharding import keeps_blocks, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +32,20 @@ def check_elementwise(optimizer: Optimizer, ep_size: int, groups: Sequence[Mappi
         msg = (
             f"{type(optimizer).__qualname__} updates whole matrices, of which `ep_size={ep_size}` leaves each rank "
             "a part. Use an optimizer that treats every element alike, such as AdamW, or `ep_size=1`."
+        )
+        raise ConfigError(msg)
+
+
+def check_state(optimizer: Optimizer, tp_size: int) -> None:
+    """Refuse state that can't be cut as the layers are.
+
+    Raises:
+        ConfigError: If the optimizer keeps such state.
+    """
+    if tp_size > 1 and keeps_blocks(optimizer):
+        msg = (
+            f"{type(optimizer).__qualname__} keeps its state in few bits, by blocks of whole matrices, of which "
+            f"`tp_size={tp_size}` leaves each rank a part. Use another optimizer, or `tp_size=1`."
         )
         raise ConfigError(msg)
 

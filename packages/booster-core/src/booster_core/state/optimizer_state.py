@@ -191,8 +191,8 @@ def refuse_parts(what: str, scalars: Mapping[str, JSONValue]) -> None:
 
 def _cut(what: str) -> str:
     return (
-        f"The optimizer's state of {what}. Train with this optimizer under 'ddp', 'zero' or 'gemini', which step on "
-        "whole parameters, or save and load the model alone."
+        f"The optimizer's state of {what}. Leave out `partition='flat'`, so that this optimizer steps on whole "
+        "parameters, or save and load the model alone."
     )
 
 

@@ -87,7 +87,9 @@ class AbsentTensor(Tensor):
         del types
         if func is not torch.ops.aten.detach.default:
             refuse(func.__name__.partition(".")[0], (args, kwargs))
-        return absent_like(args[0].form._replace(requires_grad=False), args[0].origin)
+        made = absent_like(args[0].form._replace(requires_grad=False), args[0].origin)
+        made.arrived = args[0].arrived  # a checkpoint detaches what it runs again with
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
         """Return a description, which has no values."""

@@ -39,7 +39,7 @@ from booster_hybrid.skipped_layers import host_states
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -136,21 +136,6 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
     return held
 
 
-def given_names(trace: Trace, stage: StageRange, position: int, more: Collection[str] = ()) -> set[str]:
-    """Return the names of those of a layer's arguments that a stage was given at its first layer, too.
-
-    Args:
-        trace: What a dry run of the model has seen.
-        stage: The stage.
-        position: The layer, of the stage or right after it.
-        more: Names of arguments without a gradient that the first layer is sent.
-    """
-    names = set() if stage.is_first else {*trace.layers[stage.first].carried, *more}
-    for layer in trace.layers[stage.first + 1 : position + 1]:
-        names &= set(layer.constant)
-    return names
-
-
 def _prefixes(name: str) -> Iterator[str]:
     """Yield a module's name and those of the modules around it."""
     while name:
@@ -185,7 +170,6 @@ class StagedModel:
     Attributes:
         model: As above.
         hollow: Names of the parameters that are not here.
-        shared_outputs: Paths of outputs that have one entry for all samples.
         forward: What runs the model: itself, unless something is set that puts its number formats around it.
     """
 
@@ -201,7 +185,6 @@ class StagedModel:
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
-        self.shared_outputs = trace.shared_outputs
         self._trace = trace
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
@@ -212,7 +195,6 @@ class StagedModel:
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._needs = needs or {}
-        self._given_names: dict[tuple[bool, int, int], set[str]] = {}
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, Tensor] = {}
         self._has_begun = False
@@ -275,6 +257,12 @@ class StagedModel:
             if key is not None:
                 self._made[key] = values[-1]
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
+
+    @property
+    def sample_dims(self) -> Mapping[str, int | None]:
+        """Along which dimension outputs have an entry per sample, by path; see `join_outputs`."""
+        needs = self._needs.get(self.model.training)
+        return {} if needs is None else needs.sample_dims
 
     def _holds(self, position: int) -> bool:
         return any(stage.first <= position < stage.last for stage in self.stages.values())
@@ -456,9 +444,7 @@ class StagedModel:
             self._leave_layer(position)
             return output
         if position == stage.last:
-            arguments = dict(gate.names.leaves(*with_arrived((args, kwargs))))
-            arguments.update(self._given(stage, position))
-            raise StageEnd(self._payload(stage, layer, arguments))
+            raise StageEnd(self._payload(stage, layer, dict(gate.names.leaves(*with_arrived((args, kwargs))))))
         self._has_begun = self._has_begun or position == stage.first
         args, kwargs = self._with_received(stage, gate, args, kwargs)
         with contextlib.nullcontext() if self._run is None else self._run.paused():
@@ -471,13 +457,13 @@ class StagedModel:
         self, stage: StageRange, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
-        given = self._given(stage, gate.position)
-        if self._run is not None and gate.position == stage.first:
-            self._run.arrive(dict(gate.names.leaves(args, kwargs)), given)
-        if given:
+        args, kwargs = with_arrived((args, kwargs))
+        if gate.position == stage.first > 0:
+            crossing = self._crossing_into(stage.index, gate.layer)
+            given = {name: self._received[name] for name in crossing.carried if name in self._received}
+            if self._run is not None:
+                given = self._run.arrive(dict(gate.names.leaves(args, kwargs)), given, crossing.written)
             args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{gate.layer.name}'")
-        if self._run is not None and self._run.has_arrived:
-            args, kwargs = with_arrived((args, kwargs))
         args, kwargs = as_absent((args, kwargs))
         return args, kwargs
 
@@ -585,23 +571,6 @@ class StagedModel:
     def _crossing_into(self, stage: int, first: Layer) -> Crossing:
         needs = self._needs.get(self.model.training)
         return Crossing(first.carried) if needs is None else needs.crossings[stage]
-
-    def _given(self, stage: StageRange, position: int) -> dict[str, Tensor]:
-        """Return those of a layer's arguments that the stage before has sent.
-
-        They are all that its first layer carries; and for layers after it those that every layer since then was given
-        as the one before it was, such as an encoder's output.
-        """
-        if stage.is_first:
-            return {}
-        key = self.model.training, stage.index, position
-        names = self._given_names.get(key)
-        if names is None:
-            first = self._trace.layers[stage.first]
-            sent = {*self._crossing_into(stage.index, first).carried}
-            names = given_names(self._trace, stage, position, sent) & sent
-            self._given_names[key] = names
-        return {name: self._received[name] for name in names if name in self._received}
 
 
 class _Gate:

@@ -185,7 +185,7 @@ class PipelineEngine:
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]
-                    outputs = join_outputs(found, sizes, self.staged.shared_outputs)
+                    outputs = join_outputs(found, sizes, self.staged.sample_dims)
                 except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                     error = caught
             self._raise_together(error, optimizer)

@@ -9,7 +9,7 @@ received.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -60,10 +60,12 @@ class Crossing:
     Args:
         carried: Names of arguments of its first layer.
         extras: What else it needs, or the stages after it.
+        written: Those of the arguments that the stage has of its own, and that layers before it write to in place.
     """
 
     carried: tuple[str, ...]
     extras: tuple[Extra, ...] = ()
+    written: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,10 +80,12 @@ class Needs:
     Args:
         crossings: What each stage gets from the one before.
         idle: The stages on which a module outside of the layers has nothing to compute, by its name.
+        sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
     """
 
     crossings: tuple[Crossing, ...]
     idle: Mapping[str, frozenset[int]]
+    sample_dims: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def tensors_in(value: Any) -> dict[str, torch.Tensor]:
@@ -130,7 +134,6 @@ class Flow:
     def crossings(
         self,
         ranges: Sequence[tuple[int, int]],
-        given: Callable[[int, int], set[str]],
         is_held: Callable[[int, str], bool],
         what: str,
     ) -> tuple[Crossing, ...]:
@@ -138,7 +141,6 @@ class Flow:
 
         Args:
             ranges: The first layer of each stage, and one past its last.
-            given: Tells which arguments of a layer a stage replaces by what it has received, by stage and layer.
             is_held: Tells by stage and name whether a parameter is there, and used in its place.
             what: What the model is called in errors.
 
@@ -157,8 +159,8 @@ class Flow:
             if stage == len(ranges) - 1:
                 starts.update({f"output {path or '(all)'}": edge for path, edge in self._results.items()})
             else:
-                entries, known = self._entries[last], given(stage, last)
-                wanted = entries.keys() - known - _covered(entries, {made_at[each] for each in needed})
+                entries = self._entries[last]
+                wanted = entries.keys() - _covered(entries, {made_at[each] for each in needed})
                 starts.update({f"argument '{name}' of layer {last}": entries[name] for name in sorted(wanted)})
             needed = {each for each in needed if each.position <= first}
             needed |= self._needed(starts, first, lambda name, stage=stage: is_held(stage, name), what)  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from booster_hybrid.pipeline.absent import is_absent, refuse
 from booster_runtime.data import fields_of, hides_tensors, leaves_by_path, num_samples, tensors_of, with_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     SplitHook = Callable[[Any, int], Iterable[tuple[Any, int]]]
     """Called with a batch and a number of microbatches; returns each microbatch with its number of samples."""
@@ -117,27 +118,34 @@ def split_by_hook(hook: SplitHook, batch: Any, count: int) -> tuple[list[Any], l
     return [part for part, _ in pairs], [size for _, size in pairs]
 
 
-def shared_outputs(outputs: Any, num_samples: int) -> frozenset[str]:
-    """Return the paths of tensors that have one entry for all samples, given the outputs for several samples."""
-    if num_samples == 1:
-        return frozenset()
-    return frozenset(path for path, tensor in tensors_of(outputs) if tensor.dim() and tensor.shape[0] == 1)
+def doubled(batch: Any) -> Any:
+    """Return a batch with each of its samples twice."""
+    count = count_samples(batch)
+
+    def both(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == count else tensor
+
+    return pytree.tree_map_only(torch.Tensor, both, batch)
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], shared: Collection[str] = ()) -> Any:
+def join_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], sample_dims: Mapping[str, int | None] = MappingProxyType({})
+) -> Any:
     """Return the outputs of a whole batch from those of its microbatches.
 
     Args:
         outputs: What the model returned for each, all of one form.
         sizes: Samples of each.
-        shared: Paths of tensors with one entry for all samples, which does not show in microbatches of one sample.
+        sample_dims: For paths of tensors, along which dimension they have an entry per sample; ``None`` for those
+            without. Of others it is the first one, if that is as long as each microbatch.
 
     Returns:
         In the same form: tensors with an entry per sample put together, other floating tensors averaged over samples;
         what is no tensor is that of the first microbatch if it is a plain value, else (a cache) ``None``.
 
     Raises:
-        ConfigError: If all of it is an object of a class that can't be opened.
+        ConfigError: If all of it is an object of a class that can't be opened, or a tensor may have its samples along
+            another dimension.
     """
     if pytree.tree_is_leaf(outputs[0]) and fields_of(outputs[0]) is None and hides_tensors(outputs[0]):
         msg = (
@@ -145,37 +153,54 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], shared: Collectio
             "tensors in a dict, list, tuple or dataclass, or leave `return_outputs` out."
         )
         raise ConfigError(msg)
-    one_for_all = {id(tensor) for path, tensor in tensors_of(outputs[0]) if path in shared}
-    return _joined_nest(outputs, sizes, one_for_all)
+    dims = {id(tensor): sample_dims[path] for path, tensor in tensors_of(outputs[0]) if path in sample_dims}
+    return _joined_nest(outputs, sizes, dims)
 
 
-def _joined_nest(outputs: Sequence[Any], sizes: Sequence[int], one_for_all: Collection[int]) -> Any:
+def _joined_nest(outputs: Sequence[Any], sizes: Sequence[int], dims: Mapping[int, int | None]) -> Any:
     flat = [pytree.tree_flatten(each) for each in outputs]
-    leaves = [_joined([leaves[index] for leaves, _ in flat], sizes, one_for_all) for index in range(len(flat[0][0]))]
+    leaves = [_joined([leaves[index] for leaves, _ in flat], sizes, dims) for index in range(len(flat[0][0]))]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _joined(values: Sequence[Any], sizes: Sequence[int], one_for_all: Collection[int]) -> Any:
+def _joined(values: Sequence[Any], sizes: Sequence[int], dims: Mapping[int, int | None]) -> Any:
     first = values[0]
     fields = [fields_of(value) for value in values]
     if fields[0] is not None:
         return with_fields(
-            first,
-            {name: _joined_nest([(each or {})[name] for each in fields], sizes, one_for_all) for name in fields[0]},
+            first, {name: _joined_nest([(each or {})[name] for each in fields], sizes, dims) for name in fields[0]}
         )
     if not isinstance(first, torch.Tensor):
         return first if isinstance(first, (bool, int, float, str, type(None))) else None
     if any(map(is_absent, values)):
         refuse("return_outputs=True", values)
     tensors = [value.detach() for value in values]
-    is_shared = id(first) in one_for_all
-    if (
-        not is_shared
-        and all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True))
-        and (len({tensor.shape[1:] for tensor in tensors}) == 1)
-    ):
-        return torch.cat(tensors)
+    dim = dims[id(first)] if id(first) in dims else _dim_of_samples(tensors, sizes)
+    if dim is not None:
+        others = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
+        return torch.cat(tensors, dim) if len(others) == 1 and dim in _as_long(tensors, sizes) else tensors
     if first.is_floating_point() and len({tensor.shape for tensor in tensors}) == 1:
         total = sum(sizes)
         return torch.stack([tensor * (size / total) for tensor, size in zip(tensors, sizes, strict=True)]).sum(0)
     return tensors
+
+
+def _as_long(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions along which each microbatch's tensor is as long as the microbatch."""
+    pairs = list(zip(tensors, sizes, strict=True))
+    return [
+        dim for dim in range(tensors[0].dim()) if all(each.dim() > dim and each.shape[dim] == n for each, n in pairs)
+    ]
+
+
+def _dim_of_samples(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> int | None:
+    """Return along which dimension outputs that the example did not have are for each sample; ``None`` for none."""
+    found = _as_long(tensors, sizes)
+    if found and found[0] and len(tensors) > 1:
+        msg = (
+            f"It is not known which dimension of an output of shape {tuple(tensors[0].shape)} stands for samples: the "
+            "example at `boost` did not have it. Pass an `example_batch` like the batches that are run, return it with "
+            "samples first, or leave `return_outputs` out."
+        )
+        raise ConfigError(msg)
+    return 0 if 0 in found else None

@@ -18,8 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import is_plain
 from booster_hybrid.pipeline.arguments import ArgumentNames
+from booster_hybrid.pipeline.microbatches import count_samples, doubled
 from booster_hybrid.pipeline.trace import (
     call_on,
     copy_of,
@@ -158,6 +160,7 @@ class Recording:
         senders: Names of the modules whose outputs may be sent.
         steps: What it did.
         results: The path and memory of each tensor that the model returned, and which argument of a layer it is.
+        shapes: The shapes of these by path.
     """
 
     is_training: bool | None
@@ -165,6 +168,7 @@ class Recording:
     senders: frozenset[str]
     steps: list[Step] = field(default_factory=list, repr=False)
     results: list[tuple[str, Memory, int | None]] = field(default_factory=list, repr=False)
+    shapes: dict[str, torch.Size] = field(default_factory=dict, repr=False)
 
 
 def record(model: nn.Module, trace: Trace, senders: Collection[str], batch: Any) -> list[Recording]:
@@ -181,27 +185,64 @@ def record(model: nn.Module, trace: Trace, senders: Collection[str], batch: Any)
     return found
 
 
-def record_copy(
-    model: nn.Module, trace: Trace, senders: Collection[str], batch: Any, *, is_training: bool
-) -> list[Recording]:
-    """Return what a model does in another mode, as far as it gets there; it stays as it is.
+def record_other(model: nn.Module, trace: Trace, senders: Collection[str], batch: Any) -> list[Recording]:
+    """Return what a model does that is in another mode than the user's, as far as it gets there.
 
     Args:
         model: As for `record`.
         trace: Likewise.
         senders: Likewise.
         batch: Likewise.
-        is_training: Whether the mode is training.
-
-    Returns:
-        Nothing if the model can't be copied; the first step that is wrong raises then.
     """
     found: list[Recording] = []
     with contextlib.suppress(Exception):  # of a mode that fails on the batch, that mode tells
+        _record(model, trace, senders, batch, found)
+    return found
+
+
+def copy_in_mode(model: nn.Module, *, is_training: bool) -> nn.Module | None:
+    """Return a copy of a model in one mode; ``None`` if it can't be copied."""
+    with contextlib.suppress(Exception):
         other = copy_of(model)
         for module in other.modules():
             module.training = is_training  # some models' `train` changes parameters, which are shared
-        _record(other, trace, senders, batch, found)
+        return other
+    return None
+
+
+def sample_dims(model: nn.Module, batch: Any, shapes: Mapping[str, torch.Size]) -> dict[str, int | None]:
+    """Return along which dimension outputs have an entry per sample, ``None`` for those that have none.
+
+    Where it is not the first one, a dry run of twice as many samples tells. Outputs of which it can't be told are left
+    out.
+
+    Args:
+        model: The whole model.
+        batch: What was recorded.
+        shapes: Of the outputs then, by path.
+    """
+    try:
+        count = count_samples(batch)
+    except ConfigError:  # it is not split into microbatches either
+        return {}
+    found = {path: 0 if shape else None for path, shape in shapes.items() if not shape or shape[0] == count > 1}
+    if len(found) == len(shapes):
+        return found
+    larger: dict[str, torch.Size] = {}
+
+    def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
+        output = call_on(model, stand_ins(model, make), example)
+        larger.update((path, tensor.shape) for path, tensor in tensors_of(output))
+
+    with contextlib.suppress(Exception):  # a model for one number of samples
+        run_dry(model, doubled(batch), run, FixedDraws())
+    for path in larger.keys() & shapes.keys() - found.keys():
+        pairs = list(zip(shapes[path], larger[path], strict=False))
+        differ = [dim for dim, (one, two) in enumerate(pairs) if one != two]
+        if not differ:
+            found[path] = None
+        elif len(differ) == 1 and pairs[differ[0]] == (count, 2 * count):
+            found[path] = differ[0]
     return found
 
 
@@ -218,6 +259,7 @@ def _record(model: nn.Module, trace: Trace, senders: Collection[str], batch: Any
         with recorder.watching(dict(model.named_modules()), trace), recorder:
             output = call_on(model, tensors, example)
         found[-1].results.extend((path, *recorder.both(tensor)) for path, tensor in tensors_of(output))
+        found[-1].shapes.update((path, tensor.shape) for path, tensor in tensors_of(output))
 
     run_dry(model, batch, run, FixedDraws())
 

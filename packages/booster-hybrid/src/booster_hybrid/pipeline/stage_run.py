@@ -35,7 +35,7 @@ from booster_hybrid.whole import changes_in_place, name_of
 from booster_runtime.memory import only_describes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from booster_hybrid.random_streams import MicrobatchStreams
 
@@ -136,15 +136,25 @@ class StageRun(TorchFunctionMode):
             if self._streams is not None and not self.is_trying:
                 self._streams.end_function()
 
-    def arrive(self, arguments: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
-        """Let absent arguments of the stage's first layer stand for what came in their places, by path, from now on.
+    def arrive(
+        self, arguments: Mapping[str, Any], received: Mapping[str, Tensor], written: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Let arguments of the stage's first layer, by path, be what came in their places from now on.
 
-        The model's own code goes on with the same objects, as where it adds a layer's output to its input.
+        The model's own code goes on with the same objects, as where it adds a layer's output to its input. Absent ones
+        stand for what came. Into those that have memory of their own, to which layers before write, it is copied.
+
+        Returns:
+            What to call the layer with in their places.
         """
+        instead = dict(received)
         for path, tensor in received.items():
-            absent = arguments.get(path)
-            if isinstance(absent, AbsentTensor):
-                absent.arrived, self.has_arrived = tensor, True
+            own = arguments.get(path)
+            if isinstance(own, AbsentTensor):
+                own.arrived, self.has_arrived = tensor, True
+            elif path in written and isinstance(own, Tensor):
+                instead[path] = own.copy_(tensor)
+        return instead
 
     def _refuse_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a function would write to what has come: views of it that were made before are absent still."""

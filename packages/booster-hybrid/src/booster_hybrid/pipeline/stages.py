@@ -5,18 +5,19 @@ All of it follows from the dry run, so that every rank knows it of every other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_hybrid.pipeline.cut import StagedModel, given_names, held_modules, share_layers
+from booster_hybrid.pipeline.cut import StagedModel, held_modules, share_layers
 from booster_hybrid.pipeline.flow import Crossing
-from booster_hybrid.pipeline.recording import record, record_copy
+from booster_hybrid.pipeline.recording import copy_in_mode, record, record_other, sample_dims
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.values import add_values
 from booster_hybrid.pipeline.writes import check_writes
@@ -139,7 +140,6 @@ def find_needs(
     what = type(model).__name__
     of_graph = flow.crossings(
         [(stage.first, stage.last) for stage in ranges],
-        lambda stage, position: given_names(trace, ranges[stage], position),
         is_held,
         what,
     )
@@ -149,19 +149,22 @@ def find_needs(
     )
     # What the graph shows is of one mode; values alone tell of the other.
     of_layers = [Crossing(() if stage.is_first else trace.layers[stage.first].carried) for stage in ranges]
+    known = replace(known, sample_dims=sample_dims(model, batch, recordings[-1].shapes))
     found = {True: known, False: known}
     recorded = {recordings[-1].is_training: recordings}
     for mode in {True, False} - recorded.keys():
-        record_mode = functools.partial(record_copy, model, trace, batch=batch, is_training=mode)
-        try:
-            if mode is not model.training:  # else some of its modules are in the other mode
-                found[mode], recorded[mode] = add_values(what, trace, ranges, of_layers, is_held, record_mode)
-        except ConfigError:
-            pass
+        other = copy_in_mode(model, is_training=mode)
+        if other is None:
+            continue
+        record_mode = functools.partial(record_other, other, trace, batch=batch)
+        if mode is not model.training:  # else some of its modules are in the other mode
+            with contextlib.suppress(ConfigError):
+                needs, recorded[mode] = add_values(what, trace, ranges, of_layers, is_held, record_mode)
+                found[mode] = replace(needs, sample_dims=sample_dims(other, batch, recorded[mode][-1].shapes))
         if mode not in recorded:
             recorded[mode] = record_mode(recordings[-1].senders)
     for mode in (True, False):  # stages that train are refused first
-        for recording in recorded[mode]:
+        for recording in recorded.get(mode, ()):
             check_writes(what, trace, ranges, found[mode], is_held, recording, trains=trains)
     return found
 

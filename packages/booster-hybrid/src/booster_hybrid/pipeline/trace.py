@@ -24,7 +24,6 @@ from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.fakes import Fakes
 from booster_hybrid.pipeline.flow import Flow
-from booster_hybrid.pipeline.microbatches import count_samples, shared_outputs
 from booster_hybrid.skipped_layers import FixedDraws, host_states
 from booster_hybrid.tensor_parallel.split import is_repeated
 from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
@@ -70,15 +69,12 @@ class Layer:
         name: Its name in the model.
         returned: What stands for its output on stages that do not run it.
         carried: Paths of its arguments that are differentiable tensors: what a stage before it has to send.
-        constant: Paths of its arguments that are tensors, and the same as the layer before it was given; nothing has
-            written to them since that layer.
         kept: What it leaves in its modules, which code after it may read.
     """
 
     name: str
     returned: LikeArguments
     carried: tuple[str, ...]
-    constant: tuple[str, ...]
     kept: tuple[Kept, ...] = ()
 
 
@@ -91,7 +87,6 @@ class Trace:
         uses: For each other module that has parameters of its own: the numbers of layers that had been called while it
             ran. A module that was not called has none.
         uncalled: Names of the layers that were not called.
-        shared_outputs: Paths of outputs that have one entry for all samples; see `join_outputs`.
         is_certain: Whether these layers are called in training whatever is drawn: no single number was, and no value
             was looked at.
     """
@@ -99,7 +94,6 @@ class Trace:
     layers: tuple[Layer, ...]
     uses: Mapping[str, tuple[int, ...]] = field(repr=False)
     uncalled: tuple[str, ...] = ()
-    shared_outputs: frozenset[str] = frozenset()
     is_certain: bool = False
 
 
@@ -209,7 +203,7 @@ class _Recorder:
     def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> None:
         self._modules, self._layers = modules, layers
         self._undo: list[Callable[[], None]] = []
-        self._calls: list[tuple[str, dict[str, torch.Tensor], list[int], list[int]]] = []
+        self._calls: list[tuple[str, dict[str, torch.Tensor]]] = []
         self._returned: dict[str, LikeArguments] = {}
         self._kept: dict[str, tuple[Kept, ...]] = {}
         self._uses: dict[str, list[int]] = {}
@@ -217,7 +211,6 @@ class _Recorder:
         self._entered: list[int] = []
         self._depth = 0
         self.flow: Flow | None = None
-        self.shared_outputs: frozenset[str] = frozenset()
 
     def watch(self) -> None:
         names = {*self._layers.values()}
@@ -248,7 +241,7 @@ class _Recorder:
         self.flow = Flow(parameters)
 
     def trace(self) -> Trace:
-        names = [name for name, *_ in self._calls]
+        names = [name for name, _ in self._calls]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             msg = (
@@ -256,23 +249,18 @@ class _Recorder:
                 "can hold it alone. Use `pp_size=1` for this model."
             )
             raise ConfigError(msg)
-        layers = []
-        before: dict[str, tuple[int, int]] = {}
-        for name, tensors, entered, left in self._calls:
-            given = {key: (id(value), version) for (key, value), version in zip(tensors.items(), entered, strict=True)}
-            layers.append(
-                Layer(
-                    name,
-                    self._returned[name],
-                    tuple(key for key, value in tensors.items() if is_carried(value)),
-                    tuple(key for key, found in given.items() if before.get(key) == found),
-                    self._kept[name],
-                )
+        layers = tuple(
+            Layer(
+                name,
+                self._returned[name],
+                tuple(key for key, value in tensors.items() if is_carried(value)),
+                self._kept[name],
             )
-            before = {key: (id(value), version) for (key, value), version in zip(tensors.items(), left, strict=True)}
+            for name, tensors in self._calls
+        )
         uses = {name: tuple(each) for name, each in self._uses.items()}
         uncalled = tuple(name for name in self._layers.values() if name not in names)
-        return Trace(tuple(layers), uses, uncalled, self.shared_outputs)
+        return Trace(layers, uses, uncalled)
 
     def _call_layer(
         self,
@@ -286,15 +274,13 @@ class _Recorder:
         names = ArgumentNames(signature)
         tensors = names.tensors(args, kwargs)
         gates = self.flow.enter_layer({key: value for key, value in tensors.items() if is_carried(value)})
-        left: list[int] = []
-        self._calls.append((name, tensors, _versions(tensors), left))
+        self._calls.append((name, tensors))
         self._depth += 1
         modules = {inner: module for inner, module in self._modules.items() if f"{inner}.".startswith(f"{name}.")}
         before = {key: mark for key, mark, _ in _attributes(modules)}
         try:
             args, kwargs = names.replaced(args, kwargs, gates, f"layer '{name}'")
             output = forward(*args, **kwargs)
-            left += _versions(tensors)
             self._kept[name] = tuple(
                 Kept(*key, _forms_of(value)) for key, mark, value in _attributes(modules) if before.get(key) != mark
             )
@@ -347,11 +333,6 @@ def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, s
 def _forms_of(value: Any) -> tuple[list[Any], Any]:
     leaves, form = pytree.tree_flatten(value)
     return [Form.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form
-
-
-def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return how often tensors have been written to, to be compared."""
-    return [tensor._version for tensor in tensors.values()]  # noqa: SLF001 - torch tells it nowhere else
 
 
 def is_inside(name: str, layers: Collection[str]) -> bool:
@@ -438,8 +419,6 @@ def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., tor
     output = call_on(model, tensors, batch)
     if recorder.flow is not None:
         recorder.flow.end(output)
-    with contextlib.suppress(ConfigError):  # a batch whose samples can't be counted is not split either
-        recorder.shared_outputs = shared_outputs(output, count_samples(batch))
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -20,7 +20,6 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.flow import Extra, Needs
 from booster_hybrid.pipeline.recording import (
     LayerCall,
@@ -150,6 +149,7 @@ class _Walk:
         self._senders = {*sources, *(extra.module for crossing in crossings for extra in crossing.extras)}
         self._labels: dict[int, _Label] = {}
         self._received: dict[int | None, _Label] = {}  # of arguments, inside of the layer that is given them
+        self._written: dict[int, set[int]] = {}  # stages whose own memory misses what layers of others write to it
         self._arrived: dict[int, tuple[Memory, set[int]]] = {}  # arguments that stand for what stages have received
         self._made_here: _Label = {}
         self._num_calls = 0
@@ -213,7 +213,10 @@ class _Walk:
             self._check_read(label)
         label.update(self._made_here)
         for memory in step.written:
-            self.put(memory, {**label, **self.of(memory)})
+            before = self.of(memory)
+            self.put(memory, {**label, **before})
+            if memory is not None:
+                self._written.setdefault(memory, set()).update(label.keys() - before.keys())
             for argument in [each for each, (own, _) in self._arrived.items() if own == memory]:
                 del self._arrived[argument]  # what was received is not written to
         for memory in step.made:
@@ -224,21 +227,14 @@ class _Walk:
         for stage in self._ranges:
             if stage.first == position:
                 self._send_more(stage, step)
-        given = {stage.index: self._names_received(stage, position) & step.arguments.keys() for stage in self._ranges}
         for stage in self._ranges[:-1]:
             if stage.last == position:
                 carried = self.crossings[stage.index + 1].carried
-                for name in (each for each in carried if each in step.arguments and each not in given[stage.index]):
+                for name in (each for each in carried if each in step.arguments):
                     what = f"argument '{name}' of layer '{layer}'"
                     self._check(stage.index, step.arguments[name], what, step.objects[name])
-        running = next(stage.index for stage in self._ranges if stage.first <= position < stage.last)
-        for stage in self._ranges:
-            for name in given[stage.index] if stage.first == position else ():
-                memory = step.arguments[name]
-                if stage.index in self.of(memory):
-                    self._arrived.setdefault(step.objects[name], (memory, set()))[1].add(stage.index)
-        received = {step.arguments[name] for name in given[running]} - {None}
-        labels = {memory: _without(self.of(memory), [running]) for memory in received}
+        running = next(stage for stage in self._ranges if stage.first <= position < stage.last)
+        labels = {memory: _without(self.of(memory), [running.index]) for memory in self._receive(running, step)}
         self._layers.append((self._made_here, self._inside, self._received))
         self._num_calls, self._inside, self._received = self._num_calls + 1, position, {**self._received, **labels}
         later = [stage.index for stage in self._ranges if stage.first > position]
@@ -288,12 +284,27 @@ class _Walk:
         ]
         self.crossings[stage.index] = dataclasses.replace(crossing, carried=(*crossing.carried, *more))
 
-    def _names_received(self, stage: StageRange, position: int) -> set[str]:
-        """Return which of a layer's arguments a stage replaces by what it has received."""
-        if stage.is_first or not stage.first <= position <= stage.last:
-            return set()
-        sent = {*self.crossings[stage.index].carried}
-        return given_names(self._trace, stage, position, sent) & sent
+    def _receive(self, stage: StageRange, step: LayerCall) -> set[Memory]:
+        """Return the memory of those of a layer's arguments that the stage which runs it has received."""
+        received = set()
+        for name, memory in step.arguments.items():
+            argument = step.objects[name]
+            if stage.first == step.position and name in self.crossings[stage.index].carried:
+                received.add(memory)
+                if memory is not None and stage.index in self._written.get(memory, ()):
+                    self._send_written(stage, name, memory)
+                elif stage.index in self.of(memory):
+                    _, stages = self._arrived.get(argument, (memory, set()))
+                    self._arrived[argument] = memory, {*stages, stage.index}
+            elif argument in self._arrived and stage.index in self._arrived[argument][1]:
+                received.add(memory)
+        return received - {None}
+
+    def _send_written(self, stage: StageRange, name: str, memory: Memory) -> None:
+        """Let a stage write what it receives into the memory that it has of its own, which is right then."""
+        crossing = self.crossings[stage.index]
+        self.crossings[stage.index] = dataclasses.replace(crossing, written=(*crossing.written, name))
+        self.put(memory, _without(self.of(memory), [stage.index]))
 
     def _check_read(self, label: _Label) -> None:
         """Refuse code that reads values which are not there on a stage that runs it."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.cut import given_names
 from booster_hybrid.pipeline.recording import (
     LayerCall,
     LayerReturn,
@@ -105,6 +104,7 @@ class _Walk:
         self._inside: int | None = None
         self._layers: list[tuple[int | None, dict[int, _Watched]]] = []
         self._idle: list[Collection[int]] = []
+        self._received: set[int] = set()  # which arguments of layers the stage has received that runs them
 
     def watch(self, memory: Memory, watched: _Watched) -> None:
         """Watch some memory."""
@@ -176,10 +176,13 @@ class _Walk:
     def _call_layer(self, step: LayerCall) -> None:
         position, layer = step.position, self._trace.layers[step.position].name
         stage = next(each for each in self._ranges if each.first <= position < each.last)
-        sent = set() if stage.is_first else {*self._crossings[stage.index].carried}
+        if position == stage.first:
+            self._received = {
+                step.objects[name] for name in self._crossings[stage.index].carried if name in step.objects
+            }
         self._layers.append((self._inside, dict(self._watched)))
         self._num_calls, self._inside = self._num_calls + 1, position
-        for name in given_names(self._trace, stage, position, sent) & sent & step.arguments.keys():
+        for name in (each for each, argument in step.objects.items() if argument in self._received):
             is_kept = self.has_backward and name in step.carried
             watched = _Watched(f"argument '{name}' of layer '{layer}'", [stage.index], is_kept=is_kept)
             self.watch(step.arguments[name], watched)

@@ -27,6 +27,7 @@ from booster_runtime.sharding.elementwise import (
     WHOLE,
     check_takes_parts,
     distinct_groups,
+    keeps_blocks,
     partition_for,
     probed_steps,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "generate_together",
     "generating_model",
     "is_cut",
+    "keeps_blocks",
     "layers_of",
     "local_of",
     "make_ranks",

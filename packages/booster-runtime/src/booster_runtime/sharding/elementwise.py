@@ -1,10 +1,11 @@
 """Whether an optimizer treats every element alike, so that it may step on any slice of a parameter.
 
 torch's own optimizers are declared. Of any other class a probe steps small tensors in both ways: a matrix, and the same
-numbers flattened and cut in two, must agree bit for bit after several steps; so must one of a hundred rows and columns,
-as some factor their state from some size on, and one of four dimensions. Each parameter group with settings of its own
-is tried: some classes treat matrices in one group, and elements in another. Where they do not agree, parameters stay
-whole: that is right for every optimizer whose parameters don't influence each other, which is tried out as well.
+numbers flattened and cut in two, must agree bit for bit after several steps; so must one of hundreds of rows and
+columns, as some factor their state from some size on, or keep it in few bits by blocks, and one of four dimensions.
+Each parameter group with settings of its own is tried: some classes treat matrices in one group, and elements in
+another. Where they do not agree, parameters stay whole: that is right for every optimizer whose parameters don't
+influence each other, which is tried out as well.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 WHOLE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])})
 _SHAPE, _STEPS = (6, 5), 20
-_FURTHER_SHAPES = ((130, 129), (4, 3, 2, 2))
+_FURTHER_SHAPES = ((256, 136), (4, 3, 2, 2))
+"""The first one is a whole number of blocks, of up to 2,048 elements; its halves are not."""
 _LEARNING_RATE = 1e-2
 """What a probe takes in place of none: schedulers that warm up begin with zero, which updates nothing."""
 _OF_GROUP = frozenset({"params", "param_names", "lr", "initial_lr"})
@@ -83,6 +85,25 @@ def partition_for(optimizer: Optimizer, asked: str, groups: Sequence[Mapping[str
         _probed(optimizer, group) for group in distinct_groups(optimizer.param_groups if groups is None else groups)
     ]
     return "flat" if all(partition == "flat" for partition in found) else "parameter"
+
+
+def keeps_blocks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's state of a matrix is a tensor made of others, such as torchao's in few bits.
+
+    Such state can't be cut, nor put together from parts.
+    """
+    if type(optimizer) in ELEMENTWISE | WHOLE:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        value = torch.randn(_FURTHER_SHAPES[0])
+    for group in distinct_groups(optimizer.param_groups):
+        try:
+            [state] = probed_steps(optimizer, group, [value], [[value]]).states
+        except Exception:  # noqa: BLE001, S112 - `partition_for` tells of it
+            continue
+        if any(hasattr(entry, "__tensor_flatten__") for entry in state.values()):
+            return True
+    return False
 
 
 def check_takes_parts(optimizer: Optimizer, asked: str, group: Mapping[str, Any]) -> None:
@@ -255,13 +276,14 @@ def probed_steps(
         gradients: For each step, one gradient for each value.
         in_parts: Call ``step`` for one value after the other, instead of once.
     """
-    try:
-        return _steps(optimizer, group, values, gradients, [{} for _ in values], in_parts=in_parts)
-    except KeyError:  # of a class whose constructor makes the state, as Adagrad's of torch 2.10
-        states = [_as_constructed(optimizer, group, value) for value in values]
-        if not all(states):
-            raise
-    return _steps(optimizer, group, values, gradients, states, in_parts=in_parts)
+    with torch.compiler.set_stance("force_eager"):  # some compile their step, for each shape
+        try:
+            return _steps(optimizer, group, values, gradients, [{} for _ in values], in_parts=in_parts)
+        except KeyError:  # of a class whose constructor makes the state, as Adagrad's of torch 2.10
+            states = [_as_constructed(optimizer, group, value) for value in values]
+            if not all(states):
+                raise
+        return _steps(optimizer, group, values, gradients, states, in_parts=in_parts)
 
 
 def _as_constructed(optimizer: Optimizer, group: Mapping[str, Any], value: Tensor) -> dict[str, Any]:

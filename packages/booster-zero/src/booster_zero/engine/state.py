@@ -17,6 +17,7 @@ from booster_core.state import (
     TensorMeta,
     TensorShard,
     flatten_state,
+    refuse_parts,
     unsaved_state,
 )
 from booster_runtime.sharding import piece_meta, piece_shard, whole_shard
@@ -171,7 +172,10 @@ class ShardedStateAdapter(StateAdapter):
         for bucket in zero.layout.buckets:
             with bucket.in_use(changes=True):
                 for piece in bucket.pieces:
-                    tensors, _ = flatten_state(self._names[piece.index], states.get(piece.index, {}))
+                    name = self._names[piece.index]
+                    tensors, scalars = flatten_state(name, states.get(piece.index, {}))
+                    if not piece.is_whole:
+                        refuse_parts(f"'{name}' can't be saved", scalars)
                     for key, tensor in tensors.items():
                         yield self._shard_of(piece, key, tensor)
                     if bucket.has_masters and piece.index in members:
@@ -226,6 +230,8 @@ class ShardedStateAdapter(StateAdapter):
             for piece in bucket.pieces:
                 name = self._names[piece.index]
                 if name in group_of:
+                    if not piece.is_whole:
+                        refuse_parts(f"'{name}' can't be loaded", scalars.get(name, {}))
                     metas = {key: piece_meta(key, meta, piece) for key, meta in tensors.get(name, {}).items()}
                     state = group_of[name].restore(name, metas, scalars.get(name, {}))
                     if state:
