@@ -4,6 +4,7 @@ python examples/lora.py
 torchrun --nproc-per-node 2 examples/lora.py --plugin zero --model FOLDER
 torchrun --nproc-per-node 2 examples/lora.py --plugin fsdp --resume adapters    # goes on with the adapters
 torchrun --nproc-per-node 2 examples/lora.py --plugin ddp --quantize    # QLoRA: the base in 4 bits, by bitsandbytes
+booster plan examples/lora.py:build --devices 8 --memory 80GiB    # or `build_quantized`
 
 Without ``--model`` the base is a small Llama over bytes with random weights, so that nothing has to be downloaded.
 """
@@ -47,6 +48,15 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, **sizes, dtype="bfloat16")).bfloat16()
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).train()
+    return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+
+
+def build_quantized() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return the same in 4 bits, for Llama 3.2's 1 billion: its values are made, to be quantised."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    config = LlamaConfig(vocab_size=128256, num_key_value_heads=8, tie_word_embeddings=True, **sizes, dtype="bfloat16")
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    model = Booster().enable_lora(LlamaForCausalLM(config).bfloat16(), lora_config=lora, quantize=True).train()
     return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
 
 

@@ -15,6 +15,7 @@ import pytest
 from forked_scripts import forked_scripts
 
 from booster_testing import close_ranks, rank_pool
+from booster_testing.rank_worker import run_in_turns
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
@@ -24,6 +25,10 @@ hypothesis.settings.load_profile("tests")
 _SLOW_SECONDS = 3600
 """Time limit of a slow test; pytest.ini has that of the others."""
 _UNIT = Path(__file__).parent / "unit"
+
+
+def pytest_configure() -> None:
+    run_in_turns()  # also the scripts and commands that tests start
 
 
 @pytest.hookimpl(trylast=True)  # after markers and names have selected the tests

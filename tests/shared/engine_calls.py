@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from booster_checkpoint import CheckpointEngine
+import contextlib
+import errno
+import os
+from unittest import mock
+
+from booster_checkpoint import CheckpointEngine, session
 from booster_checkpoint.save.targets import target_at
 from booster_core import Booster
 from booster_core.checkpoint_io import LoadRequest, ModelState, SaveRequest
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.ranks.store import Host
+
+
+def on_hosts(hosts):
+    """Return a patch that tells each rank the number of its host; ranks share all folders none the less."""
+    return mock.patch.object(session, "this_host", return_value=Host(f"host-{hosts[DistCoordinator().rank]}"))
+
+
+@contextlib.contextmanager
+def on_hosts_with_disks_of_their_own(hosts):
+    """Tell each rank the number of its host, and hide from other hosts what rank 0 writes for them to find."""
+    real, is_elsewhere = os.open, hosts[DistCoordinator().rank] != hosts[0]
+
+    def open_(path, *args, **kwargs):
+        if is_elsewhere and str(path).endswith(".probe"):
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
+        return real(path, *args, **kwargs)
+
+    with on_hosts(hosts), mock.patch.object(session.os, "open", open_):
+        yield
 
 
 class EngineCalls:

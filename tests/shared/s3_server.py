@@ -45,6 +45,7 @@ class Proxy:
     Args:
         port: The server's.
         latency: Seconds before each answer.
+        headers: Put in place of a request's own.
 
     Attributes:
         url: Where it listens.
@@ -56,6 +57,7 @@ class Proxy:
 
     port: int
     latency: float = 0.0
+    headers: dict = field(default_factory=dict)
     faults: list = field(default_factory=list)
     requests: list = field(default_factory=list)
     spans: list = field(default_factory=list)
@@ -154,7 +156,7 @@ class Proxy:
         else:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
             headers = {name: value for name, value in handler.headers.items() if name.lower() not in _HOP_HEADERS}
-            connection.request(handler.command, handler.path, body, headers)
+            connection.request(handler.command, handler.path, body, headers | self.headers)
             answer = connection.getresponse()
             content, status = answer.read(), answer.status
             headers = [item for item in answer.getheaders() if item[0].lower() not in _HOP_HEADERS]

@@ -238,7 +238,7 @@ def test_blocks_that_do_not_make_up_the_file_are_a_damaged_manifest(blocks, tmp_
         Manifest.read(locate(folder))
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(2, "with the Booster that wrote it"), (4, "Update it")])
+@pytest.mark.parametrize(("version", "remedy"), [(2, "with the Booster that wrote it"), (5, "Update it")])
 def test_another_format_version_is_named(version, remedy, tmp_path):
     save_steps(tmp_path)
     folder = tmp_path / "step-00000002"
@@ -247,7 +247,25 @@ def test_another_format_version_is_named(version, remedy, tmp_path):
     content.pop("xxh3")
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
-    with pytest.raises(CheckpointError, match=f"has format version {version}; this Booster reads version 3.*{remedy}"):
+    with pytest.raises(CheckpointError, match=f"has format version {version}; this Booster reads 3 to 4.*{remedy}"):
+        load(tmp_path, "latest")
+
+
+def test_a_step_of_version_3_loads(tmp_path):
+    """It names the tensors of each file."""
+    save_steps(tmp_path)
+    folder = tmp_path / "step-00000002"
+    content = json.loads((folder / "manifest.json").read_text())
+    content["format_version"] = 3
+    for name, entry in content["files"].items():
+        entry["tensors"] = ["weight"] if name.endswith(".safetensors") else []
+    content.pop("xxh3")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (folder / "manifest.json").write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
+    assert load(tmp_path, "latest")[0] == 2
+    path = next((folder / "model").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointError, match="is damaged"):
         load(tmp_path, "latest")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_calls import EngineCalls
+from engine_calls import EngineCalls, on_hosts
 from torch import nn
 
 from booster_checkpoint.save import in_place
@@ -184,21 +184,22 @@ def test_a_disk_that_is_full_on_one_rank_keeps_the_old_checkpoint(use_async, fai
     assert names == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
 
 
-def save_wide(path, shared):
-    io, adapter, _ = parts(width=100_000, shared_filesystem=shared)
+def save_wide(path, hosts):
+    io, adapter, _ = parts(width=100_000)
     try:
-        io.save_model(adapter, path, shard=True)
+        with on_hosts(hosts):
+            io.save_model(adapter, path, shard=True)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_small_disk_fills_up(shared, tmp_path):
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
+def test_a_small_disk_fills_up(hosts, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
-        for text in run_on_ranks(save_wide, 2, str(tmp_path / "m"), shared):
+        for text in run_on_ranks(save_wide, 2, str(tmp_path / "m"), hosts):
             assert "The disk is full" in text
         assert list(tmp_path.iterdir()) == []
     finally:

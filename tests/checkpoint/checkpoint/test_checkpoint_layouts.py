@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 
 import torch
-from engine_calls import EngineCalls
+from engine_calls import EngineCalls, on_hosts
 from matrix import matrix
 from synthetic_state import LAYOUTS, SyntheticAdapter
 
@@ -27,16 +27,17 @@ TENSORS = [
 ]
 
 
-def save(folder, layout, shared, use_async, suffix):
+def save(folder, layout, num_hosts, use_async, suffix):
     c = DistCoordinator()
-    io = EngineCalls(bucket_bytes=1024, shared_filesystem=shared)
+    io = EngineCalls(bucket_bytes=1024)
     adapter = SyntheticAdapter(TENSORS, layout, c.rank, c.world_size)
-    folder = Path(folder)
-    io.save_model(adapter, folder, shard=True, size_per_shard=1, use_safetensors=suffix == "st", use_async=use_async)
-    io.save_optimizer(adapter, folder, shard=True, use_async=use_async)
-    io.save_model(adapter, folder / f"one.{'safetensors' if suffix == 'st' else 'bin'}", use_safetensors=suffix == "st")
-    io.save_optimizer(adapter, folder / "one-optimizer.safetensors", use_async=use_async)
-    io.wait()
+    folder, is_st = Path(folder), suffix == "st"
+    with on_hosts([rank % num_hosts for rank in range(c.world_size)]):
+        io.save_model(adapter, folder, shard=True, size_per_shard=1, use_safetensors=is_st, use_async=use_async)
+        io.save_optimizer(adapter, folder, shard=True, use_async=use_async)
+        io.save_model(adapter, folder / f"one.{'safetensors' if is_st else 'bin'}", use_safetensors=is_st)
+        io.save_optimizer(adapter, folder / "one-optimizer.safetensors", use_async=use_async)
+        io.wait()
 
 
 def load(folder, layout, num_threads, low_cpu_mem_mode, single):
@@ -67,15 +68,15 @@ def load_all(folder, layouts, *args):
     **{"layout, world_size": [*itertools.product(LAYOUTS, [1, 2]), ("flat", 3), ("columns_flat", 4)]},
 )
 def test_loads_in_every_layout_at_another_number_of_ranks(layout, world_size, tmp_path):
-    run_on_ranks(save, world_size, str(tmp_path), layout, None, False, "st")
+    run_on_ranks(save, world_size, str(tmp_path), layout, 1, False, "st")
     for other in {1: (2,), 2: (1, 3), 3: (2,), 4: (2,)}[world_size]:
         for results in run_on_ranks(load_all, other, str(tmp_path), LAYOUTS, 1, True, False):
             assert all(wrong == [] for wrong, _ in results)
 
 
-@matrix(["True-False-st"], shared=[None, True, False], use_async=[False, True], suffix=["st", "bin"])
-def test_every_route_and_container_holds_the_same(shared, use_async, suffix, tmp_path):
-    run_on_ranks(save, 2, str(tmp_path), "columns_flat", shared, use_async, suffix)
+@matrix(["2-False-st"], num_hosts=[1, 2], use_async=[False, True], suffix=["st", "bin"])
+def test_every_route_and_container_holds_the_same(num_hosts, use_async, suffix, tmp_path):
+    run_on_ranks(save, 2, str(tmp_path), "columns_flat", num_hosts, use_async, suffix)
     for single in (False, True):
         for results in run_on_ranks(load_all, 2, str(tmp_path), ["flat", "columns"], 1, True, single):
             assert all(wrong == [] for wrong, _ in results)
@@ -83,7 +84,7 @@ def test_every_route_and_container_holds_the_same(shared, use_async, suffix, tmp
 
 @matrix(1, **{"num_threads, low_cpu_mem_mode": [(3, True), (1, False), (3, False)]}, suffix=["st", "bin"])
 def test_threads_and_whole_files_give_the_same(num_threads, low_cpu_mem_mode, suffix, tmp_path):
-    run_on_ranks(save, 2, str(tmp_path), "flat", None, False, suffix)
+    run_on_ranks(save, 2, str(tmp_path), "flat", 1, False, suffix)
     for results in run_on_ranks(
         load_all, 2, str(tmp_path), ["columns", "chunks"], num_threads, low_cpu_mem_mode, False
     ):
@@ -96,16 +97,16 @@ def digests(folder):
 
 def test_files_do_not_depend_on_layout_route_or_number_of_ranks(tmp_path):
     found = []
-    for index, (layout, world_size, shared, use_async) in enumerate(
+    for index, (layout, world_size, num_hosts, use_async) in enumerate(
         [
-            ("replicated", 1, None, False),
-            ("columns", 3, None, False),
-            ("flat", 2, False, True),
-            ("stages", 2, None, True),
+            ("replicated", 1, 1, False),
+            ("columns", 3, 1, False),
+            ("flat", 2, 2, True),
+            ("stages", 2, 1, True),
         ]
     ):
         folder = tmp_path / str(index)
-        run_on_ranks(save, world_size, str(folder), layout, shared, use_async, "st")
+        run_on_ranks(save, world_size, str(folder), layout, num_hosts, use_async, "st")
         found.append(digests(folder))
     assert found[0].keys() == found[1].keys()
     assert all(other == found[0] for other in found[1:])

@@ -3,11 +3,15 @@
 import io
 import pickle
 import struct
+import time
 import zipfile
 
 import pytest
 import torch
+from torch import _weights_only_unpickler
 
+from booster_checkpoint.files import torch_file
+from booster_checkpoint.files.pickle_check import check_pickle
 from booster_checkpoint.files.torch_file import load_plainly
 from booster_checkpoint.load import open_source
 from booster_core.errors import CheckpointDamagedError
@@ -86,6 +90,7 @@ HOSTILE = {
     "a deep tuple as a key": as_key(deep(b"(", b"t")),
     "zeros": PREFIX + b"cbuiltins\nbytearray\n(\x8a\x06\x00\x00\x00\x00\x00\x01tRs.",
     "a list in itself": PREFIX + b"]q\x00h\x00as.",
+    "an item of None": PREFIX + b"NNas.",
     "an opcode of pickle's own": PREFIX + b"Nq\x00h\x00\x85Qs.",
     "cut off": as_pickle([1, 2, 3])[:-3],
 }
@@ -161,8 +166,56 @@ def test_whatever_torch_reads_is_let_through(value, legacy):
     assert str(load_plainly(stream)) == str(expected)
 
 
-def table_of(**entries):
+@pytest.mark.parametrize("value", [b"N", b"K\x01", b"Nq\x00", b"G" + bytes(8)], ids=["none", "int", "memo", "float"])
+def test_the_check_takes_less_than_what_is_checked(value):
+    """A value of a few bytes in a large file: the check is in Python, as is the unpickler that it goes before."""
+    content = PREFIX + b"(" + value * (400_000 // len(value)) + b"ts."
+    times = []
+    for read in (lambda stream: check_pickle(stream, len(content)), _weights_only_unpickler.load):
+        start = time.thread_time()
+        read(io.BytesIO(content))
+        times.append(time.thread_time() - start)
+    assert times[0] < times[1]
 
+
+def test_an_honest_file_of_many_tensors_is_opened_within_a_second_a_megabyte(tmp_path):
+    path = tmp_path / "model.bin"
+    torch.save({f"model.layers.{index}.weight": torch.empty(2, 2) for index in range(5_000)}, path)
+    with open_source(path, "model"):
+        pass  # what is imported once
+    start = time.process_time()
+    with open_source(path, "model") as source:
+        assert len(source.tensors) == 5_000
+    assert time.process_time() - start < path.stat().st_size / 1e6
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["this torch", "an older torch"])
+def test_values_are_found_whichever_way_torch_describes_a_file(is_old, tmp_path, monkeypatch):
+    if is_old:
+        monkeypatch.setattr(torch_file, "_tells_offsets_on_meta", lambda: False)
+    matrix = torch.arange(12.0).view(3, 4)
+    state = {
+        "plain": matrix,
+        "transposed": matrix.t(),
+        "rows": matrix[1:],
+        "columns": matrix[:, 1:3],  # left out and repeated values: the file is read as a whole
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+    }
+    for names in (["plain", "transposed", "rows", "scalar", "empty", "parameter"], list(state)):
+        torch.save({name: state[name] for name in names}, tmp_path / "model.bin")
+        with open_source(tmp_path / "model.bin", "model") as source:
+            assert [name for name in names if not torch.equal(source.read_whole(name), state[name])] == []
+    torch.save({"w": torch.empty(2, device="meta")}, tmp_path / "model.bin")
+    with (
+        pytest.raises(CheckpointDamagedError, match="not a plain tensor"),
+        open_source(tmp_path / "model.bin", "model"),
+    ):
+        pass
+
+
+def table_of(**entries):
     from torch.distributed.checkpoint.metadata import Metadata
 
     return pickle.dumps(Metadata(**{"state_dict_metadata": {}, "storage_data": {}, **entries}))

@@ -9,6 +9,8 @@ from engine_calls import EngineCalls
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from synthetic_state import SyntheticAdapter
 
+from booster_core.errors import CheckpointAbsentError
+
 TENSORS = [(f"layers.{index}.weight", (512, 512), torch.float32) for index in range(6)]
 HEAD_BYTES = 64 << 10
 
@@ -105,3 +107,13 @@ def test_one_file_of_a_repository(hub):
     assert report.loaded == ("layers.0.weight",)
     assert set(by_file(hub.ranges)) == {"model.safetensors"}
     assert sum(by_file(hub.ranges).values()) <= (1 << 20) + 2 * HEAD_BYTES
+
+
+def test_an_id_without_the_scheme_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fresh = SyntheticAdapter(TENSORS[:1], "replicated", 0, 1, states=(), is_filled=False)
+    with pytest.raises(CheckpointAbsentError, match="pass 'hf://org/repo'"):
+        EngineCalls().load_model(fresh, "org/repo")
+    (tmp_path / "org").mkdir()
+    with pytest.raises(CheckpointAbsentError, match=r"folder with such files\.$"):
+        EngineCalls().load_model(fresh, "org/repo")

@@ -1,29 +1,21 @@
 """Work, messages and open files of saves and loads with many tensors, many ranks and many files."""
 
 import cProfile
-import json
-import pickle
 import pstats
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_calls import EngineCalls
+from many_ranks import NUM_TENSORS, planned_on_one_of_many
 from torch import nn
 
-from booster_checkpoint.files.names import MODEL, FileNames
-from booster_checkpoint.save.parts import ModelPart
-from booster_checkpoint.save.save import Saver, _Save
-from booster_checkpoint.save.tables import OwnedTensors, SpecTables
-from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session, places_in_message
 from booster_core.matching import check_same_parameters, states_by_parameter
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.state import ModelView, OptimizerInfo, ReplicatedStateAdapter, TensorShard, full_box
+from booster_core.state import OptimizerInfo, ReplicatedStateAdapter
 from booster_core.state.adapter import ParamGroup, TensorMeta
 from booster_testing import run_on_ranks
 
@@ -86,120 +78,19 @@ def test_calls_grow_with_the_number_of_parameters(tmp_path):
 # ---- many ranks
 
 
-NUM_RANKS, NUM_TENSORS, NUM_DENSE = 1024, 20_000, 2_000
-
-
-def name_of(index):
-    return f"model.layers.{index // 200}.mlp.experts.{index % 200}.down_proj.weight"
-
-
-def own_experts(rank):
-    """Return the tensors that no other rank has."""
-    count = NUM_TENSORS - NUM_DENSE
-    return range(NUM_DENSE + rank * count // NUM_RANKS, NUM_DENSE + (rank + 1) * count // NUM_RANKS)
-
-
-class OneOfManyAdapter(ModelView):
-    """An adapter of one of 1,024 ranks, each of which has the same share of some of 20,000 tensors, or of all.
-
-    Args:
-        rank: The rank.
-        has_experts: It has other tensors of its own.
-    """
-
-    def __init__(self, rank, has_experts):
-        super().__init__(self)
-        self._rank = rank
-        self._has_experts = has_experts
-
-    def model_shards(self):
-        shape, part, whole = (NUM_RANKS, 4), torch.empty(1, 4), torch.empty(NUM_RANKS, 4)
-        box = ((self._rank, self._rank + 1), (0, 4))
-        for index in range(NUM_DENSE if self._has_experts else NUM_TENSORS):
-            yield TensorShard(name=name_of(index), global_shape=shape, dtype=torch.float32, box=box, data=part)
-        for index in own_experts(self._rank) if self._has_experts else ():
-            yield TensorShard(
-                name=name_of(index), global_shape=shape, dtype=torch.float32, box=full_box(shape), data=whole
-            )
-
-
-class OneOfMany:
-    """A coordinator of the last of many ranks that all say what it says, and counts what they would receive."""
-
-    rank, world_size = NUM_RANKS - 1, NUM_RANKS
-
-    def __init__(self):
-        self.received = 0
-
-    def all_gather_object(self, value, **_):
-        self.received += NUM_RANKS * len(pickle.dumps(value))
-        return [value] * NUM_RANKS
-
-
-class SessionOfMany(Session):
-    """A session of such ranks."""
-
-    def _add_up(self, values, group):
-        """Nothing differs that could travel, and every tensor is there as a whole."""
-        self.coordinator.received += values.numel() * values.element_size()
-        if values.numel():
-            values.fill_(NUM_RANKS * 4)
-
-    def _swap(self, content, to, source, group):
-        """Return what the rank ``to - self.rank`` before has heard from as many: what they and this one differ in."""
-        known, count = content.decode().split("\n"), (to - self.rank) % NUM_RANKS
-        dense = [line for line in known if int(line.split(".")[2]) < NUM_DENSE // 200]
-        experts = [index for rank in range(count) for index in own_experts((source - rank) % NUM_RANKS)]
-        lines = [*dense, *(json.dumps([name_of(i), [NUM_RANKS, 4], "float32"], separators=(",", ":")) for i in experts)]
-        heard = "\n".join(lines).encode()
-        self.coordinator.received += len(heard)
-        return heard
-
-
-class DifferentTables(SpecTables):
-    """The tables of ranks whose lists differ."""
-
-    def merge(self, part, owned, told, inside, group):
-        _, numels, known = told[0]
-        told = [(b"%d" % rank, numels, known) for rank in range(NUM_RANKS)]
-        return super().merge(part, owned, told, inside, group)
-
-
-def planned_on_one_of_many(folder, has_experts):
-    """Plan a save twice; return the plan, what was received, and the time, of each."""
-    coordinator = OneOfMany()
-    session = SessionOfMany(coordinator, timeout_seconds=None)
-    part = ModelPart(OneOfManyAdapter(coordinator.rank, has_experts), FileNames(base=MODEL), max_bytes=1 << 30)
-    own = OwnedTensors.of(part, part.owned_shards())  # the adapter's own work is not counted
-    values = SimpleNamespace(facts=lambda: [(part.facts(), own)])
-    save = _Save(
-        call="save",
-        target=target_at(folder),
-        parts=[part],
-        values=values,
-        texts={},
-        checksums=False,
-        commit=None,
-    )
-    saver = Saver(session, 1 << 20, shared_filesystem=None)
-    if has_experts:
-        saver._tables = DifferentTables(session)
-    found = []
-    for _ in range(2):
-        coordinator.received, start = 0, time.process_time()
-        plan = saver._plan(save)
-        found.append((plan, coordinator.received, time.process_time() - start))
-    return found
+NUM_RANKS = 1024
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_planning_a_save_of_many_tensors_on_many_ranks_takes_little(has_experts, tmp_path):
-    """50 MB at most are received, and two seconds taken; the next save reuses what is as it was."""
-    (first, received, seconds), (second, received_again, _) = planned_on_one_of_many(tmp_path, has_experts)
+    """16 MiB at most are received, and two seconds taken; the next save reuses what is as it was."""
+    (first, received, seconds), (second, received_again, _) = planned_on_one_of_many(
+        tmp_path, NUM_RANKS, has_experts=has_experts
+    )
     for plan in (first, second):
         assert sum(len(file.specs) for file in plan.files) == NUM_TENSORS
     assert second.files == first.files
-    assert received < 16 << 20
+    assert received < 16 << 20  # less than a byte a tensor and rank
     assert seconds < 2
     assert received_again <= received - NUM_TENSORS * 8
 
@@ -252,7 +143,7 @@ from booster_checkpoint.session import Session
 from booster_checkpoint.load.source import open_source
 from booster_core.state import ReplicatedStateAdapter
 
-saver = Saver(Session(DistCoordinator(), timeout_seconds=None), BUCKET_BYTES, shared_filesystem=None)
+saver = Saver(Session(DistCoordinator(), timeout_seconds=None), BUCKET_BYTES)
 model = nn.ParameterList([nn.Parameter(torch.full((64,), float(index))) for index in range(500)])
 adapter = ReplicatedStateAdapter(model, None, DistCoordinator())
 used = len(os.listdir("/proc/self/fd"))

@@ -1,5 +1,6 @@
 """How much a checkpoint of a TiB takes besides its values, and that the state of an optimizer keeps its precision."""
 
+import pytest
 import torch
 
 from booster_checkpoint.files.checksums import Block, block_sizes
@@ -10,13 +11,15 @@ from booster_core import Booster
 GIB = 1 << 30
 
 
-def test_a_manifest_takes_five_megabytes_for_each_tebibyte(tmp_path):
-    """16 tensors of 64 MiB in a file, 1,024 times."""
-    sizes = block_sizes([4096, *[GIB // 16] * 16])
+@pytest.mark.parametrize("tensor_bytes", [1 << 20, 1 << 22, 1 << 26, 1 << 28])
+def test_a_manifest_takes_five_megabytes_for_each_tebibyte(tensor_bytes, tmp_path):
+    """1,024 files of a GiB, whatever the size of their tensors."""
+    sizes = block_sizes([4096, *[tensor_bytes] * (GIB // tensor_bytes)])
     blocks = tuple(Block(size, f"{index:016x}") for index, size in enumerate(sizes))
-    entry = FileEntry(nbytes=sum(sizes), blocks=blocks, tensors=tuple(f"layers.{index}.weight" for index in range(16)))
-    Manifest(step=1, files={"model/model.safetensors": entry}).write(LocalLocation(tmp_path))
-    assert 1024 * (tmp_path / MANIFEST).stat().st_size <= 5_000_000
+    entry = FileEntry(nbytes=sum(sizes), blocks=blocks)
+    files = {f"model/model-{number:05d}-of-01024.safetensors": entry for number in range(1, 1025)}
+    Manifest(step=1, files=files).write(LocalLocation(tmp_path))
+    assert (tmp_path / MANIFEST).stat().st_size <= 5_000_000
 
 
 class Momentum(torch.optim.Optimizer):

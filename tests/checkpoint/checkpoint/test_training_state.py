@@ -9,11 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from engine_calls import on_hosts, on_hosts_with_disks_of_their_own
 from matrix import matrix
 from resumable import ResumableRun as Run
 from torch import nn
 
-from booster_checkpoint import CheckpointEngine
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.storage import LocalLocation
 from booster_core import Booster
@@ -142,7 +142,8 @@ def test_layout_of_a_root(tmp_path):
     assert manifest["world_size"] == 2
     assert manifest["plugin"]["name"] == "reference"
     assert manifest["written_by"]["torch"] == torch.__version__
-    assert "first.weight" in manifest["files"]["model/model-00001-of-00001.safetensors"]["tensors"]
+    files = (path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
+    assert sorted(manifest["files"]) == sorted(set(files) - {"manifest.json"})
 
 
 def test_two_models_do_not_replace_each_other_at_one_step(tmp_path):
@@ -366,40 +367,40 @@ def test_what_was_not_saved_is_not_loaded(kind, message, tmp_path):
     expect_on_ranks(CheckpointError, message, load_kinds, 2, str(tmp_path), [kind])
 
 
-def save_through_rank_0(root, use_async):
+def save_without_a_shared_disk(root, use_async):
     run = Run()
     run.train(3)
-    engine = CheckpointEngine(run.booster.plugin, run.booster.context, shared_filesystem=False)
-    run.booster.checkpoint_io = engine
-    run.save(root, use_async=use_async)
-    run.booster.wait()
-    engine.close()
+    with on_hosts_with_disks_of_their_own([0, 1]):
+        run.save(root, use_async=use_async)
+        run.booster.wait()
     return run.tensors()
 
 
 @pytest.mark.parametrize("use_async", [False, True])
 def test_rank_0_writes_for_ranks_that_do_not_share_its_disk(use_async, tmp_path):
-    saved = run_on_ranks(save_through_rank_0, 2, str(tmp_path), use_async)
+    saved = run_on_ranks(save_without_a_shared_disk, 2, str(tmp_path), use_async)
     verify_folder(tmp_path / "step-00000003")
     for _, _, tensors, _ in run_on_ranks(resume_plainly, 2, str(tmp_path)):
         assert all(torch.equal(tensors[name], saved[0][name]) for name in tensors)
 
 
-def reads_of_manifests(root):
+def reads_of_manifests(root, hosts):
     read, real = [], LocalLocation.read_bytes
 
     def counted(self):
         read.append(self.name)
         return real(self)
 
-    with mock.patch.object(LocalLocation, "read_bytes", counted):
-        Run().load(root)
-    return read.count("manifest.json")
+    with mock.patch.object(LocalLocation, "read_bytes", counted), on_hosts(hosts):
+        run = Run()
+        run.load(root)
+    return read.count("manifest.json"), run.step
 
 
-def test_one_rank_of_a_host_reads_the_manifest(tmp_path):
+@pytest.mark.parametrize(("hosts", "readers"), [((0, 0, 0), [1, 0, 0]), ((0, 1, 1), [1, 1, 0]), ((0, 1, 0), [1, 1, 0])])
+def test_one_rank_of_each_host_reads_the_manifest(hosts, readers, tmp_path):
     run_on_ranks(save_several, 1, str(tmp_path), [1], None)
-    assert run_on_ranks(reads_of_manifests, 3, str(tmp_path)) == [1, 0, 0]
+    assert run_on_ranks(reads_of_manifests, 3, str(tmp_path), hosts) == [(count, 1) for count in readers]
 
 
 def resume_plainly(root):

@@ -1,10 +1,12 @@
 """Experts that the data chooses, differently on every rank: right with `leaf_modules`, an error without."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, itself, train_plainly
 from matrix import matrix, named
 from noted_calls import difference_of_calls
 from torch import nn
@@ -19,7 +21,7 @@ from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 CLOSE = tolerance_for(torch.float32)
-WIDTH, EXPERTS, STEPS = 16, 4, 3
+WIDTH, EXPERTS = 16, 4
 
 
 class Expert(nn.Module):
@@ -88,7 +90,6 @@ class Net(nn.Module):
 
 
 def make(how="plain"):
-    torch.manual_seed(1)
     return Net(how)
 
 
@@ -99,26 +100,16 @@ def tokens_of(step, rank):
     return chosen.repeat(3) + EXPERTS * torch.arange(6)
 
 
-def plainly(world_size):
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    gradients = []
-    for step in range(STEPS):
-        for rank in range(world_size):
-            (model(tokens_of(step, rank)) / world_size).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
+CASE = Case(build=make, batch=tokens_of, loss=itself, max_norm=None)
 
 
 def boosted(how, direct, options):
-    original = make(how)
+    original = replace(CASE, build=partial(make, how)).make()[0]
     names = [name for name, _ in original.named_parameters()]
     booster = Booster(plugin=GeminiPlugin(min_chunk_bytes=1024, **options))
     model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.5))
     gradients, kept = [], []
-    for step in range(STEPS):
+    for step in range(CASE.steps):
         model.eval()
         with torch.no_grad():
             model(tokens_of(step + 1, dist.get_rank()))
@@ -143,14 +134,14 @@ LEAVES = {
 
 @matrix(["lists by path-2"], **{"leaves, world_size": [*((name, 2) for name in LEAVES), ("by class", 3)]})
 def test_gradients_of_chosen_experts_equal_one_process(leaves, world_size):
-    expected = plainly(world_size)
+    expected = train_plainly(CASE, world_size).gradients
     for gradients, kept, num_chunks in run_on_ranks(
         boosted, world_size, "plain", False, {"leaf_modules": LEAVES[leaves]}
     ):
         for found, told in zip(gradients, expected, strict=True):
             assert_same_tensors(found, told, CLOSE)
         assert num_chunks > 6
-        assert kept == [0] * STEPS
+        assert kept == [0] * CASE.steps
 
 
 @matrix(
@@ -159,7 +150,7 @@ def test_gradients_of_chosen_experts_equal_one_process(leaves, world_size):
     direct=named([False, True], ["booster.backward", "loss.backward"]),
 )
 def test_experts_may_be_recomputed_and_prefetched(how, direct):
-    expected = plainly(2)
+    expected = train_plainly(CASE, 2).gradients
     for gradients, _, _ in run_on_ranks(boosted, 2, how, direct, {"leaf_modules": [Mixture], "max_prefetch": 3}):
         for found, told in zip(gradients, expected, strict=True):
             assert_same_tensors(found, told, CLOSE)
@@ -173,7 +164,7 @@ def noted():
 
 def test_ranks_that_use_other_experts_make_the_same_collectives(monkeypatch):
     monkeypatch.setenv("BOOSTER_DEBUG", "collectives")  # a backend that runs them in order needs them to be equal
-    expected = plainly(2)
+    expected = train_plainly(CASE, 2).gradients
     for gradients, difference in run_on_ranks(noted, 2):
         assert difference is None
         for found, told in zip(gradients, expected, strict=True):

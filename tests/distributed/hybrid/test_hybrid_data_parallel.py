@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting, assert_equals_one_process, train_plainly, zoo_case
 from matrix import matrix, named
-from model_zoo import get_model
 from torch import nn
 
 from booster_core import Booster
@@ -16,54 +18,28 @@ from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import DataParallelConfig, HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors
 
 NAME = "transformers/llama_tied"
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
-"""fp32, sums in another order; AdamW's epsilon keeps small gradients' rounding small."""
-STEPS = 2
+CASE = zoo_case(NAME, steps=2)
 
 
-def make():
-    model = get_model(NAME).seeded()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-
-
-def plainly(data_size):
-    zoo = get_model(NAME)
-    model, optimizer = make()
-    norms = []
-    for step in range(STEPS):
-        zoo.loss_of(model, zoo.whole(step, data_size, 4)).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters()), norms
-
-
-def compare(options, folder):
-    zoo = get_model(NAME)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    model, optimizer = make()
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    expected, norms = plainly(data_size)
-    for step in range(STEPS):
-        batch = zoo.share(step, data_rank, 4)
-        if options.get("pp_size", 1) > 1:
-            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-        else:
-            booster.backward(zoo.loss_of(model, batch), optimizer)
-        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(norms[step], rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
+def save_and_load(folder, booster, model, optimizer):
+    """Save, and return what one device loads; what this order has written it reads, too."""
     booster.save_model(model, folder, shard=True)
     booster.save_optimizer(optimizer, folder.parent / "optimizer", shard=True)
-    loaded, _ = make()
-    Booster("cpu").load_model(loaded, folder)
-    for key, parameter in loaded.named_parameters():
-        torch.testing.assert_close(parameter, expected[key], **TOLERANCE, msg=key)
-    # What was written by this order is read by it, too.
     booster.load_optimizer(optimizer, folder.parent / "optimizer")
+    loaded, _ = CASE.make()
+    Booster("cpu").load_model(loaded, folder)
+    return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
+
+
+def assert_parity(options, num_ranks, folder):
+    setting = Setting(HybridParallelPlugin, options, num_ranks)
+    data_size = num_ranks // math.prod(options.get(name, 1) for name in ("tp_size", "pp_size", "sp_size"))
+    expected = train_plainly(CASE, data_size).parameters
+    for loaded in assert_equals_one_process(CASE, setting, tell=partial(save_and_load, folder)):
+        assert_same_tensors(loaded, expected, CASE.tolerance)
 
 
 TP_PP = {"tp_size": 2, "pp_size": 2}
@@ -87,13 +63,13 @@ RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
     ids=["tp2pp2", "tp2dp2zero1", "pp2dp2zero2", "tp2pp2dp2zero1", "tp2pp2dp2", "sp2tp2dp2zero2"],
 )
 def test_any_order_of_the_mesh_trains_and_saves_as_one_process(num_ranks, options, tmp_path):
-    run_on_ranks(compare, num_ranks, options, tmp_path / "model", timeout_seconds=120)
+    assert_parity(options, num_ranks, tmp_path / "model")
 
 
 def neighbours(order):
     plugin = HybridParallelPlugin(tp_size=2, mesh_order=order)
     booster = Booster("cpu", plugin=plugin)
-    model, *_ = booster.boost(*make())
+    model, *_ = booster.boost(*CASE.make())
     mine = torch.tensor([dist.get_rank()])
     everyone = [torch.zeros_like(mine) for _ in range(2)]
     dist.all_gather(everyone, mine, group=model.local.tensor_group.group)
@@ -120,7 +96,7 @@ def test_the_order_says_which_ranks_share_a_layer():
     ),
 )
 def test_options_do_not_change_the_results(ddp, axis, tmp_path):
-    run_on_ranks(compare, 4, {axis: 2, "ddp": ddp}, tmp_path / "model")
+    assert_parity({axis: 2, "ddp": ddp}, 4, tmp_path / "model")
 
 
 class Net(nn.Module):
@@ -225,7 +201,7 @@ def test_masters_are_kept_if_asked(has_masters, dtype):
 
 def differing(name, value, other, **options):
     given = {**options, name: value if dist.get_rank() % 2 else other}
-    Booster("cpu", plugin=HybridParallelPlugin(**given)).boost(*make())
+    Booster("cpu", plugin=HybridParallelPlugin(**given)).boost(*CASE.make())
 
 
 @pytest.mark.parametrize(
@@ -280,7 +256,7 @@ def boost_twice(options):
     logging.getLogger("booster").addHandler(records)
     try:
         for _ in range(2):
-            model = nn.Linear(4, 4) if not (options or {}).get("tp_size") else make()[0]
+            model = nn.Linear(4, 4) if not (options or {}).get("tp_size") else CASE.make()[0]
             booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     finally:
         logging.getLogger("booster").removeHandler(records)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting, assert_equals_one_process, zoo_case
 from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
@@ -21,76 +24,27 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 """fp32, sums in another order; AdamW's epsilon keeps small gradients' rounding small."""
 
 
-def make(name):
-    model = get_model(name).seeded()
-    decay = [p for n, p in model.named_parameters() if p.dim() > 1]
-    others = [p for n, p in model.named_parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 2e-3}], lr=1e-3, eps=1e-3
-    )
-    return model, optimizer
-
-
-def plainly(name, data_size, microbatches):
-    """Train in one process: each data rank's batch in the same microbatches, as losses may couple samples."""
-    zoo = get_model(name)
-    model, optimizer = make(name)
-    losses, norms, gradients = [], [], []
-    for step in range(STEPS):
-        total = 0.0
-        for rank in range(data_size):
-            batch = zoo.share(step, rank, SAMPLES)
-            for part in parts_of(batch, microbatches):
-                loss = zoo.loss_of(model, part) / microbatches / data_size
-                loss.backward()
-                total += loss.item()
-        losses.append(total)
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, losses, norms, gradients
-
-
 def parts_of(batch, count):
     size = SAMPLES // count
     return [{key: value[start : start + size] for key, value in batch.items()} for start in range(0, SAMPLES, size)]
 
 
 def boosted(name, options, precision=None):
-    from booster_hybrid import HybridParallelPlugin
-
     if options.get("pp_size", 1) > 1:
         options = {**options, "example_batch": get_model(name).share(0, 0, 2)}
-    plugin = HybridParallelPlugin(**options)
-    booster = Booster(plugin=plugin, mixed_precision=precision)
-    model, optimizer = make(name)
-    model, optimizer, *_ = booster.boost(model, optimizer)
+    booster = Booster(plugin=HybridParallelPlugin(**options), mixed_precision=precision)
+    model, optimizer, *_ = booster.boost(*zoo_case(name).make())
     return booster, model, optimizer
 
 
-def compare(name, options):
-    zoo = get_model(name)
-    booster, model, optimizer = boosted(name, options)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    microbatches = booster.plugin.config.pipeline.size
-    expected, losses, norms, gradients = plainly(name, data_size, microbatches)
-    for step in range(STEPS):
-        result = booster.execute_pipeline(
-            iter([zoo.share(step, data_rank, SAMPLES)]), model, zoo.loss, optimizer, return_loss=True
-        )
-        for key, gradient in gradients[step].items():
-            torch.testing.assert_close(full_gradient(booster, model, key), gradient, **TOLERANCE, msg=key)
-        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(norms[step], rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, None if result["loss"] is None else float(result["loss"]))
-        found = [loss for loss in found if loss is not None]
-        assert sum(found) / len(found) == pytest.approx(losses[step], rel=1e-5)
-    whole = whole_model(booster, model)
-    for key, parameter in expected.named_parameters():
-        torch.testing.assert_close(whole[key], parameter.detach(), **TOLERANCE, msg=key)
+def plugin_for(name, **options):
+    """Return a plugin that gets an example of half a batch, as forwards do that a pipeline runs."""
+    return HybridParallelPlugin(**options, example_batch=get_model(name).share(0, 0, 2))
+
+
+def assert_parity(name, options, num_ranks):
+    setting = Setting(partial(plugin_for, name), options, num_ranks)
+    assert_equals_one_process(zoo_case(name), setting, parts=options["pp_size"])
 
 
 SHARDED = pytest.param(3, marks=pytest.mark.slow, id="zero3")
@@ -119,27 +73,27 @@ MESHES = {
 )
 def test_gradients_norms_and_parameters_are_those_of_one_process(name, mesh):
     num_ranks, options = MESHES[mesh]
-    run_on_ranks(compare, num_ranks, name, options)
+    assert_parity(name, options, num_ranks)
 
 
 @matrix(["t5_generation-zbv"], name=["t5_generation", "whisper_generation"], style=["gpipe", "interleaved", "zbv"])
 def test_every_schedule_trains(name, style):
-    run_on_ranks(compare, 2, f"transformers/{name}", {"pp_size": 2, "pp_style": style})
+    assert_parity(f"transformers/{name}", {"pp_size": 2, "pp_style": style}, 2)
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 2, SHARDED])
 def test_state_may_be_offloaded_to_the_host(zero_stage):
     options = {"pp_size": 2, "zero_stage": zero_stage, "cpu_offload": True}
-    run_on_ranks(compare, 4, "transformers/gpt2_lm", options)
+    assert_parity("transformers/gpt2_lm", options, 4)
 
 
 def test_four_stages_train():
-    run_on_ranks(compare, 4, "transformers/t5_generation", {"pp_size": 4})
+    assert_parity("transformers/t5_generation", {"pp_size": 4}, 4)
 
 
 @pytest.mark.parametrize("style", ["interleaved", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_several_stages_on_a_rank_train_with_gradients_in_shards(style):
-    run_on_ranks(compare, 4, "transformers/t5_generation", {"pp_size": 2, "pp_style": style, "zero_stage": 2})
+    assert_parity("transformers/t5_generation", {"pp_size": 2, "pp_style": style, "zero_stage": 2}, 4)
 
 
 def gradients_of(name, options, precision, calls):
@@ -288,8 +242,6 @@ def lora(options):
     """Train adapters in stages, and return what one process has of their gradients, too."""
     import peft
 
-    from booster_hybrid import HybridParallelPlugin
-
     zoo = get_model("transformers/llama")
     found = []
     for plugin in (HybridParallelPlugin(**options), None):
@@ -322,14 +274,13 @@ def test_adapters_train(options):
 
 def checkpointed(options, how):
     """Compare activation checkpointing, by Booster or by the model itself, with none."""
-    from booster_hybrid import HybridParallelPlugin
     from booster_runtime.activations import enable_activation_checkpointing
 
     zoo = get_model("transformers/llama")
     found = []
     for is_on in (False, True):
         booster = Booster(plugin=HybridParallelPlugin(**options))
-        model, optimizer = make("transformers/llama")
+        model, optimizer = zoo_case("transformers/llama").make()
         if is_on and how == "by the model":
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         if is_on and how == "before boost":
@@ -353,7 +304,6 @@ def test_layers_may_be_recomputed(options, how):
 
 
 def lazily(options):
-    from booster_hybrid import HybridParallelPlugin
     from booster_runtime.lazy import LazyInitContext
 
     zoo = get_model("transformers/llama")
@@ -377,12 +327,10 @@ def test_a_lazy_model_trains_as_an_eager_one():
 
 def from_a_loader(steps):
     """Train from a data loader, which the dry run must not have taken anything from."""
-    from booster_hybrid import HybridParallelPlugin
-
     zoo = get_model("transformers/llama")
     samples = [{key: value[0] for key, value in zoo.share(index, 0, 1).items()} for index in range(steps * 2)]
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
-    model, optimizer = make("transformers/llama")
+    model, optimizer = zoo_case("transformers/llama").make()
     loader = torch.utils.data.DataLoader(samples, batch_size=2)
     state = torch.random.get_rng_state()
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, decayed, train_boosted
 from matrix import matrix
 from torch import nn
 
@@ -16,71 +18,31 @@ from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
 
 CLOSE = tolerance_for(torch.float32)
-STEPS, SAMPLES, MAX_NORM = 3, 4, 0.5
 
 
-def make(*, tied=True):
-    """Return a Llama whose layers fill four stages, and its optimizer."""
-    torch.manual_seed(2)
-    model = tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+def make(*, tied):
+    """Return a Llama whose layers fill four stages."""
+    return tiny_llama(num_hidden_layers=4, tie_word_embeddings=tied)
 
 
-def batch_of(step, first, last):
-    """Return some samples of a step's batch, which is the same on every mesh."""
-    tokens = torch.randint(64, (SAMPLES * 3, 8), generator=torch.Generator().manual_seed(step))[first:last]
+def batch_of(number, replica):
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(10 * number + replica))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train_plainly(data_size, *, tied, max_value=None):
-    """Return each step's gradients and norm, and the parameters after them."""
-    model, optimizer = make(tied=tied)
-    steps = []
-    for step in range(STEPS):
-        model(**batch_of(step, 0, SAMPLES * data_size)).loss.backward()
-        gradients = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) if max_value is None else 0.0
-        if max_value is not None:
-            torch.nn.utils.clip_grad_value_(model.parameters(), max_value)
-        steps.append((gradients, norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps, {key: parameter.detach() for key, parameter in model.named_parameters()}
+TIED, UNTIED = (
+    Case(build=partial(make, tied=tied), batch=batch_of, optimizer=decayed, micro_batches=2) for tied in (True, False)
+)
 
 
-def backward(booster, model, optimizer, batch):
-    if booster.plugin.pp_size > 1:
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-        return
-    halves = [{key: value[part] for key, value in batch.items()} for part in (slice(0, 2), slice(2, 4))]
-    for index, half in enumerate(halves):
-        with booster.no_sync(model, optimizer) if index == 0 else contextlib.nullcontext():
-            booster.backward(model(**half).loss / 2, optimizer)
-
-
-def compare(options, tied, max_value=None):
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**{"zero_stage": 3, **options}))
-    index, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    model, optimizer, *_ = booster.boost(*make(tied=tied))
-    steps, parameters = train_plainly(data_size, tied=tied, max_value=max_value)
-    for step, (gradients, norm) in enumerate(steps):
-        backward(booster, model, optimizer, batch_of(step, SAMPLES * index, SAMPLES * (index + 1)))
-        found = {key: full_gradient(booster, model, key) for key in gradients}
-        assert_same_tensors(found, gradients, CLOSE)
-        if max_value is None:
-            assert float(optimizer.clip_grad_by_norm(MAX_NORM)) == pytest.approx(norm, rel=1e-5)
-        else:
-            optimizer.clip_grad_by_value(max_value)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = whole_model(booster, model)
-    assert_same_tensors({key: found[key] for key in parameters}, parameters, CLOSE)
+def setting_of(options, num_ranks, precision=None):
+    return Setting(HybridParallelPlugin, {"zero_stage": 3, **options}, num_ranks, precision)
 
 
 PP, TP = {"pp_size": 2}, {"tp_size": 2}
@@ -110,36 +72,24 @@ SLOW = {
 @matrix(["dp2 tp2", "dp2 pp2"], mesh=[*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)])
 def test_gradients_norms_and_parameters_equal_one_process(mesh):
     size, options = {**MESHES, **SLOW}[mesh]
-    run_on_ranks(compare, size, options, "split" not in mesh, timeout_seconds=120)
+    assert_equals_one_process(UNTIED if "split" in mesh else TIED, setting_of(options, size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [TP, PP], ids=["tp2", "pp2"])
 def test_clipping_by_value_equals_one_process(options):
-    run_on_ranks(compare, 4, options, False, 1e-3)
-
-
-def norms_in(options, precision):
-    booster = Booster("cpu", precision, plugin=HybridParallelPlugin(**options))
-    index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    model, optimizer, *_ = booster.boost(*make())
-    norms = []
-    for step in range(STEPS):
-        backward(booster, model, optimizer, batch_of(step, SAMPLES * index, SAMPLES * (index + 1)))
-        norms.append(float(optimizer.clip_grad_by_norm(MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, whole_model(booster, model)
+    assert_equals_one_process(replace(UNTIED, max_norm=None, max_value=1e-3), setting_of(options, 4))
 
 
 @pytest.mark.parametrize("options", [TP, pytest.param(PP, marks=pytest.mark.slow)], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_narrow_formats_round_as_in_stage_2(options, precision):
     """Gradients are reduced in the same order in the same format, and masters are fp32's in both."""
-    (norms, whole), *_ = run_on_ranks(norms_in, 4, {**options, "zero_stage": 2}, precision)
-    for found, parameters in run_on_ranks(norms_in, 4, {**options, "zero_stage": 3}, precision):
-        assert found == pytest.approx(norms, rel=1e-6)
-        assert all(torch.equal(parameters[key], tensor) for key, tensor in whole.items())
+    settings = [setting_of({**options, "zero_stage": stage}, 4, precision) for stage in (2, 3)]
+    (expected, *_), results = (run_on_ranks(train_boosted, 4, TIED, setting) for setting in settings)
+    for result in results:
+        assert result.trained.norms == pytest.approx(expected.trained.norms, rel=1e-6)
+        assert_same_tensors(result.trained.parameters, expected.trained.parameters, EXACT)
 
 
 class Experts(nn.Module):
@@ -255,10 +205,10 @@ def save_and_go_on(folder):
     """Save in the background, and train on while files are written."""
     booster = Booster("cpu", plugin=HybridParallelPlugin(zero_stage=3, tp_size=2))
     index, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    model, optimizer, *_ = booster.boost(*make())
+    model, optimizer, *_ = booster.boost(*TIED.make())
 
     def step(number):
-        backward(booster, model, optimizer, batch_of(number, SAMPLES * index, SAMPLES * (index + 1)))
+        booster.backward(model(**batch_of(number, index)).loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
 

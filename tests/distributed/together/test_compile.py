@@ -139,14 +139,14 @@ def test_compiled_layers_stay_whole_where_one_rank_has_all_values():
     assert later == [first] * 2, "nothing is compiled again"
 
 
-@matrix(["hybrid-checkpointed"], run=RUNS, how=HOW)
+@matrix(["hybrid-checkpointed", "ddp-before"], run=RUNS, how=HOW)
 def test_traced_training_equals_eager(run, how):
     check(run, how, "aot_eager", 120)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler, g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="torch.compile for CPUs is tried on Linux")
-# the tracing above finds what a plugin breaks; the code generator sees the same graphs
-@matrix(["ddp"], run=RUNS)
+@pytest.mark.slow  # 38 s; the tracing above finds what a plugin breaks; the code generator sees the same graphs
+@pytest.mark.parametrize("run", RUNS)
 def test_compiled_training_equals_eager(run):
     check(run, "before", "inductor", 240)

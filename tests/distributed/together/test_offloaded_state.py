@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from matrix import matrix
+from own_optimizers import CountsByGroup
 from torch import nn
 
 from booster_core import Booster
@@ -16,28 +17,8 @@ OPTIMIZERS = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
     "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02),
-    "other": lambda params: CountsSteps(params),  # noqa: PLW0108 - defined below
+    "other": CountsByGroup,
 }
-
-
-class CountsSteps(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which counts steps for a group: it can't be stepped bucket by bucket."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["mean"] = torch.zeros_like(parameter)
-                state["mean"].lerp_(parameter.grad, 0.5)
-                parameter.sub_(state["mean"], alpha=group["lr"] / group["steps"])
 
 
 def train(plugin, name, precision):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, RankFailedError
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
@@ -45,7 +46,7 @@ class NoHub(FakeHub):
 
 def push(plugin, hub=FakeHub, lora=None, **options):
     torch.manual_seed(0)
-    booster = Booster("cpu", plugin=plugin)
+    booster = Booster("cpu", plugin=PLUGINS[plugin]())
     model = tiny_llama()
     if lora is not None:
         model = booster.enable_lora(model, lora_config=lora)
@@ -57,7 +58,14 @@ def push(plugin, hub=FakeHub, lora=None, **options):
     return FakeHub.uploaded
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini"])
+PLUGINS = {
+    **{name: lambda name=name: name for name in ("ddp", "fsdp", "zero", "gemini")},
+    "tensor parallel": lambda: HybridParallelPlugin(tp_size=2),
+    "pipeline": lambda: HybridParallelPlugin(pp_size=2),
+}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_whole_model_is_uploaded_by_rank_0(plugin):
     (files, tensors), other = run_on_ranks(push, 2, plugin)
     assert other is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, train_plainly
 from matrix import matrix
 from torch import nn
 
@@ -39,45 +42,31 @@ APART = ("on one rank", "now and then")
 class Skipping(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(6)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-        self.skipped = set()
 
-    def forward(self, x):
+    def forward(self, x, skipped):
         for index, layer in enumerate(self.layers):
-            if index not in self.skipped:
+            if index not in skipped:
                 x = torch.tanh(layer(x))
         return x
 
-    def skip(self, case, step, rank):
-        self.skipped = {layer for layer in range(DEPTH) if UNUSED[case](layer, step, rank)}
-        return self
+
+def batch_of(case, step, rank):
+    skipped = {layer for layer in range(DEPTH) if UNUSED[case](layer, step, rank)}
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)), skipped
 
 
-def batch(step, rank):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def train_plainly(case, size):
-    model = Skipping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = []
-    for step in range(STEPS):
-        for rank in range(size):
-            (model.skip(case, step, rank)(batch(step, rank)).square().mean() / size).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
+def case_of(name):
+    return Case(build=Skipping, batch=partial(batch_of, name), steps=STEPS, max_norm=None)
 
 
 def train(name, case):
     """Return each step's gradients, and how many elements of whole gradients were held at most in backward."""
     rank = dist.get_rank()
     booster = Booster("cpu", plugin=PLUGINS[name]())
-    net = Skipping()
+    net, optimizer = case_of(case).make()
     names = [key for key, _ in net.named_parameters()]
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer, *_ = booster.boost(net, optimizer)
     gradients, most, held, count = [], [], 0, 0
 
     def produced(parameter):
@@ -101,7 +90,7 @@ def train(name, case):
                     parameter.register_post_accumulate_grad_hook(produced)
             held = 0
             most.append(0)
-            booster.backward(net_loss(model, net, case, step, rank), optimizer)
+            booster.backward(model(*batch_of(case, step, rank)).square().mean(), optimizer)
             whole = {key: full_gradient(booster, model, key) for key in names}
             gradients.append({key: gradient for key, gradient in whole.items() if gradient is not None})
             optimizer.step()
@@ -110,18 +99,13 @@ def train(name, case):
     return gradients, most
 
 
-def net_loss(model, net, case, step, rank):
-    net.skip(case, step, rank)
-    return model(batch(step, rank)).square().mean()
-
-
 @matrix(
     ["hybrid-now and then"],
     # Gemini's ranks gather a parameter together, so that all must use the same.
     **{"name, case": [(name, case) for name in PLUGINS for case in UNUSED if name != "gemini" or case not in APART]},
 )
 def test_gradients_are_reduced_as_backward_goes(name, case):
-    expected = train_plainly(case, 2)
+    expected = train_plainly(case_of(case), 2).gradients
     results = run_on_ranks(train, 2, name, case)
     for gradients, most in results:
         for actual, plain in zip(gradients, expected, strict=True):

@@ -8,17 +8,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, itself, train_plainly
 from gathering_plugin import GatheringPlugin
 from torch import nn
 
 from booster_core import Booster
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import assert_same_tensors
 from booster_zero.engine import Bucket
 
-CLOSE = tolerance_for(torch.float32)
-WIDTH, EXPERTS, STEPS = 8, 4, 4
+WIDTH, EXPERTS = 8, 4
 
 
 @dataclass
@@ -61,45 +61,29 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-def make():
-    torch.manual_seed(4)
-    return Net()
+def batch_of(step, rank):
+    """Return samples, and other experts for each rank; in the first step all ranks use all of the second bank."""
+    others = range(EXPERTS) if step == 0 else (step % EXPERTS, (step + 2 * rank) % EXPERTS)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, [(step + rank) % EXPERTS, *others]
 
 
-def batch(step):
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def experts_of(step, rank):
-    """Return other experts for each rank; in the first step all ranks use all of the second bank."""
-    return [(step + rank) % EXPERTS, *(range(EXPERTS) if step == 0 else (step % EXPERTS, (step + 2 * rank) % EXPERTS))]
-
-
-def plainly(world_size):
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    gradients = []
-    for step in range(STEPS):
-        for rank in range(world_size):
-            (model(batch(step), experts_of(step, rank)) / world_size).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, dict(model.named_parameters())
+CASE = Case(build=Net, batch=batch_of, loss=itself, steps=4, max_norm=None)
 
 
 def boosted():
     """Train, and return gradients, parameters, and what is still held after each backward."""
-    rank, net = dist.get_rank(), make()
+    rank = dist.get_rank()
+    net, optimizer = CASE.make()
     names = [name for name, _ in net.named_parameters()]
     booster = Booster(plugin=GatheringPlugin(leaf_class=Bank))
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    model, optimizer, *_ = booster.boost(net, optimizer)
     gradients, held = [], []
-    for step in range(STEPS):
-        model(batch(step), experts_of(step + 1, rank))  # a graph that nobody runs backward
+    for step in range(CASE.steps):
+        model(*batch_of(step + 1, rank))  # a graph that nobody runs backward
         with torch.no_grad():
-            model(batch(step), experts_of(step + 2, rank))
-        booster.backward(model(batch(step), experts_of(step, rank)), optimizer)
+            model(*batch_of(step + 2, rank))
+        booster.backward(model(*batch_of(step, rank)), optimizer)
         held.append(sum(chunk.pins for chunk in model.manager.layout.buckets))
         whole = {name: full_gradient(booster, model, name) for name in names}
         gradients.append({name: gradient for name, gradient in whole.items() if gradient is not None})
@@ -110,19 +94,19 @@ def boosted():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_and_parameters_equal_one_process(world_size):
-    gradients, parameters = plainly(world_size)
+    plain = train_plainly(CASE, world_size)
     for found, state, held in run_on_ranks(boosted, world_size):
-        for actual, expected in zip(found, gradients, strict=True):
-            assert_same_tensors(actual, expected, CLOSE)
-        assert_same_tensors(state, {name: p.detach() for name, p in parameters.items()}, CLOSE)
-        assert held == [0] * STEPS
+        for actual, expected in zip(found, plain.gradients, strict=True):
+            assert_same_tensors(actual, expected, CASE.tolerance)
+        assert_same_tensors(state, plain.parameters, CASE.tolerance)
+        assert held == [0] * CASE.steps
 
 
 def reductions_by_the_middle():
     """Return, for two steps, how many chunks are being reduced once backward has passed the second bank."""
-    net = make()
+    net, optimizer = CASE.make()
     booster = Booster(plugin=GatheringPlugin(leaf_class=Bank))
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    model, optimizer, *_ = booster.boost(net, optimizer)
     started, counted = [], []
     net.between.append(lambda _: counted.append(len(started)))
 
@@ -133,7 +117,7 @@ def reductions_by_the_middle():
     for numbers in ([0, *range(EXPERTS)], [0, dist.get_rank()]):
         for chunk in model.manager.layout.buckets:
             chunk.start_reduction = partial(start, chunk)
-        booster.backward(model(batch(0), numbers), optimizer)
+        booster.backward(model(batch_of(0, 0)[0], numbers), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         started.clear()

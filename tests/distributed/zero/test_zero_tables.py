@@ -1,10 +1,12 @@
 """Gradients of large embeddings, of which ranks send the rows that a batch touches."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, itself, train_plainly
 from matrix import matrix, named
 from torch import nn
 
@@ -15,7 +17,7 @@ from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors
 from booster_zero import LowLevelZeroPlugin
 
-ROWS, WIDTH, STEPS = 8192, 128, 2
+ROWS, WIDTH = 8192, 128
 """As many bytes as the least table has whose rows are looked for."""
 
 
@@ -33,17 +35,21 @@ class Classifier(nn.Module):
         return scores + self.table.weight.square().mean() if self.uses_all else scores
 
 
-def make(uses_all):
-    torch.manual_seed(0)
-    model = Classifier(uses_all=uses_all)
-    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+def tokens_of(number, replica):
+    return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(10 * number + replica)) * 200
 
 
-def tokens_of(step, rank):
-    return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank)) * 200
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
 
-def train(options, uses_all, accumulates, *, sends_all=False):
+def case_of(*, uses_all, accumulates):
+    settings = {"loss": itself, "optimizer": momentum, "steps": 2, "max_norm": None}
+    build = partial(Classifier, uses_all=uses_all)
+    return Case(build=build, batch=tokens_of, micro_batches=2 if accumulates else 1, **settings)
+
+
+def train(options, case, *, sends_all=False):
     """Return the gradients of each step, and the bytes that this rank sent in its last backward."""
     sent, send, gradients = [], dist.isend, []
 
@@ -56,12 +62,14 @@ def train(options, uses_all, accumulates, *, sends_all=False):
         if sends_all:
             patch.setattr(rows, "touched_rows", lambda _: None)
         booster = Booster("cpu", plugin=LowLevelZeroPlugin(**options))
-        model, optimizer, *_ = booster.boost(*make(uses_all))
-        for step in range(STEPS):
+        model, optimizer, *_ = booster.boost(*case.make())
+        for step in range(case.steps):
             sent.clear()
-            for micro in range(2 if accumulates else 1):
-                with booster.no_sync(model, optimizer) if accumulates and not micro else contextlib.nullcontext():
-                    booster.backward(model(tokens_of(step + micro, dist.get_rank())), optimizer)
+            for number in range(step * case.micro_batches, (step + 1) * case.micro_batches):
+                is_last = (number + 1) % case.micro_batches == 0
+                with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
+                    loss = model(tokens_of(number, dist.get_rank())) / case.micro_batches
+                    booster.backward(loss, optimizer)
             num_bytes = sum(sent)
             names = [name for name, _ in model.unwrap().named_parameters()]
             gradients.append({name: full_gradient(booster, model, name) for name in names})
@@ -70,24 +78,12 @@ def train(options, uses_all, accumulates, *, sends_all=False):
     return gradients, num_bytes
 
 
-def train_alone(world_size, uses_all, accumulates):
-    model, optimizer = make(uses_all)
-    gradients = []
-    for step in range(STEPS):
-        for micro in range(2 if accumulates else 1):
-            for rank in range(world_size):
-                (model(tokens_of(step + micro, rank)) / world_size).backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
-
-
 @matrix(1, uses_all=[False, True], accumulates=[False, True], options=named([{"stage": 1}, {"stage": 2}], str))
 def test_gradients_of_a_table_are_those_of_one_process(options, accumulates, uses_all):
-    expected = train_alone(2, uses_all, accumulates)
-    touched = run_on_ranks(train, 2, options, uses_all, accumulates)
-    whole = run_on_ranks(train, 2, options, uses_all, accumulates, sends_all=True)
+    case = case_of(uses_all=uses_all, accumulates=accumulates)
+    expected = train_plainly(case, 2).gradients
+    touched = run_on_ranks(train, 2, options, case)
+    whole = run_on_ranks(train, 2, options, case, sends_all=True)
     table_bytes = ROWS * WIDTH * 4
     for (gradients, _), (others, _) in zip(touched, whole, strict=True):
         for found, other, plain in zip(gradients, others, expected, strict=True):

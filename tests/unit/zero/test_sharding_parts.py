@@ -1,5 +1,6 @@
 import pytest
 import torch
+from own_optimizers import CountsByGroup
 from torch import nn, optim
 
 from booster_zero.engine.parts import only, steps_in_parts
@@ -8,21 +9,6 @@ from booster_zero.engine.parts import only, steps_in_parts
 def parameters():
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
-
-
-class CountsByGroup(optim.Optimizer):
-    """Keeps its count of steps in the group, as some libraries do, so that a step in parts counts too often."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["steps"])
 
 
 class CountsByParameter(CountsByGroup):

@@ -63,22 +63,12 @@ class CheckpointEngine(CheckpointIO):
         context: Ranks, precision and timeout of the run.
         bucket_bytes: Most memory that saving or loading takes on a rank besides the state, in bytes. A snapshot for
             ``use_async=True`` takes one copy of what this rank writes, in buffers of this size.
-        shared_filesystem: Whether the hosts of all ranks see the same files. Found out for each folder by a try when
-            ``None``. Where they do not, rank 0's host has all files; checkpoints are then read from each host's own
-            copy. ``False`` lets rank 0 write alone.
 
     Raises:
         ConfigError: If ``bucket_bytes`` is below 1 KiB.
     """
 
-    def __init__(
-        self,
-        plugin: Plugin,
-        context: BoostContext,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        shared_filesystem: bool | None = None,
-    ) -> None:
+    def __init__(self, plugin: Plugin, context: BoostContext, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(plugin, context)
         if bucket_bytes < _MIN_BUCKET_BYTES:
             msg = (
@@ -87,7 +77,7 @@ class CheckpointEngine(CheckpointIO):
             raise ConfigError(msg)
         self._session = Session(context.coordinator, timeout_seconds=context.coordinator.timeout_seconds)
         self._bucket_bytes = bucket_bytes
-        self._saver = Saver(self._session, bucket_bytes, shared_filesystem=shared_filesystem)
+        self._saver = Saver(self._session, bucket_bytes)
         self._leases = Leases()
 
     def save_model(self, state: ModelState, request: SaveRequest) -> None:

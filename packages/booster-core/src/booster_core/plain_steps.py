@@ -23,7 +23,7 @@ import xxhash
 from booster_core.checkpoint_io import LATEST, LOADER, NEWEST_WHOLE, GlobalPosition, new_step_name, parse_step_name
 from booster_core.errors import CheckpointError, needs_checkpoint, shorten
 from booster_core.log import log
-from booster_core.plain_files import SUFFIX, TOKEN, decoded, host_copy, read_tensors, sync, write_text
+from booster_core.plain_files import TOKEN, decoded, host_copy, read_tensors, sync, write_text
 from booster_core.ranks import this_host
 from booster_core.state import (
     capture_random_state,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from booster_core.checkpoint_io import StepOptions, TrainingObjects
 
 MANIFEST = "manifest.json"
-_MANIFEST_VERSION, _TRAINING_VERSION = 3, 1
+_MANIFEST_VERSION, _OLDEST_MANIFEST, _TRAINING_VERSION = 4, 3, 1
 TRAINING, TRAINING_TENSORS = "training_state.json", "training_state.safetensors"
 _BLOCK_BYTES = 4 << 20
 _LEASE = "lease.json"
@@ -327,7 +327,6 @@ def _manifest_of(folder: Path, step: int, facts: Mapping[str, Any]) -> dict[str,
             "nbytes": nbytes,
             "blocks": encode_runs(blocks),
             "xxh3": "".join(_checksums(path, blocks)),
-            "tensors": sorted(read_tensors(path)[0]) if path.suffix == SUFFIX else [],
         }
     content = {"format_version": _MANIFEST_VERSION, "step": step, **facts, "saved_at": _now(), "files": files}
     return {**content, "xxh3": _digest(content)}
@@ -335,8 +334,9 @@ def _manifest_of(folder: Path, step: int, facts: Mapping[str, Any]) -> dict[str,
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     content = read_json(folder / MANIFEST)
-    if not isinstance(content, dict) or content.get("format_version") != _MANIFEST_VERSION:
-        msg = f"'{folder / MANIFEST}' is no manifest of format version {_MANIFEST_VERSION}."
+    known = _OLDEST_MANIFEST, _MANIFEST_VERSION
+    if not isinstance(content, dict) or content.get("format_version") not in known:
+        msg = f"'{folder / MANIFEST}' is no manifest of format version {_OLDEST_MANIFEST} or {_MANIFEST_VERSION}."
         raise CheckpointError(msg)
     if content.pop("xxh3", None) != _digest(content):
         msg = f"The manifest '{folder / MANIFEST}' is damaged: its content is not what its own checksum says."

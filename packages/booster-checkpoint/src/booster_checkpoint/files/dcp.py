@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _LARGEST = 1 << 62
-_FREE_WORK, _WORK_OF_A_BYTE = 1 << 19, 2
+_FREE_WORK, _WORK_OF_A_BYTE = 1 << 17, 1
 """How many numbers, characters and comparisons a table may take: what any may, and how many for each of its bytes."""
 STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""

@@ -58,16 +58,17 @@ class _Value:
             self.depth = max(self.depth, value.depth + 1)
 
 
-_ARGUMENT_BYTES = {
-    **dict.fromkeys((pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_TUPLE), 0),
-    **dict.fromkeys((pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET), 0),
-    pickle.BININT1: 1,
-    pickle.BININT2: 2,
-    pickle.BININT: 4,
-    pickle.BINFLOAT: 8,
+_ONE, _NUMBER = _Value(), _Value(is_number=True)
+"""Values that hold no others are all alike, and most of what a large file has."""
+_PLAIN = {
+    **dict.fromkeys((pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_TUPLE), (0, _ONE)),
+    pickle.BININT1: (1, _NUMBER),
+    pickle.BININT2: (2, _NUMBER),
+    pickle.BININT: (4, _NUMBER),
+    pickle.BINFLOAT: (8, _ONE),
 }
-"""Opcodes that push a value of a fixed size, and how many bytes of the file follow."""
-_NUMBERS = (pickle.BININT1, pickle.BININT2, pickle.BININT)
+"""Opcodes that push such a value: how many bytes of the file follow, and the value."""
+_EMPTY = (pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET)
 _TEXTS = {pickle.BINUNICODE: "<I", pickle.SHORT_BINSTRING: "<B", pickle.LONG1: "<B"}
 """Opcodes that push text or a number, and how its length is given."""
 _MEMO = {pickle.BINGET: "<B", pickle.LONG_BINGET: "<I", pickle.BINPUT: "<B", pickle.LONG_BINPUT: "<I"}
@@ -75,6 +76,7 @@ _TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
 _ONTO = {pickle.APPEND: 1, pickle.SETITEM: 2, pickle.BUILD: 1}
 """Opcodes that put the last values on the stack into the one before, and how many."""
 _CALLS = (pickle.REDUCE, pickle.NEWOBJ)
+_TOO_EARLY = "it ends too early"
 
 
 def check_pickle(stream: IO[bytes], nbytes: int) -> None:  # noqa: C901, PLR0912, PLR0915 - a branch a kind of opcode
@@ -93,10 +95,16 @@ def check_pickle(stream: IO[bytes], nbytes: int) -> None:  # noqa: C901, PLR0912
     stack: list[_Value] = []
     outer: list[list[_Value]] = []
     memo: dict[int, _Value] = {}
-    while (code := _exactly(stream, 1)) != pickle.STOP:
-        if code in _ARGUMENT_BYTES:
-            _exactly(stream, _ARGUMENT_BYTES[code])
-            stack.append(_Value(is_number=code in _NUMBERS))
+    read = stream.read
+    while (code := read(1)) != pickle.STOP:
+        if code in _PLAIN:
+            nbytes_after, value = _PLAIN[code]
+            if nbytes_after:
+                _exactly(stream, nbytes_after)
+            stack.append(value)
+            continue
+        if code in _EMPTY:
+            stack.append(_Value())
             continue
         if code in _MEMO:
             (index,) = struct.unpack(_MEMO[code], _exactly(stream, struct.calcsize(_MEMO[code])))
@@ -138,6 +146,8 @@ def check_pickle(stream: IO[bytes], nbytes: int) -> None:  # noqa: C901, PLR0912
         elif code == pickle.BINPERSID:
             stack[-1] = _Value(1 + stack[-1].size)
         else:
+            if not code:
+                raise EOFError(_TOO_EARLY)
             msg = f"it uses the opcode {code!r}"
             raise pickle.UnpicklingError(msg)
         if stack[-1].size > most or stack[-1].depth > _MOST_DEEP:
@@ -152,8 +162,7 @@ def check_pickle(stream: IO[bytes], nbytes: int) -> None:  # noqa: C901, PLR0912
 def _exactly(stream: IO[bytes], nbytes: int) -> bytes:
     content = stream.read(nbytes)
     if len(content) < nbytes:
-        msg = "it ends too early"
-        raise EOFError(msg)
+        raise EOFError(_TOO_EARLY)
     return content
 
 
@@ -168,6 +177,9 @@ def _last(stack: list[_Value], count: int) -> list[_Value]:
 
 def _put_into(stack: list[_Value], values: Sequence[_Value]) -> None:
     """Put values into the one on top of the stack, which must not be part of another one yet."""
+    if stack[-1] in (_ONE, _NUMBER):
+        msg = "it puts a value into one that holds no others"
+        raise pickle.UnpicklingError(msg)
     if stack[-1].is_shared:  # what already holds it would grow unseen
         msg = "a value in it is changed after it was used, or contains itself"
         raise PickleGrowsError(msg)

@@ -7,6 +7,7 @@ accepts plain data only (``weights_only=True``).
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -57,7 +58,8 @@ def torch_frame(name: str, specs: Sequence[TensorSpec], values: Mapping[str, Any
             tensors = {spec.key: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(_content(tensors, values), path)
-            content = torch.load(path, weights_only=True)
+        with path.open("rb") as stream:
+            content = _described(stream)
         saved: dict[str, torch.Tensor] = {}
         for entry, value in content.items():
             encode_json(value, entry, saved)
@@ -168,7 +170,7 @@ class TorchFile(TensorFile):
             if not isinstance(value, torch.Tensor):
                 self.values[str(name)] = encoded
         for name, tensor in self._tensors.items():
-            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            if tensor.layout != torch.strided or tensor.is_quantized or (tensor.is_meta and _offset(tensor) is None):
                 msg = f"'{name}' in '{self.path}' is not a plain tensor ({tensor.layout}, {tensor.dtype})."
                 raise CheckpointDamagedError(msg)
         self.tensors = {
@@ -191,12 +193,36 @@ def offset_of(tensor: torch.Tensor) -> int:
     Raises:
         ValueError: If they are not in the file: it told torch to make a tensor of its own.
     """
-    # torch's documentation of skip_data names this attribute, and no other way to the offsets.
-    offset = tensor.untyped_storage()._checkpoint_offset  # noqa: SLF001
+    offset = _offset(tensor)
     if offset is None:
         msg = "it has a tensor without values"
         raise ValueError(msg)
-    return int(offset) + int(tensor.storage_offset()) * tensor.element_size()
+    return offset + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _offset(tensor: torch.Tensor) -> int | None:
+    """Return where in the file a tensor's storage begins, if it was loaded as a description."""
+    # torch's documentation of skip_data names this attribute, and no other way to the offsets.
+    return tensor.untyped_storage()._checkpoint_offset  # noqa: SLF001
+
+
+def _described(stream: IO[bytes]) -> Any:
+    """Return what ``torch.load`` finds in a stream, with tensors that have an offset in place of values."""
+    if _tells_offsets_on_meta():
+        return torch.load(stream, map_location="meta", weights_only=True)
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes fifty times as long
+
+    with FakeTensorMode():
+        return torch.load(stream, weights_only=True)
+
+
+@functools.cache
+def _tells_offsets_on_meta() -> bool:
+    """Return whether this torch loads to the device ``meta`` without reading values, as older ones do not."""
+    stream = io.BytesIO()
+    torch.save(torch.zeros(1), stream)
+    stream.seek(0)
+    return _offset(torch.load(stream, map_location="meta", weights_only=True)) is not None
 
 
 def _is_zip(file: OpenFile) -> bool:
@@ -214,8 +240,6 @@ def load_plainly(stream: IO[bytes], *, describe: bool = False) -> Any:
         pickle.UnpicklingError: If it holds objects, or is made to take for ever.
         EOFError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, struct.error: If it is damaged.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     start = stream.tell()
     is_zip = stream.read(2) == b"PK"
     stream.seek(start)
@@ -232,8 +256,7 @@ def load_plainly(stream: IO[bytes], *, describe: bool = False) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # which it then reads, or refuses
         if describe:
-            with FakeTensorMode():
-                return torch.load(stream, weights_only=True)
+            return _described(stream)
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 

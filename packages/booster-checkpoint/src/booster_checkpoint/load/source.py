@@ -9,10 +9,11 @@ one, the same with a prefix; then a complete set of numbered files without an in
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import (
@@ -35,7 +36,6 @@ from booster_core.state import decode_extra_state, tensor_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -110,6 +110,14 @@ def _find(folder: Location, kind: str, listed: Mapping[str, int | None]) -> _Fou
     shown = ", ".join(names[:10]) or "nothing"
     msg = f"The folder '{folder}' holds no {kind} checkpoint; it holds {shown}. Expected {_FORMS}."
     raise CheckpointAbsentError(msg)
+
+
+def _hint_of_hub(path: str) -> str:
+    """Return what to pass where a path that does not exist looks like a model id of the Hub."""
+    given = os.path.relpath(path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", given) is None or Path(given).parent.exists():
+        return ""
+    return f" If '{given}' is a repository of the Hub, pass 'hf://{given}'."
 
 
 def _rank_shards(folder: Location, kind: str, listed: Mapping[str, int | None]) -> list[str]:
@@ -271,7 +279,8 @@ class Source:
             self._is_folder = True
             listed = folder.children() if listed is None else listed
             if not listed and not folder.is_folder():
-                msg = f"There is no {kind} checkpoint at '{self.path}'. Expected {_FORMS}."
+                of_hub = _hint_of_hub(str(self.path)) if kind == "model" else ""
+                msg = f"There is no {kind} checkpoint at '{self.path}'. Expected {_FORMS}.{of_hub}"
                 raise CheckpointAbsentError(msg)
             if listed.get(_DCP_TABLE) is not None:
                 from booster_checkpoint.files.dcp import DCPFile
@@ -298,11 +307,6 @@ class Source:
         """Verify what other ranks of this host that read the same do not; see `CheckedReads.take_turns`."""
         for reads in self._checked:
             reads.take_turns(turn, num_turns)
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of all tensors' values."""
-        return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self.tensors.values())
 
     @property
     def groups_path(self) -> Location | None:

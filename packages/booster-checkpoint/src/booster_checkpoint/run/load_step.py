@@ -144,7 +144,7 @@ def _check_ahead(
     def look() -> list[str]:
         problems = manifest.size_problems(folder, own)
         if request.verify and not problems:
-            ahead = [file for file in own if file == TENSORS or not manifest.files[file].is_read_checked]
+            ahead = [file for file in own if file == TENSORS or not manifest.is_read_checked(file)]
             problems = manifest.content_problems(folder, ahead)
         return problems
 

@@ -1,4 +1,4 @@
-"""The manifest of a saved training state: its files, their sizes, checksums and tensors, and who wrote them.
+"""The manifest of a saved training state: its files, their sizes and checksums, and who wrote them.
 
 A folder without a manifest is not a checkpoint, and one that differs from its manifest is a damaged one. The manifest
 carries a checksum of itself. Files have a checksum for each of their blocks, so that a load verifies what it reads
@@ -20,6 +20,7 @@ from booster_checkpoint.files.checksums import (
     checksum_of,
     difference,
 )
+from booster_checkpoint.files.names import SAFETENSORS
 from booster_checkpoint.storage import leaves_folder, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
 from booster_core.state import decode_runs, encode_runs, parse_json, split_checksums
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from booster_checkpoint.storage import Location
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of the manifest and of the folder around it."""
+OLDEST_VERSION = 3
+"""The oldest that is read; it names the tensors of each file, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +45,10 @@ class FileEntry:
     Args:
         nbytes: Its size.
         blocks: Its blocks, from its first byte to its last.
-        tensors: The names of its tensors.
     """
 
     nbytes: int
     blocks: tuple[Block, ...]
-    tensors: tuple[str, ...] = ()
-
-    @property
-    def is_read_checked(self) -> bool:
-        """Whether a load verifies its tensors' values while it reads them, not ahead."""
-        return bool(self.tensors) and all(block.nbytes <= LARGEST_READ_BYTES for block in self.blocks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as the manifest holds it."""
@@ -60,7 +56,6 @@ class FileEntry:
             "nbytes": self.nbytes,
             "blocks": encode_runs(block.nbytes for block in self.blocks),
             "xxh3": "".join(block.checksum for block in self.blocks),
-            "tensors": list(self.tensors),
         }
 
     @classmethod
@@ -76,7 +71,7 @@ class FileEntry:
             msg = f"blocks of {sizes} bytes in a file of {nbytes}"
             raise ValueError(msg)
         blocks = tuple(Block(size, checksum) for size, checksum in zip(sizes, checksums, strict=True))
-        return cls(nbytes=nbytes, blocks=blocks, tensors=tuple(content["tensors"]))
+        return cls(nbytes=nbytes, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +127,10 @@ class Manifest:
             if version <= FORMAT_VERSION and content.pop("xxh3") != _digest(content):
                 msg = f"The manifest '{path}' is damaged: its content is not what its own checksum says."
                 raise CheckpointDamagedError(msg)
-            if version != FORMAT_VERSION:
+            if not OLDEST_VERSION <= version <= FORMAT_VERSION:
                 remedy = "Update it." if version > FORMAT_VERSION else "Load it with the Booster that wrote it."
-                msg = f"'{path}' has format version {version}; this Booster reads version {FORMAT_VERSION}. {remedy}"
+                known = f"{OLDEST_VERSION} to {FORMAT_VERSION}"
+                msg = f"'{path}' has format version {version}; this Booster reads {known}. {remedy}"
                 raise CheckpointError(msg)
             files = {name: FileEntry.from_json(entry) for name, entry in content.pop("files").items()}
             step = content.pop("step")
@@ -151,6 +147,11 @@ class Manifest:
         """Return the files that are among, or below, the names of files and folders."""
         wanted = tuple(wanted)
         return [name for name in self.files if any(name == each or name.startswith(f"{each}/") for each in wanted)]
+
+    def is_read_checked(self, name: str) -> bool:
+        """Return whether a load verifies a file's values while it reads them, not ahead: one of tensors."""
+        blocks = self.files[name].blocks
+        return name.endswith(SAFETENSORS) and all(block.nbytes <= LARGEST_READ_BYTES for block in blocks)
 
     def folder(self, name: str) -> dict[str, int | None]:
         """Return the sizes of the files in a folder of the step."""
@@ -208,17 +209,17 @@ class ReadChecks:
 
     def __init__(self, manifest: Manifest | None, folder: Location, *, is_shared: bool) -> None:
         self.problems: list[str] = []
-        self._files = {} if manifest is None else manifest.files
+        self._manifest = manifest
         self._folder = f"{folder}/".replace(os.sep, "/")
         self._is_shared = is_shared
 
     def __call__(self, path: Location) -> CheckedReads | None:
         """Return what verifies a file while it is read; ``None`` for one that is verified ahead."""
         name = str(path).replace(os.sep, "/").removeprefix(self._folder)
-        entry = self._files.get(name)
-        if entry is None or not entry.is_read_checked:
+        if self._manifest is None or name not in self._manifest.files or not self._manifest.is_read_checked(name):
             return None
-        return CheckedReads(name, entry.blocks, is_shared=self._is_shared, on_damage=self.problems.append)
+        blocks = self._manifest.files[name].blocks
+        return CheckedReads(name, blocks, is_shared=self._is_shared, on_damage=self.problems.append)
 
 
 def verify_folder(folder: Path | Location) -> None:

@@ -82,7 +82,7 @@ def save_step(
 
     def commit(written: list[WrittenFile]) -> None:
         leases.hold(run)  # at a URL, the manifest makes it a step
-        files = {file.name: FileEntry(nbytes=file.nbytes, blocks=file.blocks, tensors=file.tensors) for file in written}
+        files = {file.name: FileEntry(nbytes=file.nbytes, blocks=file.blocks) for file in written}
         Manifest(step=options.step, files=files, facts=stated).write(folder)
         run.commit(folder, options, lambda: leases.hold(run))
 

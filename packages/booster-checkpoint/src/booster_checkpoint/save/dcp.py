@@ -42,7 +42,7 @@ from booster_checkpoint.save.parts import MergedPart, ModelPart, OptimizerPart, 
 from booster_checkpoint.save.tables import OwnedTensors, SpecTables
 from booster_checkpoint.storage import LocalLocation, locate
 from booster_checkpoint.storage.location import sync_folder
-from booster_checkpoint.storage.temporary import TEMPORARY, TOKEN_CHARACTERS, new_token
+from booster_checkpoint.storage.temporary import new_token, temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import name_ranks
 from booster_core.state import OptimizerInfo, box_shape, distinct, pack, regions_of
@@ -254,7 +254,7 @@ def save_dcp(name: str, session: Session, part: Part, folder: Location, prefix: 
                 f"`gather_dtensor=False` needs a folder that all ranks see; '{path}' is not. Use `gather_dtensor=True`."
             )
             raise CheckpointError(msg)
-        temporary = path.parent / f".{path.name}.{token}{TEMPORARY}"
+        temporary = path.parent / temporary_name(path.name, token)
         merged = part.merge([entries[:-3] for entries in gathered], session.rank)
         tables.merge(part, owned, [entries[-3] for entries in gathered], merged.specs, None)
         aliases = {alias: first for known in distinct(each[-2] for each in gathered) for alias, first in known.items()}
@@ -323,7 +323,7 @@ def _check_target(path: Path, *, is_optimizer: bool) -> None:
 
 def clear_temporaries(path: Path) -> None:
     """Remove what killed writers of a file or folder have left next to it, as far as possible."""
-    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{TOKEN_CHARACTERS}}}{re.escape(TEMPORARY)}")
+    left = temporary_pattern(re.escape(path.name))
     for entry in list(path.parent.iterdir()):
         if left.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)

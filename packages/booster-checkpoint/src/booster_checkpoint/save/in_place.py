@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from booster_checkpoint.files.frame import FileFrame
     from booster_checkpoint.save.fragments import Fragment
-    from booster_checkpoint.save.plan import SavePlan, Sums, WriteJob
+    from booster_checkpoint.save.plan import Sums, WriteJob
     from booster_checkpoint.save.targets import FolderTarget
 
 _MAX_CALL_BYTES = 1 << 30
@@ -55,7 +55,7 @@ def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
         return target.written(plan, name)
 
     with session.together(f"{job.call} (write)", target.path, for_long=True):
-        paths = write_ranges(plan, job.fragments, path_of, job.bucket_bytes)
+        paths = write_ranges(job, path_of)
     sums: Sums = {}
     with (
         session.together(f"{job.call} (sync)", target.path, for_long=True),
@@ -63,7 +63,7 @@ def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
     ):
         syncing = pool.submit(_sync_files, paths)
         if job.checksums:
-            sums = _read_back(plan, path_of, session.rank, session.world_size)
+            sums = _read_back(job, path_of)
         elif session.rank == 0:
             sums = {file.name: (path_of(file.name).stat().st_size, ()) for file in plan.files}
         syncing.result()
@@ -76,8 +76,9 @@ def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
     return merged
 
 
-def _read_back(plan: SavePlan, path_of: Callable[[str], Path], rank: int, world_size: int) -> Sums:
+def _read_back(job: WriteJob, path_of: Callable[[str], Path]) -> Sums:
     """Return the sizes of all files, and the blocks of this rank's share of them, read from the page cache."""
+    plan, rank, world_size = job.plan, job.session.rank, job.session.world_size
     sums: Sums = {}
     paths = [path_of(file.name) for file in plan.files]
     nbytes = [path.stat().st_size for path in paths]
@@ -94,28 +95,22 @@ def _read_back(plan: SavePlan, path_of: Callable[[str], Path], rank: int, world_
     return sums
 
 
-def write_ranges(
-    plan: SavePlan,
-    fragments: Iterable[Fragment],
-    path_of: Callable[[str], Path],
-    bucket_bytes: int,
-) -> list[Path]:
+def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
     """Write this rank's fragments at their offsets, straight from their memory; `_sync_files` puts them on disk.
 
     Args:
-        plan: The plan; its files have been created.
+        job: What is written. Fragments in other memory or of another dtype pass through a bucket.
         path_of: Tells under which path a file of a name was created.
-        fragments: Those in other memory or of another dtype pass through a bucket.
-        bucket_bytes: Size of the bucket.
 
     Returns:
         The files that this rank has written to.
     """
+    plan = job.plan
     buffers: list[torch.Tensor] = []
 
     def the_buffer() -> torch.Tensor:
         if not buffers:
-            buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8))
+            buffers.append(torch.empty(job.bucket_bytes, dtype=torch.uint8))
         return buffers[0]
 
     copies = DeviceCopies()
@@ -123,7 +118,7 @@ def write_ranges(
     descriptors: dict[int, int] = {}
     try:
         with EarlySync() as early:
-            for ready in fill_buckets(fragments, the_buffer, copies, copies_ready=False):
+            for ready in fill_buckets(job.fragments, the_buffer, copies, copies_ready=False):
                 copies.wait()
                 for fragment in ready:
                     index = plan.homes[fragment.part][fragment.key]

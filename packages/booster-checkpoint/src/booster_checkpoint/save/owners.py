@@ -23,9 +23,7 @@ import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
 from booster_checkpoint.save.fragments import DeviceCopies
-from booster_checkpoint.save.targets import FolderTarget, StoreTarget
 from booster_checkpoint.session import swap_bytes
-from booster_core.errors import CheckpointError
 from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
 
 if TYPE_CHECKING:
@@ -37,9 +35,8 @@ if TYPE_CHECKING:
     from booster_checkpoint.files.checksums import Block
     from booster_checkpoint.files.frame import TensorSpec
     from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
-    from booster_checkpoint.save.plan import PlannedFile, SavePlan, Sums, WriteJob
+    from booster_checkpoint.save.plan import PlannedFile, Sums, WriteJob
     from booster_checkpoint.save.targets import Target
-    from booster_checkpoint.session import Session
     from booster_core.ranks import Host
     from booster_core.state import Box, Region
 
@@ -60,103 +57,32 @@ class FileStream(Protocol):
         """Let go of the file as it is."""
 
 
-def write_by_owners(
-    job: WriteJob, target: Target, *, buffers: SnapshotBuffers | None, shared_filesystem: bool | None
-) -> Sums:
-    """Let one rank write each file of tensors, whoever has its values.
+def write_by_owners(job: WriteJob, target: Target, buffers: SnapshotBuffers | None) -> Sums:
+    """Let one rank write each file of tensors, whoever has its values; see `write_in_place` for what that returns.
 
     Args:
         job: What is written.
         target: Where the files go; prepared.
         buffers: Memory for a copy of fragments that do not stay until the end; ``None`` where they do.
-        shared_filesystem: ``True`` refuses a folder that some ranks do not see; ``False`` leaves all to rank 0.
-
-    Returns:
-        The sizes of the files of tensors, and their blocks where checksums are asked for, on rank 0.
 
     Collective: every rank.
     """
     session, call = job.session, job.call
     own_group = job.group or (session.cpu_group() if session.world_size > 1 else None)
-    owners = _choose_owners(job, target, shared_filesystem=shared_filesystem)
+    hosts, seeing = session.hosts(job.group), target.ranks_that_see(job)
+    # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
+    is_shared = len(seeing) == session.world_size
+    owners = spread_over_hosts(hosts, [rank for rank in seeing if is_shared or hosts[rank] == hosts[0]])
     try:
         with session.together(f"{call} (list values)", target.path, for_long=True):
-            write = OwnerWrite(
-                job.plan,
-                job.fragments if buffers is None else buffers.take(job.fragments),
-                owners,
-                rank=session.rank,
-                world_size=session.world_size,
-                bucket_bytes=job.bucket_bytes,
-                want_checksums=job.checksums,
-                open_file=functools.partial(target.open, job.plan),
-            )
+            fragments = job.fragments if buffers is None else buffers.take(job.fragments)
+            write = OwnerWrite(job, fragments, owners, functools.partial(target.open, job.plan))
         with session.together(f"{call} (write)", target.path, for_long=True):
             told = write.run(own_group)
     finally:
         if buffers is not None:
             buffers.release()
     return {name: each for sums in session.gather_to_first(told, job.group) for name, each in sums.items()}
-
-
-def _choose_owners(job: WriteJob, target: Target, *, shared_filesystem: bool | None) -> list[int]:
-    """Return the ranks that write files, in the order in which files are given to them.
-
-    Those are all ranks that see the target as rank 0 sees it, the first of each host before the second of any.
-
-    Args:
-        job: What is written.
-        target: Where the files go.
-        shared_filesystem: See `write_by_owners`.
-
-    Raises:
-        CheckpointError: If some ranks do not see what all have to see: a storage, or a folder where
-            ``shared_filesystem`` is ``True``.
-
-    Collective: every rank.
-    """
-    session, group = job.session, job.group
-    hosts = session.hosts(group)
-    if isinstance(target, StoreTarget):
-        _check_that_all_see(session, job.call, target, group)
-        return spread_over_hosts(hosts, range(session.world_size))
-    if shared_filesystem is False:
-        return [0]
-    assert isinstance(target, FolderTarget), "there are two kinds"
-    seeing = session.ranks_that_see(target.path, job.plan.token, group)
-    blind = [rank for rank in range(session.world_size) if rank not in seeing]
-    if shared_filesystem and blind:
-        msg = (
-            f"`shared_filesystem=True`, but ranks {blind[:10]} do not see what rank 0 wrote into '{target.path}'. "
-            "Save to a folder that all hosts share, or leave `shared_filesystem` out."
-        )
-        raise CheckpointError(msg)
-    # Only ranks of rank 0's host where hosts have folders of their own: all files are in one place then.
-    return spread_over_hosts(hosts, [rank for rank in seeing if not blind or hosts[rank] == hosts[0]])
-
-
-def _check_that_all_see(session: Session, call: str, target: StoreTarget, group: ProcessGroup | None) -> None:
-    """Raise if a rank does not see what rank 0 wrote at a URL; each storage is tried once.
-
-    Raises:
-        CheckpointError: If a rank does not see it: ``memory://`` is each process' own.
-
-    Collective: every rank.
-    """
-    probe = target.probe
-    if probe is None:
-        return
-    seen = session.gather(call, target.path, lambda: probe.size() is not None, group)
-    if session.rank == 0:
-        target.forget_probe()
-    if not all(seen):
-        blind = [rank for rank, sees in enumerate(seen) if not sees]
-        msg = (
-            f"Ranks {blind[:10]} do not see what rank 0 wrote to '{target.path}'. A storage of one process or host "
-            "cannot serve others: save to one that all ranks reach."
-        )
-        raise CheckpointError(msg)
-    session.shared_storages.add(target.storage)
 
 
 def spread_over_hosts(hosts: Sequence[Host], ranks: Iterable[int]) -> list[int]:
@@ -291,41 +217,33 @@ class OwnerWrite:
     """The part of one rank in a save by owners. Making it involves no other rank.
 
     Args:
-        plan: The plan. Owners create their files.
+        job: What is written. Owners create their files.
         fragments: What this rank holds; all of them are kept, and read when their window's turn comes.
-        owners: The ranks that write, see `_choose_owners`.
-        rank: This rank.
-        world_size: Number of ranks.
-        bucket_bytes: Most memory to use besides the fragments, in bytes.
-        want_checksums: Compute checksums.
+        owners: The ranks that write, in the order in which files are given to them.
         open_file: Opens a file of this rank's, given its name and size.
     """
 
     def __init__(
         self,
-        plan: SavePlan,
+        job: WriteJob,
         fragments: Iterable[Fragment],
         owners: Sequence[int],
-        *,
-        rank: int,
-        world_size: int,
-        bucket_bytes: int,
-        want_checksums: bool,
         open_file: Callable[[str, int], FileStream],
     ) -> None:
+        plan, rank, world_size = job.plan, job.session.rank, job.session.world_size
         self._plan = plan
         self._open_file = open_file
         self._owners = owners
         self._rank = rank
         # Where each step of a round sends to, and receives from.
         self._partners = [((rank - step) % world_size, (rank + step) % world_size) for step in range(1, world_size)]
-        self._want_checksums = want_checksums
+        self._want_checksums = job.checksums
         self._held: dict[int, _Held] = {owner: {} for owner in owners}
         for fragment in fragments:
             index = plan.homes[fragment.part][fragment.key]
             pieces = self._held[self._owner_of(index)].setdefault((index, fragment.key), [])
             pieces.append(_Piece(fragment.box, fragment.flat, fragment.data))
-        window_bytes = max(bucket_bytes // 3 // _ALIGNMENT, 1) * _ALIGNMENT
+        window_bytes = max(job.bucket_bytes // 3 // _ALIGNMENT, 1) * _ALIGNMENT
         self._filled, self._outgoing, self._incoming = (torch.empty(window_bytes, dtype=torch.uint8) for _ in range(3))
         self._copies = DeviceCopies()
         self._failure: Exception | None = None

@@ -96,13 +96,11 @@ class WrittenFile:
         name: Its name in the save's folder.
         nbytes: Its size.
         blocks: Its blocks, where their checksums were asked for.
-        tensors: The names of its tensors.
     """
 
     name: str
     nbytes: int
     blocks: tuple[Block, ...] = ()
-    tensors: tuple[str, ...] = ()
 
 
 Sums = dict[str, tuple[int, tuple["Block", ...]]]

@@ -19,7 +19,7 @@ from booster_checkpoint.save.in_place import write_in_place
 from booster_checkpoint.save.owners import write_by_owners
 from booster_checkpoint.save.plan import Sums, WriteJob, WrittenFile, make_plan
 from booster_checkpoint.save.tables import OwnedTensors, SpecTables
-from booster_checkpoint.save.targets import FolderTarget, StoreTarget
+from booster_checkpoint.save.targets import FolderTarget
 from booster_checkpoint.session import timed
 from booster_checkpoint.storage.temporary import new_token
 from booster_core.errors import CheckpointError
@@ -67,17 +67,15 @@ class Saver:
     Args:
         session: The ranks that save together.
         bucket_bytes: Most memory that a save takes besides the state, in bytes.
-        shared_filesystem: Whether all ranks see the same files; found out when ``None``.
 
     Attributes:
         background: The save that goes on in the background, if any.
         buffers: The memory of its snapshot.
     """
 
-    def __init__(self, session: Session, bucket_bytes: int, *, shared_filesystem: bool | None) -> None:
+    def __init__(self, session: Session, bucket_bytes: int) -> None:
         self._session = session
         self._bucket_bytes = bucket_bytes
-        self._shared_filesystem = shared_filesystem
         self._tables = SpecTables(session)
         self.background = BackgroundWriter()
         self.buffers = SnapshotBuffers(bucket_bytes)
@@ -169,13 +167,11 @@ class Saver:
         session, target = self._session, save.target
         try:
             plan = self._plan(save)
-            hosts = session.hosts(save.group)
-            is_here = target.is_local and self._shared_filesystem is not False and len(set(hosts)) == 1
-            if isinstance(target, StoreTarget):
-                target.set_probe(plan, session.shared_storages if session.world_size > 1 else None)
+            is_one_host = len(set(session.hosts(save.group))) == 1
+            side_by_side = target if isinstance(target, FolderTarget) and is_one_host else None
             with session.together(f"{save.call} (prepare)", target.path, for_long=True):
                 if session.rank == 0:
-                    target.prepare(plan, creates_files=is_here)
+                    target.prepare(plan, creates_files=side_by_side is not None)
             job = WriteJob(
                 session=session,
                 call=save.call,
@@ -186,11 +182,10 @@ class Saver:
                 group=save.group,
             )
             with timed(save.call, target.path, plan.total_bytes):
-                if isinstance(target, FolderTarget) and is_here:
-                    sums = write_in_place(job, target)
+                if side_by_side is not None:
+                    sums = write_in_place(job, side_by_side)
                 else:
-                    buffers = None if save.values.stay else self.buffers
-                    sums = write_by_owners(job, target, buffers=buffers, shared_filesystem=self._shared_filesystem)
+                    sums = write_by_owners(job, target, None if save.values.stay else self.buffers)
             return self._publish(save, plan, sums)
         except BaseException:
             target.discard()
@@ -228,7 +223,7 @@ class Saver:
         session, target, written = self._session, save.target, list[WrittenFile]()
 
         def commit(plan: SavePlan, sums: Sums) -> None:
-            written.extend(_written(plan, sums))
+            written.extend(WrittenFile(name=name, nbytes=sums[name][0], blocks=sums[name][1]) for name in plan.names)
             if save.commit is not None:
                 save.commit(written)
 
@@ -253,15 +248,6 @@ def _blocks_of(content: bytes) -> tuple[Block, ...]:
     hasher = BlockHasher(block_sizes([len(content)]))
     hasher.update(content)
     return tuple(hasher.blocks)
-
-
-def _written(plan: SavePlan, sums: Sums) -> list[WrittenFile]:
-    """Return the files of a plan, in its order."""
-    tensors = {file.name: tuple(spec.key for spec in file.specs) for file in plan.files}
-    return [
-        WrittenFile(name=name, nbytes=sums[name][0], blocks=sums[name][1], tensors=tensors.get(name, ()))
-        for name in plan.names
-    ]
 
 
 class _OwnedValues:

@@ -25,11 +25,11 @@ from booster_core.errors import CheckpointError
 from booster_core.log import ANY_RANK, log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from booster_checkpoint.save.owners import FileStream
-    from booster_checkpoint.save.plan import SavePlan, Sums
+    from booster_checkpoint.save.plan import SavePlan, Sums, WriteJob
     from booster_checkpoint.storage import Location, WriteStream
 
 _NUMBERED = re.compile(r"-\d{5,}-of-\d{5,}\.")
@@ -60,11 +60,9 @@ class Target(ABC):
         check: Raises, on rank 0, what stands in the way of a save there.
 
     Attributes:
-        is_local: Ranks of one host can write its files side by side.
         reveals_on_all: Every rank calls `reveal`, and not rank 0 alone.
     """
 
-    is_local: bool
     reveals_on_all: bool
 
     def __init__(
@@ -81,6 +79,16 @@ class Target(ABC):
         Args:
             plan: The plan.
             creates_files: Create the files of tensors, with room for their values.
+        """
+
+    @abstractmethod
+    def ranks_that_see(self, job: WriteJob) -> list[int]:
+        """Return the ranks that see what rank 0 writes to the folder.
+
+        Raises:
+            CheckpointError: If some don't, and nobody can write for them.
+
+        Collective: every rank, once it is prepared.
         """
 
     @abstractmethod
@@ -117,7 +125,6 @@ class FolderTarget(Target):
         check: See `Target`.
     """
 
-    is_local = True
     reveals_on_all = False
     path: Path
 
@@ -159,6 +166,10 @@ class FolderTarget(Target):
             match = pattern.fullmatch(path.name)
             if match and (match[1] in names or plan.obsolete(match[1])):
                 path.unlink(missing_ok=True)
+
+    @override
+    def ranks_that_see(self, job: WriteJob) -> list[int]:
+        return job.session.ranks_that_see(self.path, job.plan.token, job.group)
 
     @override
     def open(self, plan: SavePlan, name: str, nbytes: int) -> FileStream:
@@ -250,13 +261,8 @@ class StoreTarget(Target):
         folder: The folder.
         is_fresh: See `Target`.
         check: See `Target`.
-
-    Attributes:
-        probe: A file that rank 0 writes in `prepare` for the others to look for, where it is not ``None``.
-        storage: The URL of the storage, which all of its folders share.
     """
 
-    is_local = False
     reveals_on_all = True
 
     def __init__(
@@ -269,41 +275,41 @@ class StoreTarget(Target):
         self._early: Mapping[str, str] = {}
         self._marks: tuple[str, ...] = ()
         self._present: set[str] = set()
-        self.probe: StoredLocation | None = None
-        self.storage = "/".join(folder.url.split("/")[:3])
-
-    def set_probe(self, plan: SavePlan, shared: Container[str] | None) -> None:
-        """Have rank 0 write a probe, unless it is known that all ranks see the storage.
-
-        Args:
-            plan: The plan.
-            shared: URLs of storages that all ranks are known to share; ``None`` where there is one rank.
-        """
-        if shared is not None and self.storage not in shared:
-            self.probe = self._folder / f".booster-{plan.token}.probe"
 
     @override
     def prepare(self, plan: SavePlan, *, creates_files: bool) -> None:
         self._early = {name: text for name, text in plan.texts.items() if name not in plan.last}
-        probing = None if self.probe is None else self._requests.submit(self.probe.write_bytes, b"")
         if not self._is_fresh:
             self._present = self._look(plan)
-        if probing is not None:
-            probing.result()
 
     def _look(self, plan: SavePlan) -> set[str]:
         """Return the names of files that the save replaces, or that say that an earlier one was interrupted."""
         if plan.marks:
-            found = {name for name, size in self._folder.children().items() if size is not None}
-            return found - ({self.probe.name} if self.probe is not None else set())
+            return {name for name, size in self._folder.children().items() if size is not None}
         # Next to one file there may be everything else that the bucket holds.
         asked = [*{*plan.names, *plan.healed, *plan.healed.values()}]
         return {name for name, size in zip(asked, self._folder.sizes(asked), strict=True) if size is not None}
 
-    def forget_probe(self) -> None:
-        """Remove the probe, in a thread."""
-        if self.probe is not None:
-            self._requests.submit(self.probe.remove)
+    @override
+    def ranks_that_see(self, job: WriteJob) -> list[int]:
+        session, storage = job.session, "/".join(self._folder.url.split("/")[:3])
+        if session.world_size > 1 and storage not in session.shared_storages:  # each is tried once
+            probe = self._folder / f".booster-{job.plan.token}.probe"
+            with session.together(job.call, self.path):
+                if session.rank == 0:
+                    probe.write_bytes(b"")
+            seen = session.gather(job.call, self.path, lambda: probe.size() is not None, job.group)
+            if session.rank == 0:
+                self._requests.submit(probe.remove)
+            blind = [rank for rank, sees in enumerate(seen) if not sees]
+            if blind:
+                msg = (
+                    f"Ranks {blind[:10]} do not see what rank 0 wrote to '{self.path}'. A storage of one process or "
+                    "host cannot serve others: save to one that all ranks reach."
+                )
+                raise CheckpointError(msg)
+            session.shared_storages.add(storage)
+        return list(range(session.world_size))
 
     @override
     def open(self, plan: SavePlan, name: str, nbytes: int) -> FileStream:

@@ -193,7 +193,7 @@ def _write(
         (part,) = parts
         save_dcp("convert", session, part, folder)
     else:
-        Saver(session, BUCKET_BYTES, shared_filesystem=None).save(parts, target_at(folder), "convert")
+        Saver(session, BUCKET_BYTES).save(parts, target_at(folder), "convert")
 
 
 def _copy_others(source: Location, folder: Location, dtype: torch.dtype | None) -> None:

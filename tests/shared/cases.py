@@ -1,0 +1,306 @@
+"""Trainings as values: run plainly in one process, and under a plugin on ranks, and compared tensor by tensor.
+
+A `Case` says what is trained, a `Setting` under what. A whole test is
+
+    assert_equals_one_process(Case(build=Net, batch=noise), Setting(LowLevelZeroPlugin, {"stage": 2}))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import get_model
+from torch import nn
+
+from booster_core import Booster
+from booster_runtime import full_gradient
+from booster_testing import run_on_ranks
+from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
+from booster_testing.training import Trained, whole_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from booster_core.plugin import Plugin
+
+_CLOSE = tolerance_for(torch.float32)
+_NO_EFFECT = 1e-6
+"""Rounding error of a gradient that should be zero, relative to the largest gradient: a few times fp32's 2**-24."""
+
+
+def own_loss(outputs: Any, _batch: Any) -> torch.Tensor:
+    """Return the loss that a model of transformers computes, or the mean square of what another one returns."""
+    return outputs.loss if hasattr(outputs, "loss") else outputs.square().mean()
+
+
+def itself(outputs: Any, _batch: Any) -> torch.Tensor:
+    """Return what a model returns that computes its loss."""
+    return outputs
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that shows each gradient in the parameters."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+def decayed(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW with groups of two kinds; by its epsilon rounding errors of small gradients stay small."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training that is the same in every process. Its functions are at the top of a module, so that ranks find them.
+
+    Args:
+        build: Returns the model; it may use torch's generator.
+        batch: Returns the samples of a replica, from the number of the batch and of the replica. The model is called
+            with a mapping's entries by name, with a tuple's in their order, or with anything else as it is.
+        loss: Returns the mean loss over these samples, from the model's outputs and them.
+        optimizer: Returns the optimizer over the model.
+        steps: Number of steps.
+        micro_batches: Batches of each replica in a step, all but the last under ``no_sync``.
+        max_norm: Clip gradients by this norm, which is compared too.
+        max_value: Clip gradients by value.
+        no_effect: Patterns of the names of parameters whose gradient is rounding alone; their values are not compared.
+        tolerance: Of all comparisons.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Any]
+    loss: Callable[[Any, Any], torch.Tensor] = own_loss
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    steps: int = 3
+    micro_batches: int = 1
+    max_norm: float | None = 0.5
+    max_value: float | None = None
+    no_effect: tuple[str, ...] = ()
+    tolerance: Tolerance = _CLOSE
+
+    def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the model and its optimizer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            model = self.build()
+        return model, self.optimizer(model)
+
+
+def zoo_case(name: str, **changes: Any) -> Case:
+    """Return a case of a model of the zoo, with four samples a batch."""
+    functions = {key: partial(function, name) for key, function in _OF_ZOO.items()}
+    return Case(**{**functions, "optimizer": decayed, "no_effect": get_model(name).no_effect, **changes})
+
+
+def _zoo_model(name: str) -> nn.Module:
+    return get_model(name).seeded()
+
+
+def _zoo_batch(name: str, number: int, replica: int) -> dict[str, Any]:
+    return get_model(name).share(number, replica, 4)
+
+
+def _zoo_loss(name: str, outputs: Any, batch: Any) -> torch.Tensor:
+    return get_model(name).loss(outputs, batch)
+
+
+_OF_ZOO = {"build": _zoo_model, "batch": _zoo_batch, "loss": _zoo_loss}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A plugin with options, on a number of ranks.
+
+    Args:
+        plugin: The plugin's class, or a function that returns a plugin.
+        options: Its arguments.
+        num_ranks: Number of ranks.
+        precision: As for `Booster`.
+    """
+
+    plugin: Callable[..., Plugin]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 2
+    precision: str | None = None
+
+    def make_booster(self) -> Booster:
+        """Return a Booster with a new plugin."""
+        return Booster("cpu", self.precision, self.plugin(**self.options))
+
+
+@dataclass
+class OnRank:
+    """What a rank tells: its training, the number of replicas of the model, and what the test asked for."""
+
+    trained: Trained
+    num_replicas: int
+    told: Any = None
+
+
+@lru_cache(maxsize=8)
+def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
+    """Train in this process on the samples of all replicas, with plain torch.
+
+    Args:
+        case: What to train; the results of the last few are remembered.
+        num_replicas: Number of replicas.
+        parts: Number of equal parts in which a batch goes through the model, whose losses are averaged.
+    """
+    model, optimizer = case.make()
+    trained = Trained()
+    weight = 1 / (num_replicas * case.micro_batches * parts)
+    for step in range(case.steps):
+        trained.losses.append(0.0)
+        for number in _batches(case, step):
+            for replica in range(num_replicas):
+                for part in _parts(case.batch(number, replica), parts):
+                    loss = case.loss(call(model, part), part) * weight
+                    loss.backward()
+                    trained.losses[-1] += float(loss.detach())
+        trained.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        if case.max_norm is not None:
+            trained.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)))
+        if case.max_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), case.max_value)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return trained
+
+
+def train_boosted(case: Case, setting: Setting, tell: Callable[[Booster, Any, Any], Any] | None = None) -> OnRank:
+    """Train under a plugin on this rank's samples.
+
+    Args:
+        case: What to train.
+        setting: Under what.
+        tell: Called with the Booster, the model and the optimizer in the end; its result is passed on.
+
+    Collective: every rank of the world.
+    """
+    booster = setting.make_booster()
+    net, optimizer = case.make()
+    names = [name for name, _ in net.named_parameters()]
+    model, optimizer, *_ = booster.boost(net, optimizer)
+    replica, num_replicas = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    trained = Trained()
+    for step in range(case.steps):
+        numbers = _batches(case, step)
+        losses = []
+        for number in numbers:
+            is_last = number == numbers[-1]
+            with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
+                losses.append(_backward(booster, model, optimizer, case, case.batch(number, replica)))
+        trained.losses.append(_mean_over_ranks(losses))
+        found = {name: full_gradient(booster, model, name) for name in names}
+        trained.gradients.append({name: gradient for name, gradient in found.items() if gradient is not None})
+        if case.max_norm is not None:
+            trained.norms.append(float(optimizer.clip_grad_by_norm(case.max_norm)))
+        if case.max_value is not None:
+            optimizer.clip_grad_by_value(case.max_value)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = whole_model(booster, model)
+    trained.parameters = {name: whole[name] for name in names}
+    told = None if tell is None else tell(booster, model, optimizer)
+    return OnRank(trained, num_replicas, told)
+
+
+def assert_equals_one_process(
+    case: Case, setting: Setting, *, parts: int = 1, tell: Callable[[Booster, Any, Any], Any] | None = None
+) -> list[Any]:
+    """Assert that ranks train as one process does: each step's loss, gradients and norm, and the parameters after them.
+
+    Args:
+        case: What is trained.
+        setting: Under what.
+        parts: Number of parts in which a pipeline runs a batch, if the loss couples samples.
+        tell: As for `train_boosted`.
+
+    Returns:
+        What each rank told.
+    """
+    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, timeout_seconds=120)
+    expected = train_plainly(case, results[0].num_replicas, parts)
+    for result in results:
+        assert_same_training(result.trained, expected, case)
+    return [result.told for result in results]
+
+
+def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None:
+    """Assert that two trainings of a case are the same: losses, gradients, norms and parameters."""
+    close = {"rel": case.tolerance.relative, "abs": 0.0}
+    assert actual.losses == pytest.approx(expected.losses, **close), "losses"
+    for step, (found, plain) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        _assert_same(found, plain, case, f"gradients of step {step}")
+    assert actual.norms == pytest.approx(expected.norms, **close), "norms"
+    kept = {name for name in expected.parameters if not _has_no_effect(case, name)}
+    ours, theirs = ({name: each.parameters[name] for name in kept} for each in (actual, expected))
+    assert_same_tensors(ours, theirs, case.tolerance)
+
+
+def call(model: Any, batch: Any) -> Any:
+    """Return the model's outputs for a batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _assert_same(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], case: Case, what: str) -> None:
+    assert found.keys() == plain.keys(), what
+    kept = [name for name in plain if not _has_no_effect(case, name)]
+    scale = max(float(gradient.abs().max()) for gradient in plain.values())
+    for name in plain.keys() - kept:
+        assert float(found[name].abs().max()) <= _NO_EFFECT * scale, f"{what}: {name} has an effect"
+    try:
+        assert_same_tensors({name: found[name] for name in kept}, {name: plain[name] for name in kept}, case.tolerance)
+    except AssertionError as error:
+        msg = f"{what}: {error}"
+        raise AssertionError(msg) from None
+
+
+def _has_no_effect(case: Case, name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in case.no_effect)
+
+
+def _batches(case: Case, step: int) -> range:
+    return range(step * case.micro_batches, (step + 1) * case.micro_batches)
+
+
+def _backward(booster: Booster, model: Any, optimizer: Any, case: Case, batch: Any) -> float:
+    """Run forward and backward of a batch; return its loss, not a number on ranks that do not have it."""
+
+    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
+        return case.loss(outputs, batch) / case.micro_batches
+
+    if getattr(booster.plugin, "pp_size", 1) > 1:
+        loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_loss=True)["loss"]
+        return math.nan if loss is None else float(loss) * case.micro_batches
+    loss = loss_of(call(model, batch), batch)
+    booster.backward(loss, optimizer)
+    return float(loss.detach()) * case.micro_batches
+
+
+def _mean_over_ranks(losses: list[float]) -> float:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sum(losses) / len(losses))
+    known = [loss for loss in found if not math.isnan(loss)]
+    return sum(known) / len(known)
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    if count == 1:
+        return [batch]
+    cut = {name: value.chunk(count) for name, value in batch.items()}
+    return [{name: pieces[index] for name, pieces in cut.items()} for index in range(count)]
