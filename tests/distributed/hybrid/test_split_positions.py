@@ -117,9 +117,8 @@ def facts(options):
     assert torch.equal(kept.argmax(-1), whole.argmax(-1))
     assert isinstance(kept.detach().to(torch.bfloat16).partition, ByPositions)
     assert "of 7 positions" in repr(kept)
-    return isinstance(kept.local(), SplitLogits), isinstance(
-        getattr(model(input_ids=TOKENS).logits, "split", None), ByPositions
-    )
+    assert not isinstance(getattr(model(input_ids=TOKENS).logits, "partition", None), ByPositions)
+    return isinstance(kept.local(), SplitLogits)
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
