@@ -23,8 +23,7 @@ from model_parity import (
 from booster_core import Booster
 from booster_core.precision import LossScaleConfig, PrecisionPolicy
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.tensor_parallel.logits import SplitLogits
+from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_runtime import full_gradient
 from booster_runtime.data import leaves_by_path
 from booster_testing import run_on_ranks

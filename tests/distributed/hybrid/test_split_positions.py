@@ -11,7 +11,7 @@ from model_zoo import get_model
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, SplitLogits
-from booster_hybrid.sequence_parallel.positions import SplitPositions
+from booster_hybrid.sequence_parallel.positions import ByPositions
 from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -108,21 +108,23 @@ def facts(options):
     _, model, _ = boosted(options)
     whole = get_model(NAME).seeded()(input_ids=TOKENS).logits
     kept = model(input_ids=TOKENS, labels=TOKENS).logits
-    assert isinstance(kept, SplitPositions)
+    assert isinstance(kept, SplitLogits)
+    assert isinstance(kept.partition, ByPositions)
     assert kept.local().shape[1] < kept.shape[1] == kept.size(1) == 7
     assert (kept.numel(), len(kept)) == (whole.numel(), 2)
     torch.testing.assert_close(kept.gather()[:], whole)
     torch.testing.assert_close(kept.gather(-1, TOKENS[..., None]), whole.gather(-1, TOKENS[..., None]))
     assert torch.equal(kept.argmax(-1), whole.argmax(-1))
-    assert isinstance(kept.detach().to(torch.bfloat16), SplitPositions)
+    assert isinstance(kept.detach().to(torch.bfloat16).partition, ByPositions)
     assert "of 7 positions" in repr(kept)
-    return isinstance(kept.local(), SplitLogits), isinstance(model(input_ids=TOKENS).logits, SplitPositions)
+    assert not isinstance(getattr(model(input_ids=TOKENS).logits, "partition", None), ByPositions)
+    return isinstance(kept.local(), SplitLogits)
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_split_outputs_look_whole(tp_size):
     found = run_on_ranks(facts, 2 * tp_size, {**RING, "tp_size": tp_size})
-    assert found == [(tp_size == 2, False)] * 2 * tp_size
+    assert found == [tp_size == 2] * 2 * tp_size
 
 
 def last_position(options):

@@ -6,7 +6,7 @@ from booster_hybrid.config import ExpertConfig, HybridConfig, PipelineConfig, Se
 from booster_hybrid.data_parallel import DataParallelConfig
 from booster_hybrid.plugin import HybridParallelPlugin
 from booster_hybrid.policy.base import ExpertRule, ModuleRule, ShardingPolicy, Style
-from booster_hybrid.tensor_parallel.logits import SplitLogits
+from booster_hybrid.split_logits import SplitLogits
 
 __all__ = [
     "DataParallelConfig",

@@ -31,7 +31,7 @@ from booster_hybrid.pipeline.absent import (
     with_arrived,
 )
 from booster_hybrid.pipeline.trace import kept_attributes
-from booster_hybrid.whole import changes_in_place, name_of
+from booster_hybrid.torch_functions import changes_in_place, name_of
 from booster_runtime.memory import only_describes
 
 if TYPE_CHECKING:

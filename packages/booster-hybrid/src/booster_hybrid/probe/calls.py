@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import Changes
-from booster_hybrid.whole import FACTS, name_of
+from booster_hybrid.torch_functions import FACTS, name_of
 from booster_runtime.data import call_with, taken_by
 
 if TYPE_CHECKING:

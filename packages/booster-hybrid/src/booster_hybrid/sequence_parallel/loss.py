@@ -1,7 +1,7 @@
 """The head and the loss of causal language models over logits of which each rank has those of its positions.
 
 In a call with labels the head works on this rank's positions, and the whole logits need not exist. What it returns
-looks whole all the same (`SplitPositions`): whoever asks for more than the part that is here gets the whole, be it the
+looks whole all the same (`SplitLogits`): whoever asks for more than the part that is here gets the whole, be it the
 model's own code or the script. Without labels, every rank's logits are whole.
 
 Labels are shifted before they are split, so that the last position of a part predicts the first of the next one. All
@@ -19,7 +19,8 @@ from torch import nn
 
 from booster_core.errors import ConfigError
 from booster_hybrid.sequence_parallel.exchange import sum_over_ranks
-from booster_hybrid.sequence_parallel.positions import SplitPositions, split_positions
+from booster_hybrid.sequence_parallel.positions import ByPositions
+from booster_hybrid.split_logits import SplitLogits, split_logits
 from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
@@ -84,7 +85,10 @@ class SequenceLoss:
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         layout = self._layout_for(shift_labels.shape[1])
         local = layout.take(shift_labels, 1, self._group.rank)
-        logits = logits.local() if isinstance(logits, SplitPositions) else layout.take(logits, 1, self._group.rank)
+        if isinstance(logits, SplitLogits) and isinstance(logits.partition, ByPositions):
+            logits = logits.local()
+        else:
+            logits = layout.take(logits, 1, self._group.rank)
         total = nn.functional.cross_entropy(
             logits.float().flatten(0, 1), local.flatten(), ignore_index=ignore_index, reduction="sum"
         )
@@ -140,4 +144,4 @@ class LogitsOfPositions:
     def _mark(self, module: nn.Module, args: Any, logits: Tensor) -> Tensor:
         """Let the logits know which part they are, whatever the model does with them before its loss."""
         del module, args
-        return logits if self._layout is None else split_positions(logits, self._layout, self._group)
+        return logits if self._layout is None else split_logits(logits, ByPositions(self._layout, self._group))

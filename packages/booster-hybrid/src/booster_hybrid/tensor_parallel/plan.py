@@ -19,6 +19,7 @@ from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import SplitStreams
+from booster_hybrid.split_logits import split_logits
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
@@ -27,10 +28,10 @@ from booster_hybrid.tensor_parallel.head import HeadVocabulary
 from booster_hybrid.tensor_parallel.heads import LocalWidth, cut_arguments
 from booster_hybrid.tensor_parallel.kinds import is_linear, is_transposed
 from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, RowForward
-from booster_hybrid.tensor_parallel.logits import split_logits
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.split import Block, Split, cut_groups, split_dimension
 from booster_hybrid.tensor_parallel.summed_use import sum_where_used
+from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -352,7 +353,7 @@ class _Installer:
                 self._scale(rule, name)
                 gathers = None
                 if rule.style is Style.HEAD and self._plan.parallel_output:
-                    self._keep_split(self._names.outermost[name], self._lengths(split, rule, name))
+                    self._keep_partition(self._names.outermost[name], self._lengths(split, rule, name))
                 elif rule.style in (Style.COLUMN_GATHER, Style.HEAD):
                     gathers = self._lengths(split, rule, name)
                 forward = ColumnForward(module, siblings, self._group, gathers)
@@ -360,7 +361,7 @@ class _Installer:
                     forward.vocabulary = HeadVocabulary(self._lengths(split, rule, name), self._group)
                 self._changes.forward(module, forward)
 
-    def _keep_split(self, head: nn.Module, sizes: list[int]) -> None:
+    def _keep_partition(self, head: nn.Module, sizes: list[int]) -> None:
         """Let a head's logits know which part of the vocabulary they are."""
         state = {"is_traced": False}
 
@@ -374,7 +375,7 @@ class _Installer:
                 return gather_last(logits, sizes, self._group)
             if not logits.dim():  # a loss that was computed in the place of logits
                 return logits
-            return split_logits(logits, sizes, self._group)
+            return split_logits(logits, ByVocabulary(sizes, self._group))
 
         self._changes.hook(self._model.register_forward_pre_hook(begin))
         self._changes.hook(head.register_forward_hook(mark))
