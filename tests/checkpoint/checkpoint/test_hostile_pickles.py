@@ -92,6 +92,7 @@ HOSTILE = {
     "a list in itself": PREFIX + b"]q\x00h\x00as.",
     "an item of None": PREFIX + b"NNas.",
     "an opcode of pickle's own": PREFIX + b"Nq\x00h\x00\x85Qs.",
+    "empty lists": PREFIX + b"]" + b"(" + b"]" * 2_000_000 + b"es.",
     "cut off": as_pickle([1, 2, 3])[:-3],
 }
 
@@ -118,6 +119,14 @@ def test_long_keys_are_not_copied_for_each_value(tmp_path):
         open_source(tmp_path / "tensors.bin", "model"),
     ):
         pass
+
+
+def test_many_small_lists_are_read(tmp_path):
+    boxes = [[x, x + 1] for x in range(200_000)]
+    torch.save({"w": torch.ones(3), "boxes": boxes, "none": [[] for _ in range(10_000)]}, tmp_path / "model.bin")
+    with open_source(tmp_path / "model.bin", "model") as source:
+        assert source.values["boxes"] == boxes
+        assert source.values["none"][-1] == []
 
 
 def test_what_people_share_is_read(tmp_path):

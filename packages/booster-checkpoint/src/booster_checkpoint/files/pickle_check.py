@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 _FREE_SIZE = 1 << 17
 """What any file may expand to."""
+_FREE_CONTAINERS, _CONTAINER_BYTES = 1 << 14, 8
+"""How many lists, dicts and sets any file may hold, and how many bytes each further one takes at least.
+
+Empty ones take a byte, and half a kilobyte of a reader's memory; a list of two numbers takes ten bytes.
+"""
 _MOST_DEEP = 500
 """How deep values may be nested; Python's own limit for functions that call each other is 1,000."""
 
@@ -95,7 +100,7 @@ def check_pickle(stream: IO[bytes], nbytes: int) -> None:  # noqa: C901, PLR0912
     stack: list[_Value] = []
     outer: list[list[_Value]] = []
     memo: dict[int, _Value] = {}
-    read = stream.read
+    read, begin, num_containers = stream.read, stream.tell(), 0
     while (code := read(1)) != pickle.STOP:
         if code in _PLAIN:
             nbytes_after, value = _PLAIN[code]
@@ -104,6 +109,10 @@ def check_pickle(stream: IO[bytes], nbytes: int) -> None:  # noqa: C901, PLR0912
             stack.append(value)
             continue
         if code in _EMPTY:
+            num_containers += 1
+            if num_containers > _FREE_CONTAINERS + (stream.tell() - begin) // _CONTAINER_BYTES:
+                msg = f"it holds {num_containers} lists, dicts and sets in {stream.tell() - begin} bytes"
+                raise PickleGrowsError(msg)
             stack.append(_Value())
             continue
         if code in _MEMO:
