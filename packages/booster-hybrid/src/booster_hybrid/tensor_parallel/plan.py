@@ -19,7 +19,7 @@ from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style, matches
 from booster_hybrid.random_streams import SplitStreams
-from booster_hybrid.split_logits import split_logits
+from booster_hybrid.split_logits import SplitLogits, split_logits
 from booster_hybrid.tensor_parallel.adapters import AdapterSum, check_wrappers, split_adapters
 from booster_hybrid.tensor_parallel.collectives import enter, gather_last, leave
 from booster_hybrid.tensor_parallel.embedding import VocabularyForward
@@ -373,7 +373,8 @@ class _Installer:
         def mark(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
             if state["is_traced"]:
                 return gather_last(logits, sizes, self._group)
-            if not logits.dim():  # a loss that was computed in the place of logits
+            # A loss that was computed in the place of logits, or those of a copy of the head that peft keeps inside.
+            if not logits.dim() or isinstance(logits, SplitLogits):
                 return logits
             return split_logits(logits, ByVocabulary(sizes, self._group))
 
