@@ -1,13 +1,16 @@
-"""Accelerate's checkpoints of a replicated model: `save_state` on the first rank, `load_state` on every rank."""
+"""Accelerate: a training step, in which it wraps the model in ``DistributedDataParallel``, and checkpoints.
+
+Its `save_state` writes on the first rank, and its `load_state` reads on every one.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +18,25 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-NAME = "Accelerate"
+NAME = f"Accelerate {accelerate.__version__}"
+AGAINST = "ddp"
+
+
+def make_step(model: nn.Module, batch: Any, precision: str | None) -> Callable[[], None]:
+    """Return a step: forward, backward, clipping, fused AdamW.
+
+    Collective: every rank.
+    """
+    accelerator = _accelerator(mixed_precision=precision or "no")
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+
+    def step() -> None:
+        accelerator.backward(wrapped(input_ids=batch, labels=batch).loss)
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def make_checkpoint(model: nn.Module, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -25,11 +46,7 @@ def make_checkpoint(model: nn.Module, folder: Path) -> tuple[Callable[[], None],
         model: The model.
         folder: Where the state goes.
     """
-    # Accelerate asks for what a launcher sets, and then uses the process group that is there.
-    ranks, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=ranks, LOCAL_RANK=ranks, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    accelerator = Accelerator(cpu=True)
+    accelerator = _accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
@@ -54,3 +71,13 @@ def make_checkpoint(model: nn.Module, folder: Path) -> tuple[Callable[[], None],
         accelerator.load_state(str(folder))
 
     return save, load
+
+
+def _accelerator(**options: Any) -> accelerate.Accelerator:
+    # It asks for what a launcher sets, and then uses the process group that is there.
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    assert accelerator.num_processes == dist.get_world_size(), "or each rank would train alone"
+    return accelerator
