@@ -50,7 +50,7 @@ def azure(_tmp_path, monkeypatch):
     """Run Microsoft's emulator."""
     emulator = shutil.which("azurite-blob")
     if emulator is None:
-        pytest.skip("Azure's emulator is not on PATH: npm install -g azurite")
+        pytest.skip("Azure's emulator, a program of Node, is not on PATH: npm install -g azurite")
     port = free_port()
     options = ["--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
     accounts = {**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}

@@ -138,12 +138,7 @@ def find_needs(
         return ids[name] in held[stage]
 
     what = type(model).__name__
-    of_graph = flow.crossings(
-        [(stage.first, stage.last) for stage in ranges],
-        is_held,
-        what,
-    )
-
+    of_graph = flow.crossings([(stage.first, stage.last) for stage in ranges], is_held, what)
     known, recordings = add_values(
         what, trace, ranges, of_graph, is_held, lambda senders: record(model, trace, senders, batch)
     )
