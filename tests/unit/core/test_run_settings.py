@@ -176,7 +176,9 @@ def test_settings_that_nobody_can_read_are_refused(monkeypatch):
 
 def test_ranks_of_a_started_script_take_the_settings(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import os, sys; print(os.environ['RANK'], os.environ['BOOSTER_SETTINGS'], *sys.argv[1:])")
+    # In one write: under PYTHONUNBUFFERED, print writes each of its arguments and the end of the line apart.
+    line = "' '.join([os.environ['RANK'], os.environ['BOOSTER_SETTINGS'], *sys.argv[1:]]) + '\\n'"
+    script.write_text(f"import os, sys; sys.stdout.write({line})")
     command = [sys.executable, "-c", "from booster_core.cli import main; main()", "run"]
     done = subprocess.run(
         [*command, str(script), "--nproc", "2", "--precision", "bf16", "--lr", "1"],
