@@ -97,7 +97,7 @@ def zoo(session: nox.Session) -> None:
 
     ``-- --resume`` keeps the results of an interrupted run. Other arguments go to pytest, and leave the page as it is.
     """
-    _measure(session, "zoo", "BOOSTER_ZOO_RESULTS", "zoo_results.py", page="compatibility")
+    _measure(session, "zoo", "BOOSTER_ZOO_RESULTS", "zoo_results.py")
 
 
 @nox.session(venv_backend="none")
@@ -373,8 +373,8 @@ def _pytest(session: nox.Session, python: str, *arguments: str, success_codes: I
     session.run(*command, external=python != "python", success_codes=list(success_codes), env=caching)
 
 
-def _measure(session: nox.Session, folder: str, variable: str, writer: str, page: str | None = None) -> None:
-    """Run the tests of a table's folder, which record its cells, and write its page."""
+def _measure(session: nox.Session, folder: str, variable: str, writer: str) -> None:
+    """Run the tests of a table's folder, which record its cells, and write its table and page."""
     python = _checkout(session)
     arguments = [*session.posargs]
     results = ROOT / "build" / folder
@@ -387,7 +387,7 @@ def _measure(session: nox.Session, folder: str, variable: str, writer: str, page
         _pytest(session, python, f"tests/{folder}", *arguments)
     finally:
         if not arguments:
-            _run(session, python, f"tests/shared/{writer}", str(results), f"docs/{page or folder}.md")
+            _run(session, python, f"tests/shared/{writer}", str(results), "docs")
 
 
 def _workers() -> tuple[str, ...]:

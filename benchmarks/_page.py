@@ -3,12 +3,15 @@
 The folder has one ``<benchmark>.jsonl`` for each benchmark, and ``machine.json``, which `describe_machine` returns. The
 results are kept in ``docs/assets/performance.json``, from which ``python benchmarks/_page.py docs`` writes the same
 page again. The section about GPUs is made of ``docs/assets/gpu-report.json``, the ``report.json`` of ``device_runs``.
+The page has what has a bar, and other libraries; ``docs/tables/performance.csv`` and ``gpu.csv`` have every figure.
 """
 
 from __future__ import annotations
 
+import csv
 import datetime as dt
 import json
+import math
 import os
 import platform
 import statistics
@@ -30,30 +33,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 DISTRIBUTIONS = ("torch", "transformers", "accelerate", "lightning-fabric", "deepspeed", "numpy")
-TITLES = {
-    "checkpoint": "Checkpoints",
-    "ddp": "DDP plugin",
-    "experts": "Experts",
-    "fsdp": "FSDP plugin",
-    "gemini": "Gemini plugin",
-    "gemini_offload": "Gemini with state on disk",
-    "import_time": "Import",
-    "many_parameters": "Many parameters",
-    "other_libraries": "Other libraries",
-    "pipeline": "Pipelines",
-    "ring_attention": "Ring attention",
-    "tensor_parallel": "Tensor parallelism",
-    "vocabulary_loss": "Loss over a large vocabulary",
-    "zero": "ZeRO plugin",
-}
 _HEAD = """\
-# Performance
+# Performance: time and memory of a step, checkpoints, MFU
 
 <!-- Written by `nox -s bench`; do not edit. -->
 
 Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...), so that other
-load on the machine affects both: the median over the rounds, with the quartiles. Below 1 ours is faster or smaller,
-except for speeds and savings, whose bars say "at least".
+load on the machine affects both: the median over the rounds. Below 1 ours is faster or smaller, except for speeds and
+savings, whose bars say "at least". [Every figure, with quartiles and absolute values](tables/performance.csv).
+`nox -s bench -- zero` measures those of one benchmark.
 
 ![Time and memory of a step, compared with other libraries](assets/peers.png#only-light)
 ![Time and memory of a step, compared with other libraries](assets/peers-dark.png#only-dark)
@@ -80,6 +68,18 @@ _PEERS = (
     ("Gemini, memory, to FSDP2 by hand", "peak memory of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
 )
 """Bars of the first picture: their names, and what was measured against whom."""
+PEERS = (
+    "Accelerate",
+    "DeepSpeed",
+    "Lightning Fabric",
+    "parallelize_module",
+    "transformers'",
+    "torch.save",
+    "torch.load",
+)
+"""Yardsticks that the page shows even where there is no bar: how their names begin."""
+_MANY_BARS = 10
+"""Bars of a case of GPUs up to which the page shows those that are met."""
 _MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
 
 
@@ -114,6 +114,9 @@ def write(run: dict[str, Any], docs: Path) -> None:
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "performance.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     gpu = read_gpu(docs)
+    write_figures(results, docs / "tables" / "performance.csv")
+    if gpu is not None:
+        write_figures(gpu_figures(gpu), docs / "tables" / "gpu.csv")
     (docs / "performance.md").write_text(page(run["machine"], results, gpu), encoding="utf-8")
     barred = [result for result in results if result.bar is not None]
     found = {
@@ -149,7 +152,18 @@ def _on_gpus(gpu: dict[str, Any] | None) -> str:
     lines = [*report.summary(gpu), ""]
     if gpu_ratios(gpu):
         lines += _shown("Each ratio with its quartiles and its bar", "gpu-report")
-    lines += report.measured(gpu, level=3)
+    figures = gpu_figures(gpu)
+    barred = [each for each in figures if each.bar is not None]
+    met = sum(each.is_met for each in barred)
+    lines += [f"{met} of {len(barred)} bars are met. [All {len(figures)} figures](tables/gpu.csv).", ""]
+    shown = []
+    for name, group in groupby(barred, key=lambda each: each.benchmark):
+        bars = [*group]
+        missed = [each for each in bars if not each.is_met]
+        if len(bars) > _MANY_BARS:
+            lines += [f"{name}: {len(bars) - len(missed)} of {len(bars)} bars are met; the others are below.", ""]
+        shown += missed if len(bars) > _MANY_BARS else bars
+    lines += [*(line.rstrip("\n") for line in _table(shown)), ""]
     for status, title in (("failed", "Failed"), ("left out", "Left out")):
         cases = [case for case in gpu["cases"] if case["status"] == status]
         if cases:
@@ -175,45 +189,70 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
     if barred:
         lines = _shown("Every ratio that has a bar, with its quartiles and its bar", "performance")
         parts += ["\n", *(f"{line}\n" for line in lines[:-1])]
-    for name, group in groupby(results, key=lambda result: result.benchmark):
-        parts += [
-            f"\n## {TITLES.get(name, name)}\n\n",
-            "| measured | yardstick | ratio | quartiles | bar | ours | theirs | rounds |\n",
-            "|---|---|---|---|---|---|---|---|\n",
-            *map(_row, group),
-            f"\n`nox -s bench -- {name}` measures these alone.\n",
-        ]
+    peers = [each for each in results if each.yardstick.startswith(PEERS) and not each.what.startswith("least")]
+    for title, shown in (("Other libraries", peers), ("Bars", [each for each in barred if each not in peers])):
+        parts += [f"\n## {title}\n\n", *_table(shown)] if shown else []
     return "".join(parts)
+
+
+def _table(results: Sequence[Result]) -> list[str]:
+    """Return lines of a table, with a row for each result."""
+    head = ["| measured | yardstick | ratio | bar |\n", "|---|---|---|---|\n"]
+    return [*head, *map(_row, results)] if results else []
 
 
 def _row(result: Result) -> str:
     bar = "" if result.bar is None else f"{'at least ' if result.at_least else ''}{result.bar:g}"
     median = f"{result.median:.3f}" if result.is_met else f"**{result.median:.3f}, missed**"
-    cells = [
-        result.what,
-        result.yardstick,
-        median,
-        f"{result.low:.3f} to {result.high:.3f}" if result.rounds > 1 else "",
-        bar,
-        in_unit(result.ours, result.unit),
-        in_unit(result.theirs, result.unit),
-        str(result.rounds),
-    ]
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {result.what} | {result.yardstick} | {median} | {bar} |\n"
+
+
+def write_figures(results: Sequence[Result], path: Path) -> None:
+    """Write every figure as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ("benchmark", "measured", "yardstick", "ratio", "quartiles", "bar", "is met", "ours", "theirs", "rounds")
+        )
+        for each in results:
+            has_yardstick = not math.isnan(each.theirs)
+            is_number = has_yardstick or not each.unit
+            bar = "" if each.bar is None else f"{'at least ' if each.at_least else ''}{each.bar:g}"
+            writer.writerow(
+                (
+                    each.benchmark,
+                    each.what,
+                    each.yardstick,
+                    f"{each.median:.3f}" if is_number else "",
+                    f"{each.low:.3f} to {each.high:.3f}" if is_number and each.rounds > 1 else "",
+                    bar,
+                    "" if each.bar is None else "yes" if each.is_met else "no",
+                    _in_unit(each.ours, each.unit),
+                    _in_unit(each.theirs, each.unit) if has_yardstick else "",
+                    each.rounds,
+                )
+            )
+
+
+def _in_unit(value: float, unit: str) -> str:
+    return report.in_unit(value, unit) if unit == "tokens/s" or value >= 2**30 else in_unit(value, unit)
+
+
+def gpu_figures(gpu: dict[str, Any] | None) -> list[Result]:
+    """Return the figures of a run on GPUs; ``theirs`` is NaN where there is no yardstick."""
+    found = []
+    for case in [] if gpu is None else gpu["cases"]:
+        for each in case["figures"]:
+            medians = {key: statistics.median(each[key]) if each[key] else math.nan for key in ("ours", "theirs")}
+            kept = {key: each[key] for key in ("what", "yardstick", "median", "low", "high", "unit", "bar", "at_least")}
+            found.append(Result(benchmark=case["name"], rounds=len(each["ours"]), **kept, **medians))
+    return found
 
 
 def gpu_ratios(gpu: dict[str, Any] | None) -> list[Result]:
     """Return those results of a run on GPUs that have a yardstick."""
-    found = []
-    for case in [] if gpu is None else gpu["cases"]:
-        for each in case["figures"]:
-            if each["theirs"]:
-                medians = {key: statistics.median(each[key]) for key in ("ours", "theirs")}
-                kept = {
-                    key: each[key] for key in ("what", "yardstick", "median", "low", "high", "unit", "bar", "at_least")
-                }
-                found.append(Result(benchmark=case["name"], rounds=len(each["ours"]), **kept, **medians))
-    return found
+    return [each for each in gpu_figures(gpu) if not math.isnan(each.theirs)]
 
 
 def draw_ratios(results: Sequence[Result], path: Path, *, dark: bool) -> None:

@@ -1,6 +1,7 @@
-"""The recorded cells of the table of families, and the page that shows them.
+"""The recorded cells of the table of families: a CSV file with every cell, and the page with totals and reasons.
 
-``python tests/shared/family_results.py RESULTS PAGE`` writes the page.
+``python tests/shared/family_results.py RESULTS docs`` writes ``docs/tables/families.csv`` and the page;
+``python tests/shared/family_results.py docs`` writes the page again.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zoo_results import read_table, write_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 COLUMNS = ("tp", "pp", "split_gather", "ulysses", "ring", "ep")
 PLAIN = "plain"
 """The cell of one process: whether the model can be trained at all, and facts about it."""
+NO_EXPERTS = "-"
 STATES = {
     "exact": "exact",
     "refused": "refused",
@@ -25,93 +30,139 @@ STATES = {
     "crash": "**crash**",
 }
 """How the page shows the state of a cell."""
+KINDS = {
+    r"There is no sharding policy": "no tensor plan of transformers and no policy of ours",
+    r"does not call its attention through": "a layer without attention that can be split, as a state space model's",
+    r"sharding policy .* changes": "its tensor plan computes something else: found by a check at `boost`",
+    r"The tensor plan of the model says": "its tensor plan has a style that hybrid does not have",
+    r"`sequence_parallelism_mode=.*` changes|needs hidden states of shape": "a layer looks at several positions, or "
+    "counts them, outside of attention",
+    r"computes with its attention mask itself": "a layer computes with its attention mask itself",
+    r"attends from \d+ positions": "attention to positions that are not split, as in a cache of keys",
+    r"makes its attention's": "the model makes its attention's position bias itself",
+    r"can't be cut|has no list of layers": "its layers can't be cut into stages",
+    r"A layer of class .* returns": "a layer returns a list",
+    r"dry run of the model": "its layers can't be traced",
+    r"could not be checked": "a module that the example batch does not reach",
+    r"no modules of experts": "its experts are no modules that can be spread",
+}
+"""Why cells are refused: a pattern of the reason, and how the page words it. Other reasons are shown as they are."""
 _LONGEST = 240
-_HEAD = """# Families
+_HEAD = """# Families: which transformers models can be split, and how
 
-Each row is a family of transformers with a causal language model, as a tiny model with random weights; each column is a
-way in which the hybrid plugin splits it over two ranks (gloo, fp32, CPU). `nox -s families` measures every cell and
-writes this page.
+Tiny models with random weights of every family of transformers with a causal language model, split by the hybrid plugin
+over two ranks (gloo, fp32, CPU). `nox -s families` measures every cell. **[All cells, with the reason of each that is
+refused](tables/families.csv)**; this page has their totals.
 
-- **exact**: outputs, losses, the gradient of each parameter and its update by a step equal those of one process, as
-  compared by `booster_tools.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.
-- **refused**: `boost` raises a `ConfigError` on every rank, with the reason in the footnote; nothing was trained.
+- **exact**: outputs, losses, each gradient and the parameters after a step equal those of one process, as compared by
+  `booster_tools.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.
+- **refused**: `boost` raises a `ConfigError` on every rank and names the reason; nothing was trained.
 - **WRONG** and **crash** are faults: another result than that of one process, and any other error.
-- **-**: the model has no experts.
 
-Columns: `tp` is `tp_size=2`; `pp` is `pp_size=2` with two microbatches; `split_gather` is
+`tp` is `tp_size=2`; `pp` is `pp_size=2` with two microbatches; `split_gather` is
 `sequence_parallelism_mode="split_gather"` with `tp_size=2`; `ulysses` and `ring` are `"all_to_all"` and `"ring_attn"`
 with `sp_size=2`; `ep` is `ep_size=2`, for mixtures of experts. `boost` is given a batch, as `example_batch` under `pp`
-and by a data loader under `ulysses` and `ring`. Models are split by the policy in the last column:
-transformers' plan, ours, or none; a family without one is refused unless you [write a policy](sharding-policies.md).
+and by a data loader under `ulysses` and `ring`.
 """
 
 
-def page(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> str:
-    """Return the page of recorded families, in the order of their names.
+def table(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Return a row of text for each family, in the order of their names.
 
     Args:
         recorded: The contents of the files.
-        names: All families; the page lists those that are not recorded.
+        names: All families; those that are not recorded get an empty row.
     """
-    families = sorted(recorded, key=lambda each: each["name"])
-    measured = [each for each in families if each["cells"].get(PLAIN, {}).get("state") == "ok"]
-    others = [each for each in families if each not in measured]
-    rest = sorted(set(names) - {each["name"] for each in families})
-    numbers: dict[str, int] = {}
-    rows = []
-    for each in measured:
-        cells = " | ".join(_text(each, column, numbers) for column in COLUMNS)
-        rows.append(f"| {each['name']} | {cells} | {each['cells'][PLAIN]['options']['policy']} |")
-    versions = {library: found for each in families for library, found in each["versions"].items()}
-    listed = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
-    parts = [
-        _HEAD,
-        f"Measured with {listed}: {len(measured)} families.\n",
-        _totals(measured),
-        "\n".join([f"| family | {' | '.join(COLUMNS)} | policy |", "|---" * (len(COLUMNS) + 2) + "|", *rows]) + "\n",
+    rows = {name: {"family": name} for name in names}
+    for each in recorded:
+        plain = each["cells"].get(PLAIN, {"state": "", "findings": []})
+        row = {"family": each["name"], PLAIN: _text(plain, each)}
+        if plain["state"] == "ok":
+            row |= {"policy": plain["options"]["policy"], **{column: _cell(each, column) for column in COLUMNS}}
+        libraries = (name for name in ("torch", "transformers") if name in each["versions"])
+        row["versions"] = ", ".join(f"{name} {each['versions'][name]}" for name in libraries)
+        rows[each["name"]] = row
+    fields = ("family", "policy", *COLUMNS, PLAIN, "versions")
+    return [{field: rows[name].get(field, "") for field in fields} for name in sorted(rows)]
+
+
+def page(rows: list[dict[str, str]]) -> str:
+    """Return the page of a table: how many cells have which state, and why cells are refused."""
+    measured = [row for row in rows if row[PLAIN] == "ok"]
+    unmeasured = [row["family"] for row in rows if not row[PLAIN]]
+    others = [row for row in rows if row not in measured and row[PLAIN]]
+    versions = max((row["versions"] for row in measured), default="")
+    parts = [_HEAD, f"Measured with {versions}: {len(measured)} families.\n", _totals(measured)]
+    policies = Counter(row["policy"] for row in measured)
+    counted = [f"{policies[name]} families by {words}" for name, words in _POLICIES.items() if policies[name]]
+    parts.append(f"Layers are split {', '.join(counted)}; {_WITHOUT.format(policies['none'])}\n")
+    faults = [
+        f"- {row['family']}, {column}: {row[column]}"
+        for row in measured
+        for column in COLUMNS
+        if row[column].partition(":")[0] in ("wrong", "crash", "refused late")
     ]
+    if faults:
+        parts += ["## Faults\n", "\n".join(faults) + "\n"]
+    reasons = _reasons(measured)
+    if reasons:
+        parts += ["## Why a cell is refused\n", reasons]
     if others:
-        listed = "\n".join(f"- {each['name']}: {_shown(_reason(each), each)}" for each in others)
+        listed = "\n".join(f"- {row['family']}: {row[PLAIN].partition(': ')[2]}" for row in others)
         parts.append(f"Not measured ({len(others)}), because the tiny model could not be trained in one process:\n")
         parts.append(f"{listed}\n")
-    if rest:
-        parts.append(f"Not measured yet ({len(rest)}): {', '.join(rest)}.\n")
-    if numbers:
-        parts.append("\n".join(f"{number}. {text}" for text, number in numbers.items()) + "\n")
+    if unmeasured:
+        parts.append(f"Not measured yet ({len(unmeasured)}): {', '.join(unmeasured)}.\n")
     return "\n".join(parts)
 
 
-def _totals(families: list[dict[str, Any]]) -> str:
+_POLICIES = {"transformers": "transformers' own plan", "ours": "a policy of ours"}
+_WITHOUT = "{} families have neither, and are refused unless you [write a policy](sharding-policies.md)."
+
+
+def _totals(rows: list[dict[str, str]]) -> str:
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for state, shown in STATES.items():
-        counts = [sum(each["cells"].get(column, {}).get("state") == state for each in families) for column in COLUMNS]
+        counts = [sum(row[column].partition(":")[0] == state for row in rows) for column in COLUMNS]
         if state in ("exact", "refused", "wrong") or any(counts):
             lines.append(f"| {shown} | {' | '.join(map(str, counts))} |")
-    missing = [
-        sum(column not in each["cells"] and not _is_without_experts(each, column) for each in families)
-        for column in COLUMNS
-    ]
+    missing = [sum(not row[column] for row in rows) for column in COLUMNS]
     if any(missing):
         lines.append(f"| not measured yet | {' | '.join(map(str, missing))} |")
     return "\n".join(lines) + "\n"
 
 
-def _text(family: dict[str, Any], column: str, numbers: dict[str, int]) -> str:
-    """Return the text of a cell; number its findings."""
+def _reasons(rows: list[dict[str, str]]) -> str:
+    """Return a table of reasons: in how many cells of which columns, and of which families."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        for column in COLUMNS:
+            state, _, text = row[column].partition(": ")
+            if state == "refused":
+                found[_kind(text)][column] += 1
+    if not found:
+        return ""
+    lines = ["| reason | cells |", "|---|---|"]
+    for kind, counts in sorted(found.items(), key=lambda each: (-each[1].total(), each[0])):
+        lines.append(f"| {kind} | {', '.join(f'{counts[each]} {each}' for each in COLUMNS if counts[each])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(text: str) -> str:
+    return next((words for pattern, words in KINDS.items() if re.search(pattern, text)), text)
+
+
+def _cell(family: dict[str, Any], column: str) -> str:
+    """Return the text of a cell."""
     cell = family["cells"].get(column)
-    if cell is None:
-        return "-" if _is_without_experts(family, column) else "not yet"
-    notes = "".join(f" [{numbers.setdefault(_shown(text, family), len(numbers) + 1)}]" for text in cell["findings"][:1])
-    return STATES[cell["state"]] + notes
+    if cell is not None:
+        return _text(cell, family)
+    is_without = column == "ep" and not family["cells"][PLAIN]["options"]["has_experts"]
+    return NO_EXPERTS if is_without else ""
 
 
-def _is_without_experts(family: dict[str, Any], column: str) -> bool:
-    return column == "ep" and not family["cells"][PLAIN]["options"]["has_experts"]
-
-
-def _reason(family: dict[str, Any]) -> str:
-    findings = family["cells"].get(PLAIN, {}).get("findings") or ["not tried"]
-    return str(findings[0])
+def _text(cell: dict[str, Any], family: dict[str, Any]) -> str:
+    return f"{cell['state']}: {_shown(cell['findings'][0], family)}" if cell["findings"] else str(cell["state"])
 
 
 def _shown(text: str, family: dict[str, Any]) -> str:
@@ -121,17 +172,20 @@ def _shown(text: str, family: dict[str, Any]) -> str:
     if kind:
         line = line.replace(kind, "the model")
     line = re.sub(r"(?<=[A-Za-z_]\.)\d+(?=\.)", "*", line)
-    line = re.split(r"(?<=[a-z)'`])\. (?=[A-Z`'])", line)[0].rstrip(".").replace("<", "&lt;").replace("*", r"\*")
+    line = re.split(r"(?<=[a-z)'`])\. (?=[A-Z`'])", line)[0].rstrip(".")
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} ..."
 
 
 def main() -> None:
-    """Write the page."""
-    from family_models import families
+    """Write the table where results are given, and the page."""
+    *results, docs = map(Path, sys.argv[1:])
+    path = docs / "tables" / "families.csv"
+    if results:
+        from family_models import families
 
-    folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    recorded = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    target.write_text(page(recorded, families()), encoding="utf-8")
+        recorded = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(results[0].glob("*.json"))]
+        write_table(table(recorded, families()), path)
+    (docs / "families.md").write_text(page(read_table(path)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The results of the zoo's matrix: a JSON file for each model, and the page that is written from them.
+"""The results of the zoo's matrix: a JSON file for each model, and the table and the page that are written from them.
 
-``python tests/shared/zoo_results.py RESULTS PAGE`` writes the page.
+``python tests/shared/zoo_results.py RESULTS docs`` writes ``docs/tables/compatibility.csv`` and the page;
+``python tests/shared/zoo_results.py docs`` writes the page again.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,24 +23,23 @@ if TYPE_CHECKING:
 COLUMNS = ("ddp", "fsdp", "zero", "gemini", "hybrid")
 """The plugins of the page."""
 _LIBRARIES = ("torch", "transformers", "timm", "torchvision", "diffusers", "torchrec")
-_HEAD = """# Compatibility
+_HEAD = """# Compatibility: which models train under which plugin
 
-Each row is a tiny model with random weights, each column a plugin on two ranks (gloo, fp32, CPU). `nox -s zoo` measures
-every cell and writes this page. A cell is **ok** if all of these hold:
+Tiny models with random weights under each plugin on two ranks (gloo, fp32, CPU): transformers, timm, torchvision,
+diffusers, torchrec, and models of our own with what large ones have (tied, frozen, unused, sparse, hooked parameters).
+`nox -s zoo` measures every cell. **[All cells](tables/compatibility.csv)**; this page has their totals. A cell is
+**ok** if all of these hold:
 
 - the gradient of each parameter equals that of one process in each of three steps, and so do the parameters after them;
-- the checkpoint (model and optimizer) loads on one process with the same bits, and the next step equals that of one
-  process;
-- the checkpoint of one process loads under the plugin with the same bits, and the next step equals that of one process;
+- the checkpoint (model and optimizer) loads on one process with the same bits, and the other way round, and the next
+  step equals that of one process;
 - a model that is built lazily has the same bits as one that is built eagerly.
 
-"Equals" means: within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64
-(for gradients, the largest of the steps); models with batch norm over few values are trained in fp64, within 1e-12.
-**refused** is a documented error, raised on every rank. A number alone is a fault: its footnote has the first line of
-the error, or the tensor that differs most.
+"Equals": within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64; models
+with batch norm over few values are trained in fp64, within 1e-12. **refused** is a documented error on every rank.
 
-Plugins: `ddp`; `fsdp`; `zero` in stage 2; `gemini`; `hybrid` with `tp_size=2` (marked "tp") where there is a policy or
-a plan of transformers, else with `zero_stage=1` (marked "dp").
+`zero` is stage 2; `hybrid` has `tp_size=2` where transformers has a plan for the model or we have a policy, else
+`zero_stage=1`.
 """
 
 
@@ -79,49 +81,82 @@ def write_cell(folder: Path, name: str, plugin: str, cell: Cell) -> None:
     partial.replace(file)
 
 
-def page(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> str:
-    """Return the page of recorded models, in the order of their names.
+def table(recorded: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Return a row of text for each model, in the order of their names.
 
     Args:
         recorded: The contents of the files.
-        names: All models; the page lists those that are not recorded.
+        names: All models; those that are not recorded get an empty row.
     """
-    models = sorted(recorded, key=lambda each: each["name"])
-    rest = sorted(set(names) - {model["name"] for model in models})
-    numbers: dict[str, int] = {}
-    rows = []
-    for model in models:
-        cells = (_text(model["cells"].get(column), column, numbers) for column in COLUMNS)
-        rows.append(f"| {model['name']} | {' | '.join(cells)} |")
-    versions = {library: found for model in models for library, found in model["versions"].items()}
-    listed = ", ".join(f"{library} {versions[library]}" for library in _LIBRARIES if library in versions)
-    states = [cell["state"] for model in models for key, cell in model["cells"].items() if key in COLUMNS]
+    rows = {name: {"model": name} for name in names}
+    for model in recorded:
+        cells = model["cells"]
+        row = {"model": model["name"], **{column: _text(cells[column]) for column in COLUMNS if column in cells}}
+        if "hybrid" in cells:
+            row["mesh of hybrid"] = "tp" if "tp_size" in cells["hybrid"]["options"] else "dp"
+        libraries = (library for library in _LIBRARIES if library in model["versions"])
+        row["versions"] = ", ".join(f"{library} {model['versions'][library]}" for library in libraries)
+        rows[model["name"]] = row
+    fields = ("model", *COLUMNS, "mesh of hybrid", "versions")
+    return [{field: rows[name].get(field, "") for field in fields} for name in sorted(rows)]
+
+
+def page(rows: list[dict[str, str]]) -> str:
+    """Return the page of a table: how many cells have which state, faults, and why cells are refused."""
+    measured = [row for row in rows if row["versions"]]
+    rest = [row["model"] for row in rows if not row["versions"]]
+    cells = [(row["model"], column, row[column]) for row in measured for column in COLUMNS if row[column]]
+    states = [text.partition(":")[0] for _, _, text in cells]
     counted = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "refused", "fault"))
-    missing = len(models) * len(COLUMNS) - len(states)
-    counted += f", {missing} not measured (-)" if missing else ""
+    missing = len(measured) * len(COLUMNS) - len(cells)
+    counted += f", {missing} not measured" if missing else ""
+    versions = max((row["versions"] for row in measured), default="")
+    meshes = [row["mesh of hybrid"] for row in measured]
     parts = [
         _HEAD,
-        f"Measured with {listed}. {len(models)} models, {len(states)} cells: {counted}.\n",
-        "\n".join([f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|", *rows]) + "\n",
+        f"Measured with {versions}: {len(measured)} models, {len(cells)} cells: {counted}.\n",
+        f"Under hybrid, {meshes.count('tp')} models have `tp_size=2`.\n",
     ]
+    faults = [f"- {model}, {column}: {text}" for model, column, text in cells if text.startswith("fault")]
+    if faults:
+        parts += ["## Faults\n", "\n".join(faults) + "\n"]
+    refused: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for model, column, text in cells:
+        if text.startswith("refused"):
+            refused[text.partition(": ")[2]][model].append(column)
+    if refused:
+        lines = ["| model | plugins | refused with |", "|---|---|---|"]
+        for reason, models in refused.items():
+            lines += [f"| {model} | {', '.join(columns)} | {reason} |" for model, columns in models.items()]
+        parts += ["## What is refused\n", "\n".join(lines) + "\n"]
     if rest:
         parts.append(f"Not measured yet ({len(rest)}): {', '.join(rest)}.\n")
-    if numbers:
-        parts.append("\n".join(f"{number}. {text}" for text, number in numbers.items()) + "\n")
     return "\n".join(parts)
 
 
-def _text(cell: dict[str, Any] | None, column: str, numbers: dict[str, int]) -> str:
-    """Return the text of a cell; number its findings."""
-    if cell is None:
-        return "-"
-    notes = ", ".join(f"[{numbers.setdefault(_shown(text), len(numbers) + 1)}]" for text in cell["findings"])
-    mesh = "" if column != "hybrid" else " tp" if "tp_size" in cell["options"] else " dp"
-    return {"ok": "ok", "refused": f"refused {notes}", "fault": notes}[cell["state"]] + mesh
+def write_table(rows: list[dict[str, str]], path: Path) -> None:
+    """Write rows as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Return the rows that `write_table` wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _text(cell: dict[str, Any]) -> str:
+    """Return the text of a cell."""
+    findings = " | ".join(map(_shown, cell["findings"]))
+    return f"{cell['state']}: {findings}" if findings else str(cell["state"])
 
 
 def _shown(text: str) -> str:
-    """Return a finding as plain text of a list, on one line."""
+    """Return a finding as plain text on one line."""
     line = " ".join(text.split())
     return line if len(line) <= 400 else f"{line[:397]}..."
 
@@ -142,12 +177,14 @@ def _version(library: str) -> str | None:
 
 
 def main() -> None:
-    """Write the page."""
-    from model_zoo import MATRIX
+    """Write the table where results are given, and the page."""
+    *results, docs = map(Path, sys.argv[1:])
+    path = docs / "tables" / "compatibility.csv"
+    if results:
+        from model_zoo import MATRIX
 
-    folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    recorded = [_read(file) for file in sorted(folder.glob("*.json"))]
-    target.write_text(page(recorded, MATRIX), encoding="utf-8")
+        write_table(table([_read(file) for file in sorted(results[0].glob("*.json"))], MATRIX), path)
+    (docs / "compatibility.md").write_text(page(read_table(path)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from model_zoo import MATRIX
 from zoo_compare import gradient_findings, parameter_findings, same_bits
-from zoo_results import Cell, page, read_cell, write_cell
+from zoo_results import Cell, page, read_cell, read_table, table, write_cell, write_table
 from zoo_training import Plain, Reference
 
 ZOO = MATRIX["own/frozen_inside"]
@@ -73,7 +75,7 @@ def test_same_bits(theirs, text):
     assert found == [] if text is None else text in found[0]
 
 
-def test_page_has_a_row_for_each_model_and_a_footnote_for_each_reason(tmp_path):
+def test_a_table_has_each_cell_and_its_page_has_totals_faults_and_reasons(tmp_path):
     write_cell(tmp_path, "b/two", "ddp", Cell(state="ok"))
     write_cell(tmp_path, "b/two", "hybrid", Cell(state="ok", options={"tp_size": 2}))
     write_cell(tmp_path, "a/one", "fsdp", Cell(state="refused", findings=["boost: ConfigError: no\nreason"]))
@@ -82,18 +84,26 @@ def test_page_has_a_row_for_each_model_and_a_footnote_for_each_reason(tmp_path):
     recorded = [
         {"name": name, "versions": {"torch": "2"}, "cells": read_cells(tmp_path, name)} for name in ("b/two", "a/one")
     ]
-    lines = page(recorded).splitlines()
-    assert lines[-7:] == [
-        "| model | ddp | fsdp | zero | gemini | hybrid |",
-        "|---|---|---|---|---|---|",
-        "| a/one | - | refused [1] | [2] | - | [2] dp |",
-        "| b/two | ok | - | - | - | ok tp |",
-        "",
-        "1. boost: ConfigError: no reason",
-        "2. `w` differs",
-    ]
-    assert "2 models, 5 cells: 2 ok, 1 refused, 2 fault, 5 not measured (-)." in page(recorded)
-    assert "Not measured yet (2): c/three, d/four." in page(recorded, ["d/four", "a/one", "c/three"])
+    rows = table(recorded, ["d/four", "a/one", "c/three"])
+    write_table(rows, tmp_path / "cells.csv")
+    assert read_table(tmp_path / "cells.csv") == rows
+    one, two, three, _ = rows
+    assert one["fsdp"] == "refused: boost: ConfigError: no reason"
+    assert (one["ddp"], one["hybrid"], one["mesh of hybrid"]) == ("", "fault: `w` differs", "dp")
+    assert (two["ddp"], two["hybrid"], two["mesh of hybrid"], two["versions"]) == ("ok", "ok", "tp", "torch 2")
+    assert set(three.values()) == {"c/three", ""}
+    text = page(rows)
+    assert "2 models, 5 cells: 2 ok, 1 refused, 2 fault, 5 not measured." in text
+    assert "## Faults\n\n- a/one, zero: fault: `w` differs\n- a/one, hybrid: fault: `w` differs\n" in text
+    assert "| a/one | fsdp | boost: ConfigError: no reason |" in text
+    assert "Not measured yet (2): c/three, d/four." in text
+
+
+def test_the_documented_page_is_made_of_its_table():
+    docs = Path(__file__).parents[2] / "docs"
+    rows = read_table(docs / "tables" / "compatibility.csv")
+    assert (docs / "compatibility.md").read_text(encoding="utf-8") == page(rows)
+    assert {row["model"] for row in rows} == set(MATRIX)
 
 
 def read_cells(folder, name):

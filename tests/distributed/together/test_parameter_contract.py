@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -340,7 +341,7 @@ def documented(plugin):
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     header, _, *rows = table
     column = header.index(plugin)
-    return {row[0].strip("`"): row[column] for row in rows}
+    return {operation: row[column] for row in rows for operation in re.findall("`(.+?)`", row[0])}
 
 
 @matrix(["fsdp", "zero", "gemini"], plugin=PLUGINS)
