@@ -8,9 +8,7 @@ from collections import defaultdict
 import torch
 
 from booster_hybrid.config import PipelineConfig
-from booster_hybrid.pipeline.host_draws import HostDraws
-from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_needs
-from booster_hybrid.pipeline.trace import trace_flow
+from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams
 from booster_hybrid.skipped_layers import kept_generators
 
@@ -20,13 +18,9 @@ CPU = torch.device("cpu")
 def cut(model, example, *, lists=("layers",), pp_size=2, style="1f1b", trains=True):
     """Return a model's plan, and the model of each rank; the model itself stays whole."""
     config = PipelineConfig(size=pp_size, style=style)
-    watched = HostDraws(model)
-    with kept_generators(), watched:
-        trace, flow = trace_flow(model, list(lists), example)
-    watched.check_own({layer.name for layer in trace.layers})
-    with kept_generators(), watched:
-        needs = find_needs(model, trace, flow, config, example, trains=trains)
-    plan = StagePlan.of(model, Cuts(trace, needs, draws_on_host=watched.were_seen), config)
+    with kept_generators():
+        cuts = find_cuts(model, list(lists), example, config, trains=trains)
+    plan = StagePlan.of(model, cuts, config)
     return plan, [plan.cut(copy.deepcopy(model), rank, lambda each: each.dtype) for rank in range(pp_size)]
 
 

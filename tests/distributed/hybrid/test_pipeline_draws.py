@@ -103,22 +103,22 @@ def ask_for_states_late(reads):
     ids = torch.randint(32, (4, 6))
     plugin = HybridParallelPlugin(pp_size=2, example_batch={"input_ids": ids[:2]})
     booster = Booster("cpu", plugin=plugin)
-    model = LlamaForCausalLM(config)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    net = LlamaForCausalLM(config)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
     def criterion(out, _):
         early = out.hidden_states[1].mean() if reads and out.hidden_states else 0
         return out.logits.mean() + early
 
     for step in range(3):
-        batch = {"input_ids": ids, "output_hidden_states": step == 2}
-        booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_outputs=not reads)
+        net.config.output_hidden_states = step == 2
+        booster.execute_pipeline(iter([{"input_ids": ids}]), model, criterion, optimizer, return_outputs=not reads)
         optimizer.step()
         optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("reads", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_states_that_are_asked_for_in_the_third_step_raise_on_every_rank(reads):
+def test_states_that_no_batch_asks_for_raise_on_every_rank(reads):
     expect_on_ranks(AbsentValueError, "which another pipeline stage has", ask_for_states_late, 2, reads)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster_hybrid.pipeline.cut import StagedModel, share_layers
+from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
@@ -94,7 +94,7 @@ def train(style, num_chunks, num_microbatches):
     split = SplitBackward(model)
     trace = trace_layers(model, ["layers"], parts[0])
     ranges = share_layers(len(trace.layers), schedule.placement.num_stages)
-    stages = StagedModel(model, trace, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    stages = StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)])
     link = CountingLink(["x"], range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     kept.peak = kept.live = 0
     weights = [1 / num_microbatches] * num_microbatches

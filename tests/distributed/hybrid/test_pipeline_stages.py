@@ -12,7 +12,7 @@ from model_parity import cases
 from model_zoo import get_model
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.cut import StagedModel, share_layers
+from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
@@ -46,7 +46,7 @@ DEFAULT = ("llama_tied", "mistral", "gpt2_lm", "bert_masked_lm", "t5_generation"
 def staged(model, batch, schedule, rank):
     trace = trace_layers(model, policy_for(model).layers, batch)
     ranges = share_layers(len(trace.layers), schedule.placement.num_stages)
-    return StagedModel(model, trace, [ranges[stage] for stage in schedule.placement.stages_of(rank)]), trace
+    return StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)]), trace
 
 
 def summed_gradients(model):

@@ -14,7 +14,7 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.pipeline.cut import StagedModel, share_layers
+from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
@@ -55,7 +55,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     trace = trace_layers(model, policy_for(model).layers, parts[0])
     ranges = share_layers(len(trace.layers), 2 * size)
     split = SplitBackward(model) if is_split else None
-    stages = StagedModel(model, trace, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    stages = StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)])
     if is_checkpointed:
         enable_activation_checkpointing(model)
     names = sorted({each for layer in trace.layers for each in layer.carried})

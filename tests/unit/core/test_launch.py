@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from free_ports import free_port
 
+from booster_core import Booster
 from booster_core.errors import ConfigError, LaunchError
 from booster_core.ranks.environments import Environment
 from booster_core.ranks.launch import (
@@ -278,6 +279,8 @@ def test_ensuring_a_process_group_under_a_launcher(monkeypatch, variables):
         ConfigError, match=r"started this process as one of 2, .* Call `booster_core\.launch\(\)` first"
     ):
         ensure_process_group()
+    with pytest.raises(ConfigError, match="started this process as one of 2"):
+        Booster("cpu").prepare_dataloader([1, 2, 3])
 
 
 def test_port_in_use():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster_hybrid.pipeline.cut import StagedModel, share_layers
+from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
@@ -63,7 +63,7 @@ def run(style, rank, num_microbatches=4):
     model = Layers(log)
     parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
     trace = trace_layers(model, ["layers"], parts[0])
-    stages = StagedModel(model, trace, [share_layers(2, 2)[rank]])
+    stages = StagedModel(model, Cuts(trace), [share_layers(2, 2)[rank]])
     log.clear()
 
     def backward(tensors, gradients, is_last):

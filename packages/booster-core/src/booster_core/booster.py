@@ -43,7 +43,7 @@ from booster_core.plugin.settings import check_device, describe_precision, own_d
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
-from booster_core.ranks.launch import ensure_process_group
+from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors
 
@@ -437,7 +437,12 @@ class Booster:
         return result
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
-        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments."""
+        """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
+
+        Raises:
+            ConfigError: If this process is one of several, and the script did not call `launch`.
+        """
+        check_launched()
         loader = self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
         if self.device_placement and isinstance(loader, GlobalPosition):
             loader.device = self.device

@@ -21,13 +21,12 @@ from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_hybrid.pipeline.host_draws import HostDraws
+from booster_hybrid.pipeline.forms import CutsByForm, outline_of
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
 from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
-from booster_hybrid.pipeline.stages import Cuts, StagePlan, find_needs
-from booster_hybrid.pipeline.trace import trace_flow
+from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import layer_lists
@@ -36,7 +35,7 @@ from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sharded.model import ShardedHybridModel
-from booster_hybrid.skipped_layers import check_no_layer_is_skipped, kept_generators
+from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
@@ -51,7 +50,7 @@ from booster_runtime.sharding import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -135,6 +134,8 @@ class HybridSetup:
         self._entries_seen: list[dict[str, int]] = []
         self._lists: list[str] = []
         self._lengths: list[Lengths] = []
+        self._outline: nn.Module | None = None
+        self._example: Any = None
         self._gathering: dict[tuple[int, ...], Axis] = {}
         self._is_on_host = False
         self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
@@ -263,6 +264,8 @@ class HybridSetup:
                 batch = self._example_batch()
                 if self._options.split_batch is None:
                     seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
+                if config.size > 1:
+                    self._outline, self._example = outline_of(model, self._context.device), batch
                 if self._context.coordinator.rank == 0:
                     found = self._run_dry(batch)
             except (BoosterError, TypeError):
@@ -403,7 +406,16 @@ class HybridSetup:
         pipeline, device = self._axes["pp",], self._context.device
         cut.staged.forward = model.run_stage
         channels = make_channels(self._shape.groups(("pp",)))
-        link = Link(plan.sent_names, pipeline.ranks, pipeline.index, channels, device)
+        forms = CutsByForm(
+            cut.staged.model,
+            self._outline,
+            self._paths(self._lists),
+            plan.cuts,
+            self._example,
+            self._config.pipeline,
+            trains=bool(self._objects.optimizers),
+        )
+        link = Link(plan.cuts.sent_names, pipeline.ranks, pipeline.index, channels, device)
         link.connect()
         engine = PipelineEngine(
             cut.staged,
@@ -411,6 +423,7 @@ class HybridSetup:
             pipeline.index,
             link,
             SampleEntries(cut.staged.model, self._entries_seen),
+            forms,
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],
             coordinator=self._context.coordinator,
@@ -481,31 +494,26 @@ class HybridSetup:
             return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
         return [] if known is None else [*known.layers]
 
+    def _paths(self, lists: Sequence[str]) -> list[str]:
+        """Return where lists are in the model, given their names, in which adapters around it don't show."""
+        paths = {name: path for name, path, _ in named_modules(self._model)}
+        return [paths.get(name, name) for name in lists]
+
     def _run_dry(self, batch: Any) -> Any:
         """Return the lists of layers, and how the model may be cut there."""
         model, config = self._model, self._config.pipeline
         is_pipeline = config.size > 1
         num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
-        paths = {name: path for name, path, _ in named_modules(model)}  # adapters are around the model
         with kept_generators():
             if self._lists:
-                lists = [paths.get(name, name) for name in self._lists]
+                lists = self._paths(self._lists)
             else:
                 lists = find_layers(model, batch, num_stages if is_pipeline else 0)
-            names = {path: name for name, path in paths.items()}
+            names = {path: name for name, path, _ in named_modules(model)}
             found = [names.get(path, path) for path in lists]
             if not is_pipeline:
                 return found, None
-            trains = bool(self._objects.optimizers)
-            watched = HostDraws(model)
-            with watched:
-                trace, flow = trace_flow(model, lists, batch)
-            watched.check_own({layer.name for layer in trace.layers})
-            if trains:
-                check_no_layer_is_skipped(model, trace, lambda draws: trace_flow(model, lists, batch, draws)[0])
-            with watched:
-                needs = find_needs(model, trace, flow, config, batch, trains=trains)
-            return found, Cuts(trace, needs, draws_on_host=watched.were_seen)
+            return found, find_cuts(model, lists, batch, config, trains=bool(self._objects.optimizers))
 
     def _split_sequences(self, split: TensorParallelModel) -> None:
         from booster_hybrid.sequence_parallel.apply import split_sequences

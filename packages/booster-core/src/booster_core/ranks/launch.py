@@ -157,14 +157,23 @@ def ensure_process_group() -> DistCoordinator:
     """
     if current_world().process_group is not None:
         return DistCoordinator()
-    num_started = environments.detect().world_size
+    check_launched()
+    return launch(environment=environments.ALONE, seed=None, verbose=False)
+
+
+def check_launched() -> None:
+    """Raise if a launcher started this process as one of several, but the script did not call `launch`.
+
+    Raises:
+        ConfigError: If so.
+    """
+    num_started = 1 if current_world().process_group is not None else environments.detect().world_size
     if num_started > 1:
         msg = (
             f"A launcher started this process as one of {num_started}, but the process group has not been started. "
             "Call `booster_core.launch()` first."
         )
         raise ConfigError(msg)
-    return launch(environment=environments.ALONE, seed=None, verbose=False)
 
 
 def shutdown() -> None:

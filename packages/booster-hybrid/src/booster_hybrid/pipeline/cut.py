@@ -11,9 +11,10 @@ are recomputed from the microbatch on each stage. What else later stages need go
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -39,7 +40,7 @@ from booster_hybrid.skipped_layers import host_states
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -143,6 +144,36 @@ def _prefixes(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """Where a model may be cut, and what its stages need for batches of one form.
+
+    Args:
+        trace: What a dry run of the model has seen.
+        needs: What stages get and leave out in training (``True``) and in evaluation. In a mode that is not known,
+            nothing but layers' arguments is sent.
+        draws_on_host: Whether forward draws from the generators of Python or numpy.
+    """
+
+    trace: Trace
+    needs: Mapping[bool, Needs] = field(default_factory=dict)
+    draws_on_host: bool = False
+
+    @property
+    def sent_names(self) -> set[str]:
+        """Names of all that stages send to each other."""
+        return {name for needs in self.needs.values() for each in needs.crossings for name in each.names}
+
+    @functools.cached_property
+    def extras(self) -> Mapping[str, frozenset[Extra]]:
+        """What modules return that may be sent, by the module's name."""
+        found: dict[str, set[Extra]] = defaultdict(set)
+        for crossing in (each for needs in self.needs.values() for each in needs.crossings):
+            for extra in crossing.extras:
+                found[extra.module].add(extra)
+        return {name: frozenset(extras) for name, extras in found.items()}
+
+
 class StageEnd(BaseException):
     """Ends a forward at the first layer after a stage, with what the stage sends."""
 
@@ -160,11 +191,9 @@ class StagedModel:
     Args:
         model: The user's model; its layers get other forwards, and the parameters that no stage of this rank uses
             give their memory back.
-        trace: What a dry run of it has seen.
+        cuts: Where it is cut, and what its stages need for a batch like the example; `watch` adds other forms.
         stages: The stages of this rank.
         dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
-        needs: What stages of the whole pipeline get and leave out in training (``True``) and in evaluation; without it
-            nothing but layers' arguments is sent.
         has_collectives: Whether modules communicate in forward, so that each is run on every stage that comes to it.
 
     Attributes:
@@ -176,16 +205,15 @@ class StagedModel:
     def __init__(
         self,
         model: nn.Module,
-        trace: Trace,
+        cuts: Cuts,
         stages: Sequence[StageRange],
         dtype_of: Callable[[nn.Parameter], torch.dtype] | None = None,
-        needs: Mapping[bool, Needs] | None = None,
         *,
         has_collectives: bool = False,
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
-        self._trace = trace
+        self.cuts = self._cuts = cuts
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
         self._streams: MicrobatchStreams | None = None
@@ -194,59 +222,57 @@ class StagedModel:
         self._gates: list[_Gate] = []
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
-        self._needs = needs or {}
         self._num_returns: Counter[str] = Counter()
         self._made: dict[str, Tensor] = {}
         self._has_begun = False
         self.stages = {stage.index: stage for stage in stages}
         self._modules = modules = dict(model.named_modules())
-        self._place_gates(modules, may_be_tried=bool(needs) and not has_collectives)
+        self._place_gates(modules, may_be_tried=bool(cuts.needs) and not has_collectives)
         self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
-        self._inner: dict[int, list[tuple[nn.Module, list[Extra], int]]] = defaultdict(list)
-        self._watch_senders(modules)
+        self._watched: set[str] = set()
+        self._inner: dict[int, list[tuple[nn.Module, str, int]]] = defaultdict(list)
+        self.watch(cuts)
 
     def _place_gates(self, modules: Mapping[str, nn.Module], *, may_be_tried: bool) -> None:
         """Replace the forwards of layers, and of modules outside of them that some stages leave out."""
-        for name in self._trace.uncalled:
+        trace = self.cuts.trace
+        for name in trace.uncalled:
             modules[name].forward = _Refusal(name, type(self.model).__name__, modules[name])
-        for position, layer in enumerate(self._trace.layers):
+        for position, layer in enumerate(trace.layers):
             module: Any = modules[layer.name]
             if hasattr(module, "gradient_checkpointing") and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
-            gate = _Gate(self, module, position, layer, may_be_tried=may_be_tried)
+            gate = _Gate(self, module, position, layer.name, may_be_tried=may_be_tried)
             self._gates.append(gate)
             self._enclosed.append((module, gate))
             module.forward = gate
             module.register_forward_pre_hook(gate.enter, prepend=True)
-        layers = {layer.name for layer in self._trace.layers}
+        layers = {layer.name for layer in trace.layers}
         for name, module in modules.items():
             if not layers.intersection(_prefixes(name)):
                 self._enclosed.append((module, None))
-        idle = {name for needs in self._needs.values() for name in needs.idle} if may_be_tried else ()
+        idle = {name for needs in self.cuts.needs.values() for name in needs.idle} if may_be_tried else ()
         for name in sorted(idle):
             modules[name].forward = _Idle(self, name, modules[name])
 
-    def _watch_senders(self, modules: Mapping[str, nn.Module]) -> None:
-        """Watch modules whose outputs are sent."""
-        extras: dict[str, set[Extra]] = defaultdict(set)
-        for crossing in (each for needs in self._needs.values() for each in needs.crossings):
-            for extra in crossing.extras:
-                extras[extra.module].add(extra)
-        position_of = {layer.name: position for position, layer in enumerate(self._trace.layers)}
-        for name, of_module in extras.items():
-            handle = modules[name].register_forward_hook(
-                lambda _, __, output, name=name, extras=frozenset(of_module): self._on_return(name, extras, output),
+    def watch(self, cuts: Cuts) -> None:
+        """Watch modules whose outputs are sent for batches of a form, as far as they are not watched yet."""
+        position_of = {layer.name: position for position, layer in enumerate(cuts.trace.layers)}
+        for name in sorted(cuts.extras.keys() - self._watched):
+            self._watched.add(name)
+            handle = self._modules[name].register_forward_hook(
+                lambda _, __, output, name=name: self._on_return(name, output),
                 prepend=True,  # other hooks see what was received
             )
             for around in list(_prefixes(name))[1:]:
                 if around in position_of:
-                    self._inner[position_of[around]].append((modules[name], list(of_module), handle.id))
+                    self._inner[position_of[around]].append((self._modules[name], name, handle.id))
 
-    def _on_return(self, name: str, extras: frozenset[Extra], output: Any) -> Any:
+    def _on_return(self, name: str, output: Any) -> Any:
         """Keep what later stages need of what a module returned, and replace in it what earlier ones have sent."""
         call = self._num_returns[name]
         self._num_returns[name] += 1
-        wanted = {extra.path: extra.name for extra in extras if extra.call == call}
+        wanted = {extra.path: extra.name for extra in self._cuts.extras.get(name, ()) if extra.call == call}
         if self._active is None or not wanted:
             return output
         leaves, form = leaves_by_path(output)
@@ -258,10 +284,13 @@ class StagedModel:
                 self._made[key] = values[-1]
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
 
-    @property
-    def sample_dims(self) -> Mapping[str, int | None]:
-        """Along which dimension outputs have an entry per sample, by path; see `join_outputs`."""
-        needs = self._needs.get(self.model.training)
+    def layer(self, position: int) -> Layer:
+        """Return what is known of a layer for batches like the one that is run."""
+        return self._cuts.trace.layers[position]
+
+    def sample_dims(self, cuts: Cuts) -> Mapping[str, int | None]:
+        """Return along which dimension outputs have an entry per sample, by path; see `join_outputs`."""
+        needs = cuts.needs.get(self.model.training)
         return {} if needs is None else needs.sample_dims
 
     def _holds(self, position: int) -> bool:
@@ -269,7 +298,7 @@ class StagedModel:
 
     def _hollow(self, modules: Mapping[str, nn.Module], dtype_of: Callable[[nn.Parameter], torch.dtype]) -> list[str]:
         """Give back the memory of parameters that no stage here uses, and return their names."""
-        held = held_modules(modules, self._trace, [*self.stages.values()])
+        held = held_modules(modules, self.cuts.trace, [*self.stages.values()])
         kept = {id(parameter) for name in held for parameter in modules[name].parameters(recurse=False)}
         gone = []
         for name, module in modules.items():
@@ -286,7 +315,11 @@ class StagedModel:
 
     @contextlib.contextmanager
     def activated(
-        self, stage: int, received: Mapping[str, Tensor], streams: MicrobatchStreams | None = None
+        self,
+        stage: int,
+        received: Mapping[str, Tensor],
+        streams: MicrobatchStreams | None = None,
+        cuts: Cuts | None = None,
     ) -> Iterator[None]:
         """Let the layers act for one stage and one microbatch, in forward and where backward recomputes layers.
 
@@ -294,13 +327,15 @@ class StagedModel:
             stage: Number of the stage.
             received: What the stage before has sent for the microbatch.
             streams: Where the microbatch draws from; ``None`` leaves the generators alone.
+            cuts: What stages need for batches of its form; ``None`` for what they need for the example.
         """
-        before = self._active, self._received, self._streams
+        before = self._active, self._received, self._streams, self._cuts
         self._active, self._received, self._streams = self.stages[stage], received, streams
+        self._cuts = cuts or self.cuts
         try:
             yield
         finally:
-            self._active, self._received, self._streams = before
+            self._active, self._received, self._streams, self._cuts = before
 
     @contextlib.contextmanager
     def showing_absent_state(self) -> Iterator[None]:
@@ -485,15 +520,18 @@ class StagedModel:
         if self._streams is not None:
             self._streams.begin_call()
         try:
-            if self._active is not None and self._active.index in self._needs[self.model.training].idle.get(
-                idle.name, ()
-            ):
+            if self._active is not None and self._active.index in self._idle(idle.name):
                 with contextlib.suppress(Exception):  # its forward below raises it, or needs no form
                     return idle.calls.result(run, args, kwargs)
             return idle.forward(*args, **kwargs)
         finally:
             if self._streams is not None:
                 self._streams.end_call()
+
+    def _idle(self, name: str) -> Collection[int]:
+        """Return the stages on which a module outside of the layers has nothing to compute."""
+        needs = self._cuts.needs.get(self.model.training)
+        return () if needs is None else needs.idle.get(name, ())
 
     def result_of_absent(self, calls: AbsentCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what a layer would return, without the values."""
@@ -509,11 +547,13 @@ class StagedModel:
             position: The layer's.
             absent: What stands for outputs that did not come.
         """
-        known = {id(module): (extras, own) for module, extras, own in self._inner.get(position, ())}
+        known = {
+            id(module): (self._cuts.extras.get(name, ()), own) for module, name, own in self._inner.get(position, ())
+        }
         for module in self._gates[position].calls.parts:
             if not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
                 continue
-            extras, own = known.get(id(module), ([], None))
+            extras, own = known.get(id(module), ((), None))
             came = {extra.index: self._received[extra.name] for extra in extras if extra.name in self._received}
             output: Any = absent
             if came:
@@ -557,36 +597,39 @@ class StagedModel:
         return {name: value for name, (_, value) in found.items()}
 
     def _shown(self, stage: StageRange) -> str:
-        first, last = self._trace.layers[stage.first].name, self._trace.layers[stage.last - 1].name
+        first, last = self.layer(stage.first).name, self.layer(stage.last - 1).name
         return f"Stage {stage.index} of {type(self.model).__name__} ('{first}' to '{last}')"
 
     def _skipped(self, stage: StageRange, position: int, what: str) -> ConfigError:
         """Return the error of a stage whose forward did not call a layer."""
         return ConfigError(
-            f"{self._shown(stage)} ended without a call of layer '{self._trace.layers[position].name}', {what}: no "
+            f"{self._shown(stage)} ended without a call of layer '{self.layer(position).name}', {what}: no "
             "activations can pass from stage to stage without it. Keep the model from skipping layers (set `layerdrop` "
             "to 0), or use `pp_size=1`."
         )
 
     def _crossing_into(self, stage: int, first: Layer) -> Crossing:
-        needs = self._needs.get(self.model.training)
+        needs = self._cuts.needs.get(self.model.training)
         return Crossing(first.carried) if needs is None else needs.crossings[stage]
 
 
 class _Gate:
     """The forward of a layer in a staged model."""
 
-    def __init__(
-        self, staged: StagedModel, module: nn.Module, position: int, layer: Layer, *, may_be_tried: bool
-    ) -> None:
-        self._staged, self.position, self.layer = staged, position, layer
+    def __init__(self, staged: StagedModel, module: nn.Module, position: int, name: str, *, may_be_tried: bool) -> None:
+        self._staged, self.position = staged, position
         self.forward = module.forward
         named = named_forward(module)
         self.names = ArgumentNames(named)
         self.__signature__ = inspect.signature(named)  # callers look at what a layer takes
-        self.calls = AbsentCalls(module, module.forward, f"layer '{layer.name}'")
+        self.calls = AbsentCalls(module, module.forward, f"layer '{name}'")
         self._may_be_tried = may_be_tried
         self.is_open = False
+
+    @property
+    def layer(self) -> Layer:
+        """What is known of the layer for batches like the one that is run."""
+        return self._staged.layer(self.position)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_open:

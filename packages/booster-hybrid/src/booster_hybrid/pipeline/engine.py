@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
+from booster_hybrid.pipeline.forms import checksum_of_cuts
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.microbatches import (
     count_samples,
@@ -29,7 +31,7 @@ from booster_runtime.data import move_batch
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from booster_hybrid.axes import Axis
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.optimizer import HybridOptimizer
-    from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.pipeline.cut import Cuts, StagedModel
+    from booster_hybrid.pipeline.forms import CutsByForm
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.p2p import Link
     from booster_hybrid.pipeline.per_sample import SampleEntries
@@ -58,6 +61,7 @@ class PipelineEngine:
         index: This rank's position in the pipeline.
         link: Messages to the others.
         entries: Tells which tensors of a batch may be cut.
+        forms: What stages need for batches of each form.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
         coordinator: Carries errors to all ranks.
@@ -80,6 +84,7 @@ class PipelineEngine:
         index: int,
         link: Link,
         entries: SampleEntries,
+        forms: CutsByForm,
         *,
         replica: Axis,
         data: Axis,
@@ -95,7 +100,8 @@ class PipelineEngine:
         self.written: Callable[[], Exception | None] = lambda: None
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
-        self._config, self._index, self._link, self._entries = config, index, link, entries
+        self._config, self._index, self._link = config, index, link
+        self._entries, self._forms = entries, forms
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._run_options = run_options or {}
         self._schedules: dict[int, Schedule] = {}
@@ -151,14 +157,15 @@ class PipelineEngine:
 
         Raises:
             StopIteration: If there is no batch left.
-            ConfigError: If the batch can't be split, or ranks that need the same one have different ones.
+            ConfigError: If the batch can't be split, ranks that need the same one have different ones, or it is of a
+                form for which the model can't be cut as it was.
             Exception: What the data loader, the model or the criterion raised on any rank.
 
         Collective: every rank of the world.
         """
         with NamedCall("execute_pipeline"):
             parts, sizes, most, seed = self._split_together(batches)
-            schedule = self.schedule(len(parts))
+            schedule, cuts = self.schedule(len(parts)), [self._forms.of(part) for part in parts]
             self._warn_if_idle(schedule)
             run = PipelineRun(
                 self.staged,
@@ -172,6 +179,7 @@ class PipelineEngine:
                 keeps_outputs=return_outputs,
                 itinerary=self.itinerary(len(parts), trains=optimizer is not None),
                 streams=self._streams(seed, len(parts)),
+                cuts=cuts,
                 **self._run_options,
             )
             if optimizer is not None:
@@ -185,7 +193,7 @@ class PipelineEngine:
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]
-                    outputs = join_outputs(found, sizes, self.staged.sample_dims)
+                    outputs = join_outputs(found, sizes, self.staged.sample_dims(cuts[0]))
                 except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                     error = caught
             self._raise_together(error, optimizer)
@@ -257,54 +265,72 @@ class PipelineEngine:
             The microbatches, their sizes, the largest number of microbatches on any rank, and the number from which
             the batch's random numbers are made.
         """
-        error: Exception | None = None
-        parts: list[Any] = []
-        sizes: list[int] = []
-        checksum = 0
         self._num_batches += 1
-        config = self._config
+        taken = _Taken()
         try:
-            batch = next(batches)
-            checksum = checksum_of(batch, self._num_batches)
-            batch = move_batch(batch, self._device)
-            count = config.num_microbatches if config.microbatch_size is None else None
-            if config.microbatch_size is None and count is None:
-                count = config.size
-            if self._split_hook is not None:
-                parts, sizes = split_by_hook(self._split_hook, batch, count or config.size)
-            else:
-                sizes = share_samples(count_samples(batch), count, config.microbatch_size)
-                if len(sizes) > 1:
-                    self._entries.check(batch, sum(sizes))
-                parts = split_batch(batch, sizes)
-                if self._rehearses and len(set(sizes)) == 1:
-                    parts, sizes = parts[:_REHEARSED], sizes[:_REHEARSED]
+            self._take(batches, taken)
         except Exception as caught:  # noqa: BLE001 - carried to every rank below
-            error = caught
+            taken.error = caught
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
-        slots = checksum_slots(checksum, self._data.index, self._data.size)
-        seeds = [0] * self._data.size
+        index, count, num_parts = self._data.index, self._data.size, len(taken.parts)
+        slots = checksum_slots(taken.checksum, index, count)
+        of_cuts = checksum_slots(checksum_of_cuts(taken.cuts), index, count)
+        seeds = [0] * count
         own_seed = next_seed()  # on each rank, so that their generators stay alike
-        seeds[self._data.index] = own_seed if self._replica.index == 0 else 0
-        told = [error is not None, len(parts), -len(parts), *seeds, *slots]
+        seeds[index] = own_seed if self._replica.index == 0 else 0
+        told = [taken.error is not None, num_parts, -num_parts, *seeds, *slots, *of_cuts]
         counts = torch.tensor(told, device=between_hosts(self._device))
         collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
         has_failed, most, least, *largest = counts.tolist()
-        seeds, largest = largest[: self._data.size], largest[self._data.size :]
-        apart = [] if has_failed else differing(largest)
-        if self._data.index in apart:
-            error = different_batches(list(self._replica.ranks))
+        seeds, slots, of_cuts = largest[:count], largest[count : 3 * count], largest[3 * count :]
+        apart, cut_apart = ([], []) if has_failed else (differing(slots), differing(of_cuts))
+        if index in apart:
+            taken.error = different_batches(list(self._replica.ranks))
+        elif index in cut_apart:
+            taken.error = self._other_cuts()
         if self._exchanges_tokens and not has_failed and most != -least:
             msg = (
                 f"Batches have {-least} microbatches on some ranks and {most} on others, and `ep_size` lets ranks send "
                 "each other the tokens of each. Use `num_microbatches`, or batches of the same size on all ranks."
             )
             raise ConfigError(msg)
-        if has_failed or apart:
+        if has_failed or apart or cut_apart:
             with self._coordinator.together("execute_pipeline"):
-                if error is not None:
-                    raise error
-        return parts, sizes, most, seeds[self._data.index]
+                if taken.error is not None:
+                    raise taken.error
+        self._forms.add(taken.cuts)
+        for cuts in taken.cuts.values():
+            self.staged.watch(cuts)
+            self._link.add_names(cuts.sent_names)
+        return taken.parts, taken.sizes, most, seeds[index]
+
+    def _take(self, batches: Iterator[Any], taken: _Taken) -> None:
+        """Take the next batch, and note what this rank finds of it."""
+        config = self._config
+        batch = next(batches)
+        taken.checksum = checksum_of(batch, self._num_batches)
+        batch = move_batch(batch, self._device)
+        count = config.num_microbatches if config.microbatch_size is None else None
+        if config.microbatch_size is None and count is None:
+            count = config.size
+        if self._split_hook is not None:
+            parts, sizes = split_by_hook(self._split_hook, batch, count or config.size)
+        else:
+            sizes = share_samples(count_samples(batch), count, config.microbatch_size)
+            if len(sizes) > 1:
+                self._entries.check(batch, sum(sizes))
+            parts = split_batch(batch, sizes)
+            if self._rehearses and len(set(sizes)) == 1:
+                parts, sizes = parts[:_REHEARSED], sizes[:_REHEARSED]
+        taken.cuts = self._forms.find(parts)
+        taken.parts, taken.sizes = parts, sizes
+
+    def _other_cuts(self) -> ConfigError:
+        return ConfigError(
+            f"Ranks {', '.join(map(str, self._replica.ranks))} work on one batch together, and their dry runs of "
+            f"{type(self.staged.model).__name__} for a batch of this form took different ways. Keep its forward from "
+            "asking for its rank or for the time, or pass an `example_batch` like the batches that are run."
+        )
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error, None):
@@ -333,6 +359,25 @@ class PipelineEngine:
                 f"{idle:.0%} of a step. Use at least {size}, better {4 * size}."
             )
             warnings.warn(msg, stacklevel=4)
+
+
+@dataclass
+class _Taken:
+    """What a rank has found of a batch.
+
+    Args:
+        parts: Its microbatches.
+        sizes: Their numbers of samples.
+        cuts: What stages need for those of new forms.
+        checksum: What tells it from other batches.
+        error: What went wrong.
+    """
+
+    parts: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    cuts: dict[Hashable, Cuts] = field(default_factory=dict)
+    checksum: int = 0
+    error: Exception | None = None
 
 
 class _Backward:

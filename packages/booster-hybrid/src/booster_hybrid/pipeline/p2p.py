@@ -33,7 +33,7 @@ from booster_core.errors import ConfigError
 from booster_runtime.collectives import WAITS, new_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -127,7 +127,7 @@ class Link:
     """Messages between this rank and the others of its pipeline.
 
     Args:
-        names: Names of all tensors that are ever sent, in an order that the ranks agree on.
+        names: Names of all tensors that are sent, the same on all ranks; `add_names` adds more.
         ranks: The pipeline's ranks, as ranks of the world.
         index: This rank's position among them.
         channels: Process groups by the positions of sender and receiver, as `make_channels` returns them.
@@ -136,13 +136,13 @@ class Link:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Collection[str],
         ranks: Sequence[int],
         index: int,
         channels: Mapping[tuple[int, int], ProcessGroup],
         device: torch.device,
     ) -> None:
-        self._names, self._ranks, self._index, self._device = list(names), ranks, index, device
+        self._names, self._ranks, self._index, self._device = sorted(names), ranks, index, device
         self._channels = channels
         has_cpu = all("cpu:" in dist.get_backend_config(group) for group in channels.values())
         self._header_device = torch.device("cpu") if has_cpu else device
@@ -151,6 +151,16 @@ class Link:
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
         self._usual_from: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
+
+    def add_names(self, names: Collection[str]) -> None:
+        """Let more tensors be sent from now on.
+
+        Args:
+            names: What they are called.
+
+        Collective: every rank of the pipeline, while no message is on its way.
+        """
+        self._names = sorted({*self._names, *names})
 
     def connect(self) -> None:
         """Send a first message through each channel between ranks on devices, one channel after the other.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.pipeline.cut import Cuts, StagedModel
     from booster_hybrid.pipeline.p2p import Link, Sent
     from booster_hybrid.pipeline.record import PipelineRecord
     from booster_hybrid.pipeline.schedule import Action, Schedule
@@ -59,6 +59,7 @@ class PipelineRun:
         record: Notes when what is done; ``None`` notes nothing.
         itinerary: This rank's way through the schedule, where it is known from a batch before.
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
+        cuts: What stages need for each microbatch; ``None`` for what they need for the example.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
@@ -84,11 +85,12 @@ class PipelineRun:
         record: PipelineRecord | None = None,
         itinerary: Itinerary | None = None,
         streams: Sequence[MicrobatchStreams] | None = None,
+        cuts: Sequence[Cuts] | None = None,
     ) -> None:
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
-        self._record, self._streams = record, streams
+        self._record, self._streams, self._cuts = record, streams, cuts
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -183,7 +185,8 @@ class PipelineRun:
         """Let the model act for a stage and a microbatch, in forward and where backward recomputes layers."""
         with contextlib.ExitStack() as stack:
             streams = None if self._streams is None else self._streams[key[1]]
-            stack.enter_context(self._staged.activated(key[0], received, streams))
+            cuts = None if self._cuts is None else self._cuts[key[1]]
+            stack.enter_context(self._staged.activated(key[0], received, streams, cuts))
             if self._split is not None and key in self._pending:
                 stack.enter_context(self._split.using(self._pending[key]))
             yield

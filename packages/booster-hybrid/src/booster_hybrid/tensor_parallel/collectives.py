@@ -2,6 +2,10 @@
 
 Names follow Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a replicated activation *enters* a split
 region, where its gradient becomes a sum over ranks, and partial results *leave* it by a sum.
+
+Inside of the graphs that ``torch.compile`` makes, a sum over ranks is one operation, which the compiler calls as it is:
+what it does can't be traced, since it tells other processes addresses, and waits for them. What autograd adds to it is
+traced. Results are the same to the bit.
 """
 
 from __future__ import annotations
@@ -9,9 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from booster_core.errors import GradientError
-from booster_hybrid.tensor_parallel import traced
+from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.whole_tensors import gathered_last, own_part, summed
 
 if TYPE_CHECKING:
@@ -19,7 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.tensor_parallel.split import Split
+
+    _Ranks = RankGroup | str
+    """A group; in graphs its name, as the compiler of torch 2.10 passes no objects to autograd's functions."""
 
 
 def refuse_second_derivative() -> None:
@@ -28,7 +36,7 @@ def refuse_second_derivative() -> None:
     Raises:
         GradientError: Under ``create_graph=True``.
     """
-    if torch.is_grad_enabled():  # nothing else runs backward with gradients enabled
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # nothing else enables gradients in backward
         msg = (
             "Layers that are split over tensor parallel ranks have no second derivative, which `create_graph=True` "
             "asks for. Leave it out, or train this model with `tp_size=1`."
@@ -36,26 +44,92 @@ def refuse_second_derivative() -> None:
         raise GradientError(msg)
 
 
+@torch.library.custom_op("booster_hybrid::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return summed(tensor, _named(name))
+
+
+@_sum_over_ranks.register_fake
+def _(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    del name
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("booster_hybrid::gather_last", mutates_args=())
+def _gather_last(tensor: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
+    return gathered_last(tensor, sizes, _named(name))
+
+
+@_gather_last.register_fake
+def _(tensor: torch.Tensor, sizes: list[int], name: str) -> torch.Tensor:
+    del name
+    return tensor.new_empty((*tensor.shape[:-1], sum(sizes)))
+
+
+def _named(name: str) -> RankGroup:
+    c10d: Any = distributed_c10d
+    return RankGroup.of(c10d._resolve_process_group(name))  # noqa: SLF001 - as torch's own operations find theirs
+
+
+def _told(group: RankGroup) -> _Ranks:
+    return group.name if torch.compiler.is_compiling() else group
+
+
+def _summed(tensor: Tensor, ranks: _Ranks) -> Tensor:
+    total: Tensor = _sum_over_ranks(tensor, ranks) if isinstance(ranks, str) else summed(tensor, ranks)
+    return total
+
+
+def _gathered(tensor: Tensor, sizes: list[int], ranks: _Ranks) -> Tensor:
+    if isinstance(ranks, str):
+        whole: Tensor = _gather_last(tensor, sizes, ranks)
+        return whole
+    return gathered_last(tensor, sizes, ranks)
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, ranks: _Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        if not isinstance(ranks, str):  # in graphs each tensor is by itself, and has a gradient
+            ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative()
+        if len(gradients) == 1:
+            return None, None if gradients[0] is None else _summed(gradients[0], ctx.ranks)
         known = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(_summed_together(known, ctx.group))
+        sums = iter(_summed_together(known, ctx.ranks))
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: list[int], dim: int, bounds: list[int], ranks: _Ranks) -> Tensor:
+        ctx.shape, ctx.dim, ctx.bounds, ctx.ranks = shape, dim, bounds, ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_second_derivative()
+        # All ranks sum the whole tensor, which is small, instead of each set of sharers its part in a group of its own.
+        whole, position = gradient.new_zeros(ctx.shape), 0
+        ranges = list(zip(ctx.bounds[::2], ctx.bounds[1::2], strict=True))
+        for start, stop in ranges:
+            whole.narrow(ctx.dim, start, stop - start).copy_(gradient.narrow(ctx.dim, position, stop - start))
+            position += stop - start
+        total = _summed(whole, ctx.ranks)
+        parts = [total.narrow(ctx.dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, ctx.dim), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, ranks: _Ranks) -> Tensor:
         del ctx
-        return summed(tensor, group)
+        return _summed(tensor, ranks)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -66,26 +140,26 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return gathered_last(tensor, sizes, group)
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], rank: int, ranks: _Ranks) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, rank
+        return _gathered(tensor, sizes, ranks)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivative()
-        return own_part(gradient, ctx.sizes, ctx.group.rank), None, None
+        return own_part(gradient, ctx.sizes, ctx.rank), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return own_part(tensor, sizes, group.rank)
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], rank: int, ranks: _Ranks) -> Tensor:
+        ctx.sizes, ctx.ranks = sizes, ranks
+        return own_part(tensor, sizes, rank)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivative()
-        return gathered_last(gradient, ctx.sizes, ctx.group), None, None
+        return _gathered(gradient, ctx.sizes, ctx.ranks), None, None, None
 
 
 def enter(tensors: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
@@ -96,9 +170,20 @@ def enter(tensors: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     if group.size == 1:
         return tuple(tensors)
     if torch.compiler.is_compiling():
-        return tuple(traced.enter(tensor, group) for tensor in tensors)
+        return tuple(_Enter.apply(group.name, tensor)[0] for tensor in tensors)  # type: ignore[no-untyped-call]
     results: tuple[Tensor, ...] = _Enter.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return results
+
+
+def share(tensor: Tensor, split: Split, group: RankGroup) -> Tensor:
+    """Return a part of a parameter that several ranks hold; its gradient is summed over these.
+
+    Collective: the group, in backward.
+    """
+    bounds = [bound for both in split.ranges for bound in both]
+    shape = list(split.global_shape)
+    result: Tensor = _Share.apply(tensor, shape, split.dim, bounds, _told(group))  # type: ignore[no-untyped-call]
+    return result
 
 
 def leave(tensor: Tensor, group: RankGroup) -> Tensor:
@@ -108,9 +193,7 @@ def leave(tensor: Tensor, group: RankGroup) -> Tensor:
     """
     if group.size == 1:
         return tensor
-    if torch.compiler.is_compiling():
-        return traced.leave(tensor, group)
-    result: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Leave.apply(tensor, _told(group))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -126,9 +209,7 @@ def gather_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tenso
     """
     if group.size == 1:
         return tensor
-    if torch.compiler.is_compiling():
-        return traced.gather_last(tensor, sizes, group)
-    result: Tensor = _Gather.apply(tensor, sizes, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Gather.apply(tensor, list(sizes), group.rank, _told(group))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -139,9 +220,7 @@ def scatter_last(tensor: Tensor, sizes: Sequence[int], group: RankGroup) -> Tens
     """
     if group.size == 1:
         return tensor
-    if torch.compiler.is_compiling():
-        return traced.scatter_last(tensor, sizes, group)
-    result: Tensor = _Scatter.apply(tensor, sizes, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Scatter.apply(tensor, list(sizes), group.rank, _told(group))  # type: ignore[no-untyped-call]
     return result
 
 

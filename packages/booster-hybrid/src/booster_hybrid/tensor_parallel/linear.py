@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from booster_hybrid.rank_group import AloneRank
-from booster_hybrid.tensor_parallel import traced
 from booster_hybrid.tensor_parallel.collectives import (
+    enter,
     gather_last,
     leave,
     refuse_second_derivative,
@@ -232,7 +232,7 @@ class ColumnSiblings:
             return source
         # A view, in whatever format autocast has: of a source that is written to before a sibling reads it, torch
         # refuses to use it, where a copy would keep what was there before.
-        entered = traced.enter(source, self.group)
+        (entered,) = enter((source,), self.group)
         if known is not None:  # they read several inputs: nothing may be left when the graph ends
             self._entered, self._is_shared = None, False
         elif self._is_shared and len(self._along) > 1:

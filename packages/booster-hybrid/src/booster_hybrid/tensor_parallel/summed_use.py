@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_hybrid.tensor_parallel import traced
-from booster_hybrid.tensor_parallel.collectives import refuse_second_derivative
-from booster_hybrid.tensor_parallel.whole_tensors import summed
+from booster_hybrid.tensor_parallel.collectives import enter, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -23,24 +21,6 @@ if TYPE_CHECKING:
     from booster_hybrid.layer_plan import Changes
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.tensor_parallel.split import Split
-
-
-class _Used(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
-        ctx.split, ctx.group = split, group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivative()
-        split: Split | None = ctx.split
-        if split is None:
-            return summed(gradient, ctx.group), None, None
-        # All ranks sum the whole tensor, which is small, instead of each set of sharers its part in a group of its own.
-        total = split.spread(gradient, owned_only=False)
-        ctx.group.all_reduce(total).wait()
-        return split.take(total), None, None
 
 
 def used(parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
@@ -55,11 +35,9 @@ def used(parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
     """
     if group.size == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
-    if torch.compiler.is_compiling():
-        return traced.enter(parameter, group) if split is None else traced.share(parameter, split, group)
-    parameter.dim()  # where an updated parameter is still being gathered, a call of torch's waits for it
-    result: Tensor = _Used.apply(parameter, split, group)  # type: ignore[no-untyped-call]
-    return result
+    if not torch.compiler.is_compiling():
+        parameter.dim()  # where an updated parameter is still being gathered, a call of torch's waits for it
+    return enter((parameter,), group)[0] if split is None else share(parameter, split, group)
 
 
 class SummedUse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
 
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, ...]]] = weakref.WeakKeyDictionary()
+"""Parameters of functions; reading a signature takes about 0.1 ms, and training loops ask for it with each batch."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -50,7 +53,7 @@ def taken_by(model: nn.Module, batch: Any) -> Any:
     """
     if not isinstance(batch, (Mapping, list, tuple)):
         return batch
-    parameters = inspect.signature(named_forward(without_adapters(model))).parameters.values()
+    parameters = parameters_of(named_forward(without_adapters(model)))
     kinds = {each.kind for each in parameters}
     if isinstance(batch, Mapping):
         if inspect.Parameter.VAR_KEYWORD in kinds:
@@ -74,7 +77,7 @@ def check_targets(model: nn.Module, batch: Any) -> None:
     """
     if not isinstance(batch, (list, tuple)):
         return
-    parameters = inspect.signature(named_forward(without_adapters(model))).parameters.values()
+    parameters = parameters_of(named_forward(without_adapters(model)))
     positional = [each for each in parameters if each.kind in _POSITIONAL]
     optional = [f"`{each.name}`" for each in positional if each.default is not each.empty]
     num_required = len(positional) - len(optional)
@@ -140,13 +143,26 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return pytree.tree_map(moved, batch)
 
 
+def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Return a function's parameters, of a bound method without the first; remembered while the function exists."""
+    own = getattr(function, "__func__", function)
+    try:
+        known = _KNOWN.setdefault(own, {})
+    except TypeError:  # callables that can't be referred to weakly, or have no hash
+        known = {}
+    is_bound = own is not function
+    if is_bound not in known:
+        known[is_bound] = tuple(inspect.signature(function).parameters.values())
+    return known[is_bound]
+
+
 def named_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward whose arguments have names: a module's, or its class's where something general replaced it.
 
     Activation checkpointing and the compiler do so.
     """
     module = compiled_module(module) or module
-    kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
+    kinds = {each.kind for each in parameters_of(module.forward)}
     if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
         return functools.partial(type(module).forward, module)
     return module.forward
