@@ -68,13 +68,8 @@ _PEERS = (
 )
 """Bars of the first picture: their names, and what was measured against whom."""
 PEERS = (
-    "Accelerate",
-    "DeepSpeed",
-    "Lightning Fabric",
-    "parallelize_module",
-    "transformers'",
-    "torch.save",
-    "torch.load",
+    *("Accelerate", "DeepSpeed", "Lightning Fabric", "transformers'", "torch.", "DCP"),
+    *("DistributedDataParallel", "fully_shard", "parallelize_module"),
 )
 """Yardsticks that the page shows even where there is no bar: how their names begin."""
 _MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
