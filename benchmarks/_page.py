@@ -3,7 +3,7 @@
 The folder has one ``<benchmark>.jsonl`` for each benchmark, and ``machine.json``, which `describe_machine` returns. The
 results are kept in ``docs/assets/performance.json``, from which ``python benchmarks/_page.py docs`` writes the same
 page again. The section about GPUs is made of ``docs/assets/gpu-report.json``, the ``report.json`` of ``device_runs``.
-The page has what has a bar, and other libraries; ``docs/tables/performance.csv`` and ``gpu.csv`` have every figure.
+The page has other libraries and the bars that are missed; ``docs/tables/performance.csv`` and ``gpu.csv`` have all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import platform
 import statistics
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,17 +68,10 @@ _PEERS = (
 )
 """Bars of the first picture: their names, and what was measured against whom."""
 PEERS = (
-    "Accelerate",
-    "DeepSpeed",
-    "Lightning Fabric",
-    "parallelize_module",
-    "transformers'",
-    "torch.save",
-    "torch.load",
+    *("Accelerate", "DeepSpeed", "Lightning Fabric", "transformers'", "torch.", "DCP"),
+    *("DistributedDataParallel", "fully_shard", "parallelize_module"),
 )
 """Yardsticks that the page shows even where there is no bar: how their names begin."""
-_MANY_BARS = 10
-"""Bars of a case of GPUs up to which the page shows those that are met."""
 _MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
 
 
@@ -155,14 +147,9 @@ def _on_gpus(gpu: dict[str, Any] | None) -> str:
     figures = gpu_figures(gpu)
     barred = [each for each in figures if each.bar is not None]
     met = sum(each.is_met for each in barred)
-    lines += [f"{met} of {len(barred)} bars are met. [All {len(figures)} figures](tables/gpu.csv).", ""]
-    shown = []
-    for name, group in groupby(barred, key=lambda each: each.benchmark):
-        bars = [*group]
-        missed = [each for each in bars if not each.is_met]
-        if len(bars) > _MANY_BARS:
-            lines += [f"{name}: {len(bars) - len(missed)} of {len(bars)} bars are met; the others are below.", ""]
-        shown += missed if len(bars) > _MANY_BARS else bars
+    shown = [each for each in barred if not each.is_met]
+    missed = " Missed:" if shown else ""
+    lines += [f"{met} of {len(barred)} bars are met. [All {len(figures)} figures](tables/gpu.csv).{missed}", ""]
     lines += [*(line.rstrip("\n") for line in _table(shown)), ""]
     for status, title in (("failed", "Failed"), ("left out", "Left out")):
         cases = [case for case in gpu["cases"] if case["status"] == status]
@@ -190,7 +177,8 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
         lines = _shown("Every ratio that has a bar, with its quartiles and its bar", "performance")
         parts += ["\n", *(f"{line}\n" for line in lines[:-1])]
     peers = [each for each in results if each.yardstick.startswith(PEERS) and not each.what.startswith("least")]
-    for title, shown in (("Other libraries", peers), ("Bars", [each for each in barred if each not in peers])):
+    others = [each for each in missed if each not in peers]
+    for title, shown in (("torch and other libraries", peers), ("Other bars that are missed", others)):
         parts += [f"\n## {title}\n\n", *_table(shown)] if shown else []
     return "".join(parts)
 

@@ -150,13 +150,14 @@ def test_listing_plugins_does_not_import_torch(core_and_ddp, environment_of):
     assert not [name for name in imported if name.split(".")[0] in {"torch", "booster_ddp"}]
 
 
+@pytest.mark.slow  # the one with DDP is above, and CI runs each package's tests from its wheel
 @pytest.mark.parametrize(
     ("name", "class_name"),
     [
         ("zero", "LowLevelZeroPlugin"),
-        pytest.param("fsdp", "TorchFSDPPlugin", marks=pytest.mark.slow),
-        pytest.param("gemini", "GeminiPlugin", marks=pytest.mark.slow),
-        pytest.param("hybrid", "HybridParallelPlugin", marks=pytest.mark.slow),
+        ("fsdp", "TorchFSDPPlugin"),
+        ("gemini", "GeminiPlugin"),
+        ("hybrid", "HybridParallelPlugin"),
     ],
 )
 def test_each_plugin_trains_from_its_wheel(build_wheel, core_and_ddp, environment_of, name, class_name):

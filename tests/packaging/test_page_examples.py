@@ -32,18 +32,11 @@ EXAMPLES = [block for block in all_blocks("python") if "not run" not in block.ma
 @matrix(
     [
         "docs/data.md-python-0",
-        "docs/experts.md-python-1",
-        "docs/lazy.md-python-2",
-        "docs/moving-from-accelerate.md-python-0",
-        "docs/planner.md-python-1",
         "docs/plugins/ddp.md-python-0",
         "docs/plugins/fsdp.md-python-1",
         "docs/plugins/hybrid.md-python-1",
         "docs/plugins/index.md-python-0",
-        "docs/sharding-policies.md-python-1",
         "docs/start.md-python-0",
-        "docs/training-loops.md-python-8",
-        "docs/training-loops.md-python-10",
         "docs/writing-a-plugin.md-python-0",
         "packages/booster-core/README.md-python-0",
         "packages/booster-testing/README.md-python-1",

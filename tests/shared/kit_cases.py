@@ -101,9 +101,20 @@ def _spelled_out(kit: type, names: set[str] | tuple[str, ...]) -> set[str]:
     return found
 
 
+@slow_cases(
+    "test_boost_makes_ranks_equal_or_raises",
+    "test_checkpoint_of_one_device_loads",
+    "test_clips_by_the_global_norm[0.05-1.0]",
+    "test_equals_one_process[sgd]",
+    "test_loop_equals_one_process[evaluation between]",
+    "test_low_precision_equals_one_process[bf16]",
+    "test_overflow_on_one_rank_skips_the_step_on_all_ranks",
+    "test_ranks_hold_equal_parameters",
+)
 @by_default(ArithmeticConformance)
 class VariantConformance(PluginConformance):
     """The kit for a variant of a plugin, of which another class runs the whole kit by default.
 
-    By default it runs what options of memory and communication can change: values, and where they are.
+    By default it runs what options of memory and communication can change: values, and where they are. What another
+    of these tests would find as well, such as replicas that differ, is left to the whole kit.
     """

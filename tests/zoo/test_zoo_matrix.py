@@ -54,7 +54,7 @@ CASES = [(name, plugin) for name in MATRIX for plugin in (*COLUMNS, *(["zero-1"]
 
 @matrix(
     [
-        "transformers/mixtral-zero",
+        "own/routed_experts-zero",
         "transformers/gpt2_lm-zero",
         "transformers/gpt2_double_heads-zero-1",
         "transformers/albert-zero-1",

@@ -107,7 +107,6 @@ MESHES = {
     [
         "qwen3_moe-tp2zero1",
         "qwen3_moe-zbv",
-        "qwen3_moe-ring",
         "deepseek_v3-dp2zero3",
         "deepseek_v3-ulysses",
     ],

@@ -139,7 +139,7 @@ def test_compiled_layers_stay_whole_where_one_rank_has_all_values():
     assert later == [first] * 2, "nothing is compiled again"
 
 
-@matrix(["hybrid-checkpointed", "ddp-before"], run=RUNS, how=HOW)
+@matrix(["hybrid-checkpointed"], run=RUNS, how=HOW)  # DDP has test_ddp_compile.py, experts test_expert_compile.py
 def test_traced_training_equals_eager(run, how):
     check(run, how, "aot_eager", 120)
 

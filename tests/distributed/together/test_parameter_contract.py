@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import re
@@ -296,9 +297,14 @@ def outcome(plugin, operation, moment):
     return found, run.weights()
 
 
+@functools.cache
+def outcome_of_one_process(operation, moment):
+    return outcome(None, operation, moment)
+
+
 def judge(plugin, operation, moment):
     """Return whether a cell raises, and what is wrong; ``None`` if nothing is."""
-    expected, theirs = outcome(None, operation, moment)
+    expected, theirs = outcome_of_one_process(operation, moment)
     found, ours = outcome(plugin, operation, moment)
     if expected == "raised":  # a graph that a write has made stale; anything else is a slip of the test
         assert "modified by an inplace operation" in str(theirs), theirs
