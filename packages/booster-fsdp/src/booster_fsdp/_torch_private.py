@@ -22,6 +22,7 @@ _OF_ROOTS = ("_is_root", "_root_post_backward_final_callback")
 """Only before torch 2.15."""
 _OF_STATES = ("_pre_backward", "_register_pre_backward_hook")
 _OF_GROUPS = (
+    "_all_gather_result",
     "_partial_reduce_output",
     "all_reduce_grads",
     "fsdp_params",
@@ -33,6 +34,7 @@ _OF_GROUPS = (
     "pre_forward",
     "reduce_grads",
     "reshard_after_backward",
+    "wait_for_unshard",
 )
 _OF_PARAMETERS = ("_module_info", "_param_fqn", "_setattr_on_modules", "reset_sharded_param", "sharded_param")
 
@@ -55,6 +57,20 @@ def held_parameters(group: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
 def transforms_are_active() -> bool:
     """Return whether a transform of ``torch.func`` is running what is called now."""
     return bool(torch._C._are_functorch_transforms_active())  # noqa: SLF001 - no public name
+
+
+def finish_gather(group: Any) -> None:
+    """End the gather of a group that was begun ahead of a forward that has not come, so that it can be resharded."""
+    if group._all_gather_result is not None:  # noqa: SLF001
+        group.wait_for_unshard()
+
+
+def finish_in_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs, or at once if none does."""
+    if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - no public name
+        function()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as torch's FSDP does
 
 
 def show_rows(group: Any) -> None:

@@ -254,17 +254,17 @@ def _of_machine(host: Host) -> str:
     return f"machine/{'/'.join(host.machine)}"
 
 
-def _is_own(address: str) -> bool:
-    """Return whether an address is one of this host's, as far as it can be told: a name may not resolve."""
+def _why_not_own(address: str) -> str | None:
+    """Return why an address can't be one of this host's, or ``None`` if it is one."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:  # which the error about the store says
-        return True
+    except OSError as error:
+        return f"the name {address} is not known on this host ({error.strerror})"
     for family, *_, where in found:
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind(where)
-            return True
-    return False
+            return None
+    return f"{address} is not an address of this host, {socket.gethostname()}, on which rank 0 runs"
 
 
 def _join(store: Store, rank: int) -> bool:
@@ -326,11 +326,9 @@ def _connect(environment: Environment, port: int, deadline: float, *, is_server:
     reason = str(result.get("error", "no answer")).splitlines()[0].rstrip(".")
     if is_server:
         remedy = "Choose a port that no other program uses, and the name of the host on which rank 0 runs."
-        if not _is_own(environment.address):
-            remedy = (
-                f"{environment.address} is not an address of this host, {socket.gethostname()}, on which rank 0 runs: "
-                "set the host (MASTER_ADDR) to one of this host's, or start rank 0 there."
-            )
+        if why := _why_not_own(environment.address):
+            reason = why
+            remedy = "Set the host (MASTER_ADDR) to an address of this host's, or start rank 0 there."
         msg = f"Rank 0 cannot serve the store at {address}: {reason}. {remedy}"
     else:
         msg = (

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, is_of_the_layer
-from booster_hybrid.sequence_parallel.stack import HIDDEN_STATES
+from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES
 from booster_hybrid.torch_functions import name_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from booster_hybrid.sequence_parallel.mask import make_mask
 from booster_hybrid.sequence_parallel.own_attention import replace_attention
 from booster_hybrid.sequence_parallel.relative_bias import split_relative_biases
 from booster_hybrid.sequence_parallel.sdpa_entry import enter_through_sdpa
-from booster_hybrid.sequence_parallel.stack import LayerHooks, Stack
+from booster_hybrid.sequence_parallel.stack import AttendingHooks, Stack
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def split_layers(
         for index, layer in enumerate(layers):
             split_relative_biases(layer, stack)
             is_last = index == len(layers) - 1
-            hooks = LayerHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
+            hooks = AttendingHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
     return stacks

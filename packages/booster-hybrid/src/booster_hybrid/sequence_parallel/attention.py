@@ -165,7 +165,8 @@ def _layouts(query: Tensor, key: Tensor, mask: Any, context: AttentionContext) -
     """Return how the sequences are split of the queries and of the keys."""
     stack = context.stack
     assert stack is not None, "modules outside of the layers attend alone"
-    stack.resume(query.shape[2], [mask])
+    if not stack.note_masks([mask]):
+        stack.resume(query.shape[2])
     layout = stack.layout(stack.length)
     if not context.is_across:
         key_layout = layout

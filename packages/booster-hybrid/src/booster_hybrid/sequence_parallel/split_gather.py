@@ -18,18 +18,11 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module
 from booster_hybrid.layer_plan import Changes
-from booster_hybrid.random_streams import Stream
 from booster_hybrid.rank_group import AloneRank, RankGroup
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
 from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, not_of_the_layer
-from booster_hybrid.sequence_parallel.layers import (
-    ListRun,
-    check_layer_output,
-    check_lengths,
-    lists_of_layers,
-    refuse_outputs_of_layers,
-)
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
+from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitList, mapped, with_hidden
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
@@ -41,53 +34,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.probe.lengths import Lengths
+    from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.tensor_parallel.plan import TensorParallelModel
 
 
-class SequenceLengths:
-    """How long the sequences are of which a rank has a number of positions, also when a layer runs again later."""
+class GatheringList(SplitList):
+    """A list of layers whose blocks gather whole sequences.
 
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-        self._length_of: dict[int, int] = {}
-        self._length = 0
+    Args:
+        group: The tensor parallel ranks.
+        model_name: Class of the model, for messages.
+    """
+
+    def __init__(self, group: RankGroup, model_name: str) -> None:
+        super().__init__("split_gather", group, model_name)
         self._last: tuple[int, SequenceLayout] | None = None
-
-    def enter(self, length: int) -> SequenceLayout:
-        """Note that layers run on sequences of a length now."""
-        layout = SequenceLayout(length, self._size)
-        self._length_of[layout.lengths[self._rank]] = self._length = length
-        return layout
-
-    def in_backward_of(self, output: Any, run: ListRun) -> None:
-        """See to it that what is computed again of a layer knows how long its sequences are."""
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            length = self._length
-
-            def enter_again(_: Tensor) -> None:
-                self.enter(length)
-                run.note_backward()
-
-            hidden.register_hook(enter_again)
 
     def of_whole(self, whole: Tensor) -> tuple[Tensor, SequenceLayout]:
         """Return whole sequences as ``(batch, positions, size)``, and how they are split."""
         if whole.dim() == 3:
-            return whole, SequenceLayout(whole.shape[1], self._size)
+            return whole, self.layout(whole.shape[1])
         batch, layout = self._of_flat(whole)
         return whole.view(batch, layout.length, -1), layout
 
     def of_part(self, part: Tensor) -> tuple[Tensor, SequenceLayout]:
         """Return this rank's part of them as ``(batch, positions, size)``, and how they are split."""
         if part.dim() == 3:
-            layout = SequenceLayout(self._length, self._size)
-            if layout.lengths[self._rank] != part.shape[1]:
-                layout = SequenceLayout(self._length_of[part.shape[1]], self._size)
-            self._last = part.shape[0], layout
-            return part, layout
+            self.resume(part.shape[1])
+            self._last = part.shape[0], self.layout(self.length)
+            return part, self._last[1]
         batch, layout = self._of_flat(part)
-        return part.view(batch, layout.lengths[self._rank], part.shape[-1]), layout
+        return part.view(batch, layout.lengths[self.group.rank], part.shape[-1]), layout
 
     def _of_flat(self, rows: Tensor) -> tuple[int, SequenceLayout]:
         """Return what the layer's block before was given: some layers flatten batch and positions in between."""
@@ -122,17 +99,7 @@ def split_between_blocks(
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    name = type(model).__name__
-
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        layout = SequenceLayout(hidden.shape[1], group.size)
-        check_lengths(name, "split_gather", known, hidden.shape[0], layout)
-
-    if known is not None:
-        for layers in stacks:
-            layers[0].register_forward_pre_hook(lambda _, args, kwargs: check(args, kwargs), with_kwargs=True)
-    split_layers(model, stacks, group, split, Changes())
+    split_layers(model, stacks, group, split, Changes(), known)
 
 
 def split_layers(
@@ -141,6 +108,7 @@ def split_layers(
     group: RankGroup,
     split: TensorParallelModel,
     changes: Changes,
+    known: Lengths | None = None,
 ) -> None:
     """Split the sequences of some layers, in place.
 
@@ -150,12 +118,14 @@ def split_layers(
         group: As for `split_between_blocks`.
         split: As for `split_between_blocks`.
         changes: Notes what is replaced.
+        known: As for `split_between_blocks`.
     """
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed
     for layers in stacks:
-        lengths, stream = SequenceLengths(group.size, group.rank), Stream(group.rank)
-        borders = _Borders(lengths, stream, group, split, changes)
+        positions = GatheringList(group, type(model).__name__)
+        positions.lengths = known
+        borders = _Borders(positions, split, changes)
         for layer in layers:
             for block in _blocks(layer):
                 borders.split(layer, block)
@@ -169,7 +139,7 @@ def split_layers(
             sum_where_used(module, dict.fromkeys(parts), group, changes, [module])
         run = ListRun(model, layers, "split_gather", changes)
         for index, layer in enumerate(layers):
-            hooks = _LayerHooks(lengths, run, stream, group, is_first=index == 0, is_last=index == len(layers) - 1)
+            hooks = _ReplicaHooks(positions, run, is_first=index == 0, is_last=index == len(layers) - 1)
             changes.hook(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
             changes.hook(layer.register_forward_hook(hooks.after, always_call=True))
 
@@ -198,9 +168,7 @@ class _Borders:
     """Puts the communication of the blocks of some layers at the blocks' borders.
 
     Args:
-        lengths: How long the layers' sequences are.
-        stream: This rank's random numbers in the layers.
-        group: The tensor parallel ranks.
+        positions: The list of the layers.
         tensors: What has become of the model's parameters.
         changes: Notes what is replaced.
 
@@ -208,9 +176,7 @@ class _Borders:
         kept: The parameters whose gradients come whole, by ``id``.
     """
 
-    lengths: SequenceLengths
-    stream: Stream
-    group: RankGroup
+    positions: GatheringList
     tensors: TensorParallelModel
     changes: Changes
     kept: set[int] = field(default_factory=set)
@@ -227,7 +193,7 @@ class _Borders:
         for parent in across:
             self._leave_as_it_is(parent)
         patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
-        gathering = _Gathering(self.lengths, self.group, is_replica=False)
+        gathering = _Gathering(self.positions, is_replica=False)
         entries: dict[nn.Module, None] = {}
         for module, forward in patched.items():
             if isinstance(forward, ColumnForward):
@@ -236,9 +202,9 @@ class _Borders:
                 entries[_entry(layer, module)] = None
             else:
                 # The rank stays: the first one's partial sum has the bias.
-                own = AloneRank(None, self.group.rank, self.group.size)
+                own = AloneRank(None, self.positions.group.rank, self.positions.group.size)
                 self.changes.forward(module, RowForward(module, own))
-                self.changes.hook(module.register_forward_hook(_Scattering(self.lengths, self.group)))
+                self.changes.hook(module.register_forward_hook(_Scattering(self.positions)))
                 if getattr(module, "bias", None) is not None:
                     self.kept.add(id(module.bias))
         for entry in entries:
@@ -252,16 +218,16 @@ class _Borders:
         for adapter in [each for each in self.tensors.adapters if each.module in inside]:
             adapter.group = AloneRank(None, 0, 1)
             if adapter.is_partial:
-                self.changes.hook(adapter.module.register_forward_hook(_Scattering(self.lengths, self.group)))
+                self.changes.hook(adapter.module.register_forward_hook(_Scattering(self.positions)))
 
     def _leave_as_it_is(self, block: nn.Module) -> None:
         """Give a block whole sequences, alike on all ranks."""
-        stream, lengths, group = self.stream, self.lengths, self.group
+        positions, stream = self.positions, self.positions.stream
         for handle in (
             block.register_forward_pre_hook(lambda *_: stream.pause()),  # or each would work on something else
             block.register_forward_hook(lambda *_: stream.resume()),
-            block.register_forward_pre_hook(_Gathering(lengths, group, is_replica=True), with_kwargs=True),
-            block.register_forward_hook(_Cutting(lengths, group)),
+            block.register_forward_pre_hook(_Gathering(positions, is_replica=True), with_kwargs=True),
+            block.register_forward_hook(_Cutting(positions)),
         ):
             self.changes.hook(handle)
         self.kept |= {id(parameter) for parameter in block.parameters()}
@@ -301,48 +267,27 @@ def _name(names: ModuleNames, module: nn.Module) -> str:
     return next(name for name, each in names.modules.items() if each is module)
 
 
-class _LayerHooks:
-    def __init__(
-        self, lengths: SequenceLengths, run: ListRun, stream: Stream, group: RankGroup, *, is_first: bool, is_last: bool
-    ) -> None:
-        self._lengths, self._run, self._stream, self._group = lengths, run, stream, group
-        self._is_first, self._is_last = is_first, is_last
+class _ReplicaHooks(LayerHooks):
+    """What is done before and after a layer that every rank is given alike, and hands on alike."""
 
-    @outside_of_graphs
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take this rank's positions before the first layer."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if self._is_first:
-            layout = self._lengths.enter(hidden.shape[1])
-            self._run.split()
-            args, kwargs = _replaced(args, kwargs, cut_replica(hidden, layout, self._group))
-        else:
-            self._run.check_layer(module)
-        if module.training:
-            self._stream.enter(hidden.device)
-        return args, kwargs
+    def __init__(self, positions: GatheringList, run: ListRun, *, is_first: bool, is_last: bool) -> None:
+        super().__init__(positions, run, is_first=is_first, is_last=is_last)
+        self._positions = positions
 
-    @outside_of_graphs
-    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
-        """Put the parts together after the last layer."""
-        self._stream.leave()
-        if output is None:  # the layer has raised
-            return output
-        check_layer_output(module, output)
-        self._lengths.in_backward_of(output, self._run)
-        if not self._is_last:
-            return output
-        self._run.join()
-        return _mapped(output, lambda hidden: join_replicas(*self._lengths.of_part(hidden), self._group))
+    def cut(self, hidden: Tensor) -> Tensor:
+        """Return this rank's positions of whole hidden states."""
+        return cut_replica(hidden, self._positions.layout(self._positions.length), self._positions.group)
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return whole hidden states, given this rank's positions. Collective: the group."""
+        return join_replicas(*self._positions.of_part(hidden), self._positions.group)
 
 
 class _Gathering:
     """Gives a block whole sequences in place of this rank's positions."""
 
-    def __init__(self, lengths: SequenceLengths, group: RankGroup, *, is_replica: bool) -> None:
-        self._lengths, self._group, self._is_replica = lengths, group, is_replica
+    def __init__(self, positions: GatheringList, *, is_replica: bool) -> None:
+        self._positions, self._is_replica = positions, is_replica
 
     @outside_of_graphs
     @not_of_the_layer
@@ -350,24 +295,24 @@ class _Gathering:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         del module
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
         gather = join_replicas if self._is_replica else gather_sequence
-        whole = gather(*self._lengths.of_part(hidden), self._group)
+        whole = gather(*self._positions.of_part(hidden), self._positions.group)
         give_whole_sequences(to_what_follows=True)
-        return _replaced(args, kwargs, whole if hidden.dim() == 3 else whole.flatten(0, 1))
+        return with_hidden(args, kwargs, whole if hidden.dim() == 3 else whole.flatten(0, 1))
 
 
 class _Scattering:
     """Leaves of a row-parallel layer's partial sums this rank's positions, summed."""
 
-    def __init__(self, lengths: SequenceLengths, group: RankGroup) -> None:
-        self._lengths, self._group = lengths, group
+    def __init__(self, positions: GatheringList) -> None:
+        self._positions = positions
 
     @outside_of_graphs
     @not_of_the_layer
     def __call__(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
         del module
-        part = scatter_sum(*self._lengths.of_whole(output), self._group)
+        part = scatter_sum(*self._positions.of_whole(output), self._positions.group)
         give_whole_sequences(to_what_follows=False)
         return part if output.dim() == 3 else part.flatten(0, 1)
 
@@ -375,22 +320,12 @@ class _Scattering:
 class _Cutting:
     """Leaves of what all ranks have computed alike this rank's positions."""
 
-    def __init__(self, lengths: SequenceLengths, group: RankGroup) -> None:
-        self._lengths, self._group = lengths, group
+    def __init__(self, positions: GatheringList) -> None:
+        self._positions = positions
 
     @outside_of_graphs
     @not_of_the_layer
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         del module
         give_whole_sequences(to_what_follows=False)
-        return _mapped(output, lambda hidden: cut_replica(*self._lengths.of_whole(hidden), self._group))
-
-
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with other hidden states."""
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-
-
-def _mapped(output: Any, function: Any) -> Any:
-    """Apply a function to the hidden states that a layer or block returns, alone or first of several."""
-    return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)
+        return mapped(output, lambda hidden: cut_replica(*self._positions.of_whole(hidden), self._positions.group))

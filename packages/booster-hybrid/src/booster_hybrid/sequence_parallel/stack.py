@@ -1,8 +1,7 @@
-"""`Stack`: one list of layers that work on this rank's positions, and the hooks that bring them these.
+"""`Stack`: one list of layers that attend across ranks from this rank's positions, and the hooks that bring them these.
 
-Before the first layer this rank's positions are taken out of the hidden states, and after the last one the ranks' parts
-are put together. What else layers are given for whole sequences (tables of positions, the states of an encoder) is cut
-likewise, each by the split of its own sequence.
+What layers are given for whole sequences in addition to hidden states (tables of positions, the states of an encoder)
+is cut likewise, each by the split of its own sequence.
 """
 
 from __future__ import annotations
@@ -17,24 +16,18 @@ from torch.utils import _pytree as pytree
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.pipeline.absent import is_absent
-from booster_hybrid.random_streams import Stream
 from booster_hybrid.sequence_parallel.exchange import gather_sequence
-from booster_hybrid.sequence_parallel.layers import check_layer_output, check_lengths
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import SequenceMask
-from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
-    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layers import ListRun
 
-HIDDEN_STATES = "hidden_states"
-"""What layers call their own hidden states, where these are not the first positional argument."""
 OTHER_STATES = ("encoder_hidden_states", "key_value_states")
 """What layers and attention call the hidden states of another sequence, by transformers' conventions."""
 
@@ -55,8 +48,8 @@ class Argument(NamedTuple):
     num_dims: int
 
 
-class Stack:
-    """What the layers of one list share: who holds which positions.
+class Stack(SplitList):
+    """What the layers of one list share whose attention sees the other ranks' positions.
 
     Args:
         mode: ``"all_to_all"`` or ``"ring_attn"``.
@@ -66,11 +59,8 @@ class Stack:
         num_threads: The most with which one of the ranks computes, for the same.
 
     Attributes:
-        length: Number of positions of the whole sequences that the layer works on which is running.
-        key_length: That of the other sequences which it also attends to, 0 where there are none.
         num_attentions: Calls of attention in the layer which is running.
         is_plain: Whether the layers attend by torch's function.
-        lengths: For which lengths the layers were compared; ``None`` where that does not matter.
         dims: Along which dimension arguments are cut, by `sequence_dim`.
         is_clear: Whether no other size in a layer is that of its sequences, given the numbers of samples and of
             positions: what it is given then is noted in ``dims``.
@@ -86,23 +76,16 @@ class Stack:
         rings: Sequence[RankGroup] | None = None,
         num_threads: int = 1,
     ) -> None:
-        self.mode, self.group, self.model_name, self.num_threads = mode, group, model_name, num_threads
+        super().__init__(mode, group, model_name)
+        self.num_threads = num_threads
         self.rings = (group,) if rings is None else tuple(rings)
         self.is_plain = False
-        self.lengths: Lengths | None = None
         self.heads: set[tuple[int, int]] = set()
         self.drops = True
         self.dims: dict[Argument, int | None] = {}
         self.is_clear: Callable[[nn.Module, int, int], bool] = lambda *_: False
-        self.length, self.key_length = 0, 0
         self.num_attentions = 0
-        self.stream = Stream(group.rank)
-        self._length_of: dict[int, int] = {}
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
-
-    def layout(self, length: int) -> SequenceLayout:
-        """Return how a sequence of a length is split."""
-        return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
 
     def cut(self, layer: nn.Module, name: str, values: Any, hidden: Tensor) -> Any:
         """Return this rank's part of what a layer is given for whole sequences.
@@ -167,7 +150,7 @@ class Stack:
                 "positions and mask the padding, or use a smaller `sp_size`."
             )
             raise ConfigError(msg)
-        check_lengths(self.model_name, self.mode, self.lengths, samples, self.layout(length))
+        super().check_length(samples, length)
 
     def check_attention(self, layer: nn.Module) -> None:
         """Check that a layer which has run called an attention that sees the other ranks' positions.
@@ -184,44 +167,12 @@ class Stack:
             )
             raise ConfigError(msg)
 
-    def enter(self, length: int) -> None:
-        """Note that the layers run on sequences of a length now."""
-        self.length = length
-        self._length_of[self.layout(length).lengths[self.group.rank]] = length
-
-    def resume(self, num_here: int, arguments: Iterable[Any]) -> None:
-        """Note that a layer runs on some positions of this rank, maybe again after other sequences were underway.
-
-        Args:
-            num_here: Number of positions here.
-            arguments: What it was given, of which a mask knows the length.
-        """
-        if not self.note_masks(arguments) and self.layout(self.length).lengths[self.group.rank] != num_here:
-            self.length = self._length_of.get(num_here, self.length)
-
     def note_masks(self, arguments: Iterable[Any]) -> bool:
         """Take the length from a mask among some arguments; return whether there is one."""
         found = next((each for each in arguments if isinstance(each, SequenceMask)), None)
         if found is not None:
             self.length = found.length
         return found is not None
-
-    def in_backward_of(self, output: Tensor, run: ListRun) -> None:
-        """See to it that what is computed again of a layer knows how long its sequences are.
-
-        Args:
-            output: What the layer returns.
-            run: Knows which layers have been called.
-        """
-        if output.requires_grad:
-            lengths = self.length, self.key_length
-
-            def enter_again(_: Tensor) -> None:
-                self.enter(lengths[0])
-                self.key_length = lengths[1]
-                run.note_backward()
-
-            output.register_hook(enter_again)  # type: ignore[no-untyped-call]
 
     def part_of_other(self, states: Tensor) -> Tensor:
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
@@ -238,8 +189,8 @@ class Stack:
         return part
 
 
-class LayerHooks:
-    """What is done before and after a layer.
+class AttendingHooks(LayerHooks):
+    """What is done before and after a layer whose attention sees the other ranks' positions.
 
     Args:
         stack: The list that it is in.
@@ -250,60 +201,42 @@ class LayerHooks:
     """
 
     def __init__(self, stack: Stack, run: ListRun, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
-        self._stack, self._run, self._is_first, self._is_last = stack, run, is_first, is_last
-        self._names = argument_names(layer)
+        super().__init__(stack, run, is_first=is_first, is_last=is_last)
+        self._stack, self._names = stack, dict(enumerate(argument_names(layer)))
 
-    @outside_of_graphs
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def resume(self, num_here: int, others: Iterable[Any]) -> None:
+        """Note that a layer after the first one runs, maybe with a mask that knows the length."""
+        if not self._stack.note_masks(others):
+            self._stack.resume(num_here)
+
+    def cut_others(
+        self, module: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace what belongs to whole sequences by this rank's part."""
+        """Return a layer's arguments with this rank's part of all that is given for whole sequences."""
         stack = self._stack
-        names = dict(enumerate(self._names))
-        named = {names.get(index, f"/{index}"): value for index, value in enumerate(args)}
-        first = next(iter(named)) if args else HIDDEN_STATES
-        named.update(kwargs)
-        hidden = named.pop(first)
-        if self._is_first:
-            stack.check_length(*hidden.shape[:2])
-            stack.enter(hidden.shape[1])
-            self._run.split()
-        else:
-            self._run.check_layer(module)
-            stack.resume(hidden.shape[1], named.values())
-        stack.key_length = 0
-        layout, rank = stack.layout(stack.length), stack.group.rank
-        for name, value in named.items():
-            if name in OTHER_STATES and isinstance(value, torch.Tensor):
-                named[name] = stack.part_of_other(value)
-            else:
-                named[name] = stack.cut(module, name, value, hidden)
-        named[first] = layout.take(hidden, 1, rank) if self._is_first else hidden
-        stack.num_attentions = 0
-        if module.training:
-            stack.stream.enter(hidden.device)
-        args = tuple(named.pop(names.get(index, f"/{index}")) for index in range(len(args)))
-        return args, named
+        stack.key_length = stack.num_attentions = 0
 
-    @outside_of_graphs
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Put the parts together after the last layer."""
-        del args
-        stack = self._stack
-        stack.stream.leave()
-        if output is None:  # the layer has raised
-            return None
-        check_layer_output(module, output)
-        first = output[0] if isinstance(output, tuple) else output
-        if not is_absent(first):  # as of a layer of another stage of a pipeline
-            stack.check_attention(module)
-        stack.in_backward_of(first, self._run)
-        if not self._is_last:
-            return output
-        self._run.join()
-        hidden, *rest = output if isinstance(output, tuple) else (output,)
-        hidden = gather_sequence(hidden, stack.layout(stack.length), stack.group)
-        return (hidden, *rest) if isinstance(output, tuple) else hidden
+        def own(name: str, value: Any) -> Any:
+            if name in OTHER_STATES and isinstance(value, torch.Tensor):
+                return stack.part_of_other(value)
+            return stack.cut(module, name, value, hidden)
+
+        cut = [own(self._names.get(index, f"/{index}"), value) for index, value in enumerate(args) if index]
+        named = {name: own(name, value) if args or name != HIDDEN_STATES else value for name, value in kwargs.items()}
+        return (*args[:1], *cut), named
+
+    def cut(self, hidden: Tensor) -> Tensor:
+        """Return this rank's positions of whole hidden states."""
+        return self._stack.layout(self._stack.length).take(hidden, 1, self._stack.group.rank)
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return whole hidden states, given this rank's positions. Collective: the group."""
+        return gather_sequence(hidden, self._stack.layout(self._stack.length), self._stack.group)
+
+    def check_output(self, module: nn.Module, hidden: Tensor) -> None:
+        """Check that the layer has attended, unless another stage of a pipeline runs it."""
+        if not is_absent(hidden):
+            self._stack.check_attention(module)
 
 
 def argument_names(module: nn.Module) -> list[str]:
