@@ -19,7 +19,6 @@ from pathlib import Path
 
 from _results import compare
 
-
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 
@@ -52,6 +53,18 @@ def held_parameters(group: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
     """Yield the module that holds each parameter of a group, its name there, and torch's object for it."""
     for inner in group.fsdp_params:
         yield inner._module_info.module, inner._module_info.param_name, inner  # noqa: SLF001
+
+
+def calls_dispatch_of_subclasses() -> bool:
+    """Return whether torch calls what subclasses of `DTensor` say on operations; 2.10 does not."""
+    dispatch: Any = DTensor.__torch_dispatch__
+    try:
+        dispatch(torch.ops.aten.detach.default, ())
+    except NotImplementedError:
+        return False
+    except Exception:  # noqa: BLE001 - there is no tensor
+        return True
+    return True
 
 
 def transforms_are_active() -> bool:

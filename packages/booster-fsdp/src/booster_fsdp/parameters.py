@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_fsdp._torch_private import calls_dispatch_of_subclasses
 from booster_runtime.sharding import local_of, send_first, sharded_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -178,6 +179,48 @@ def _over_rows(parameter: DTensor, *, requires_grad: bool) -> ShardedParameter:
     return made
 
 
+def _run_function(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Do for a function what `_Sharded.__torch_dispatch__` does for an operation, where torch does not call that."""
+    del cls, types
+    kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's documented way
+        if any(torch.Tag.inplace_view in each.tags for each in _overloads(name)):
+            _refuse_shape(f"`{name}`")
+        if isinstance(kwargs.get("out"), DTensor):
+            return _run_into(func, args, kwargs, ["out"])
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            is_mixed = any(map(_is_plain, pytree.tree_leaves((args, kwargs))))
+            if is_mixed and (where := _calling_method()) is not None:
+                _refuse_mix(where, func, error)
+            raise
+        leaves = [each for each in pytree.tree_leaves(result) if isinstance(each, DTensor)]
+        if any(each.requires_grad or isinstance(each, _Sharded) for each in leaves):
+            return result
+        is_view = name == "__getitem__" or _returns_views(name)
+        return pytree.tree_map_only(DTensor, functools.partial(_view_of, args[0]) if is_view else _fresh, result)
+
+
+@functools.cache
+def _returns_views(name: str) -> bool:
+    """Return whether an operation returns views of what it is given."""
+    returned = [each for overload in _overloads(name) for each in overload._schema.returns]  # noqa: SLF001
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+
+
+@functools.cache
+def _overloads(name: str) -> tuple[Any, ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    return () if packet is None else tuple(getattr(packet, each) for each in packet.overloads())
+
+
+if not calls_dispatch_of_subclasses():
+    _Sharded.__torch_function__ = classmethod(_run_function)  # type: ignore[assignment]
+
+
 def _unwrapped(tensor: DTensor) -> DTensor:
     """Return the same rows as torch's own DTensor."""
     make: Any = DTensor
@@ -212,13 +255,10 @@ def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Collective: every rank of the world.
     """
+    if outputs := [each.name for each in func._schema.arguments if each.is_out]:  # noqa: SLF001
+        return _run_into(func, args, kwargs, outputs)
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole_of, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    if outputs := [each.name for each in func._schema.arguments if each.is_out]:  # noqa: SLF001
-        for name in outputs:
-            _take(kwargs[name], whole_kwargs[name])
-            _note_write(kwargs[name])
-        return kwargs[outputs[0]] if len(outputs) == 1 else tuple(kwargs[name] for name in outputs)
     first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     mesh = first.device_mesh
 
@@ -228,6 +268,19 @@ def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _fresh(DTensor.from_local(sent, mesh, [Replicate()] * mesh.ndim, run_check=False))
 
     return pytree.tree_map_only(torch.Tensor, replicate, result)
+
+
+def _run_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[str]) -> Any:
+    """Run an operation on whole tensors that writes into some of its arguments.
+
+    Collective: every rank of the world.
+    """
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole_of, (args, kwargs))
+    func(*whole_args, **whole_kwargs)
+    for name in outputs:
+        _take(kwargs[name], whole_kwargs[name])
+        _note_write(kwargs[name])
+    return kwargs[outputs[0]] if len(outputs) == 1 else tuple(kwargs[name] for name in outputs)
 
 
 def _calling_method() -> str | None:

@@ -370,7 +370,6 @@ class _Comparison:
         splits: Mapping[str, Any],
     ) -> None:
         self._plan, self._unit, self._setting = plan, unit, setting
-        self.runner = Runner(unit.module, call, setting, device)
         own = {id(parameter) for parameter in unit.module.parameters()}
         inside = {
             id(parameter): splits[name]
@@ -380,6 +379,7 @@ class _Comparison:
         }
         light = {key for key, split in inside.items() if key in own and not split.is_shared}
         self.values = random_values(unit.module, device, setting.dtype, light)
+        self.runner = Runner(unit.module, call, setting, device, self.values)
         self._names = {id(parameter): name for name, parameter in unit.module.named_parameters()}
 
     def compare(
