@@ -1,4 +1,4 @@
-"""Gathers and reductions of the FSDP plugin that have begun before anybody waits for them."""
+"""Units of the FSDP plugin that are gathered ahead of their forward."""
 
 from __future__ import annotations
 
@@ -65,53 +65,3 @@ def test_layers_that_were_gathered_ahead_and_left_out_have_the_values_of_the_nex
     expected = in_one_process()
     for values in run_on_ranks(trained, 2, options, evaluates=evaluates, skipped=skipped):
         assert_same_tensors(values, expected, tolerance_for(torch.float32))
-
-
-def gradients_seen(replica_size, *, accumulates):
-    """Return the gradients that hooks of backward see on later layers, and what training leaves."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    plugin = TorchFSDPPlugin(unit_classes=["Linear"], replica_size=replica_size)
-    booster = Booster("cpu", plugin=plugin)
-    net = Skipping()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
-    weights, seen = [layer.weight for layer in net.layers], []
-
-    def look(*_):
-        seen.append([whole(weight.grad) for weight in weights])
-
-    for layer in net.layers[1:]:
-        layer.register_full_backward_hook(look)
-    for number in range(2):
-        booster.backward(model(batch(number)[rank::size]).square().mean(), optimizer)
-        if not accumulates:
-            optimizer.step()
-            optimizer.zero_grad()
-    ends = [whole(parameter.grad) for parameter in net.parameters()]
-    return [each for layer in seen for each in layer if each is not None], ends, whole_model(booster, model)
-
-
-def whole(gradient):
-    return None if gradient is None else gradient.full_tensor()
-
-
-@pytest.mark.parametrize("accumulates", [False, True], ids=["step", "accumulate"])
-@pytest.mark.parametrize("replica_size", [1, 2])
-def test_a_gradient_that_backward_shows_is_finished(replica_size, accumulates):
-    net = Skipping()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    expected = []
-    for number in range(2):
-        net(batch(number)).square().mean().backward()
-        expected += [layer.weight.grad.clone() for layer in net.layers]
-        if not accumulates:
-            optimizer.step()
-            optimizer.zero_grad()
-    for seen, ends, values in run_on_ranks(gradients_seen, 2 * replica_size, replica_size, accumulates=accumulates):
-        assert seen
-        for gradient in seen:
-            assert any(torch.allclose(gradient, each, atol=1e-6) for each in expected)
-        for parameter, gradient in zip(net.parameters(), ends, strict=True):
-            assert (gradient is None) == (parameter.grad is None)
-            if gradient is not None:
-                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
-        assert_same_tensors(values, net.state_dict(), tolerance_for(torch.float32))

@@ -78,14 +78,6 @@ def finish_gather(group: Any) -> None:
         group.wait_for_unshard()
 
 
-def finish_in_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that runs, or at once if none does."""
-    if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - no public name
-        function()
-    else:
-        torch.autograd.Variable._execution_engine.queue_callback(function)  # noqa: SLF001 - as torch's FSDP does
-
-
 def show_rows(group: Any) -> None:
     """Let modules hold the sharded parameters of a group, which stays gathered if it is."""
     for inner in group.fsdp_params:

@@ -42,7 +42,7 @@ class FSDPConfig:
         cpu_offload: Offload parameters, gradients and optimizer state to host memory, and step there. If forward
             runs on the CPU, they are in host memory already.
         forward_prefetch: Number of units to prefetch in forward, in the order of registration; 0 uses torch's default,
-            which overlaps one on CUDA, and prefetches one on the CPU.
+            which overlaps one on CUDA.
         backward_prefetch: Number of units to prefetch in backward, in reverse order; 0 uses torch's default, which
             prefetches one.
         max_norm: Clip gradients by this global norm in each step, unless ``clip_grad_by_norm`` was called before it;

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
-    from booster_fsdp.collectives import Reductions
-
 
 class ShardedGradients:
     """Completes, reduces, averages and drops the gradients of one model, for all of its optimizers.
@@ -46,7 +44,6 @@ class ShardedGradients:
         model: The user's model, sharded.
         modules: The sharded modules in the order of registration, beginning with the model that torch sharded.
         device: Where the model runs.
-        reductions: Those of its units.
         broadcast_buffers: Broadcast buffers that forward changes.
         refuse: Returns the error for a parameter's gradient, by name, where no optimizer would step with it; ``None``
             where there is one.
@@ -62,7 +59,6 @@ class ShardedGradients:
         model: nn.Module,
         modules: Sequence[FSDPModule],
         device: torch.device,
-        reductions: Reductions,
         *,
         broadcast_buffers: bool,
         refuse: Callable[[str], Exception] | None = None,
@@ -73,7 +69,6 @@ class ShardedGradients:
         self._groups = [group for module in self.modules for group in groups_of(module)]
         self._parameters = list(model.parameters())
         self._device = device
-        self._reductions = reductions
         self._refuse = refuse
         self._used: set[int] = set()  # ids of the sharded parameters that had a gradient when they were reduced
         self._filled: set[int] = set()  # ids of those whose gradient on this rank is only the zeros of `_complete`
@@ -131,7 +126,6 @@ class ShardedGradients:
         Args:
             parameters: Ids of the sharded parameters; ``None`` for all.
         """
-        self._reductions.finish()
         for group in self._groups:
             group._partial_reduce_output = None  # noqa: SLF001 - HSDP's sums that are not averaged over replicas yet
             for inner in group.fsdp_params:
@@ -188,9 +182,7 @@ class ShardedGradients:
             self._unreduced.add(group)
         # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
         if group.reduce_grads or gathered:
-            self._reductions.finish()
-            with self._reductions.unfinished([p for inner in gathered if (p := inner.sharded_param).requires_grad]):
-                reduce(*unused)
+            reduce(*unused)
 
     def _complete(self, gathered: Sequence[Any]) -> None:
         trained = [inner for inner in gathered if inner._unsharded_param.requires_grad]  # noqa: SLF001

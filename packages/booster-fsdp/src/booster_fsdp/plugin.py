@@ -27,7 +27,6 @@ from booster_core.plugin import (
 )
 from booster_core.precision import PrecisionPolicy
 from booster_core.state import slices_of
-from booster_fsdp.collectives import Reductions
 from booster_fsdp.config import FSDPConfig
 from booster_fsdp.formats import resolve_formats, uses_autocast
 from booster_fsdp.gradients import ShardedGradients
@@ -207,8 +206,7 @@ class TorchFSDPPlugin(Strategy):
         if not given:
             refuse_all_gradients(model)  # of parameters that stay replicated
         before = {parameter: path for path, parameter in model.named_parameters()}
-        reductions = Reductions(has_replicas=self.config.replica_size > 1)
-        units = shard_model(model, mesh, self.config, context.precision, reductions)
+        units = shard_model(model, mesh, self.config, context.precision)
         if recording is not None:
             fill_model(
                 model,
@@ -226,7 +224,6 @@ class TorchFSDPPlugin(Strategy):
             model,
             units,
             context.device,
-            reductions,
             broadcast_buffers=self.config.broadcast_buffers,
             refuse=None if given else without_optimizer,
         )

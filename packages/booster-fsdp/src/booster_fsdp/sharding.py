@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
 from booster_fsdp._torch_private import check_internals, replace_parameters
-from booster_fsdp.collectives import Reductions, use_runtime_collectives
+from booster_fsdp.collectives import use_runtime_collectives
 from booster_fsdp.formats import describe_formats, gathers_narrow, reduce_dtype, unit_format, uses_autocast
 from booster_fsdp.model import keep_outputs, refuse_apart
 from booster_fsdp.parameters import shard_parameter
@@ -110,9 +110,7 @@ def check_parameters(model: nn.Module) -> None:
     refuse_renormalized(model)
 
 
-def shard_model(
-    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy, reductions: Reductions
-) -> list[FSDPModule]:
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy) -> list[FSDPModule]:
     """Shard a model in place, and return the model and the modules that became units; some parameters are replicated.
 
     Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not
@@ -125,7 +123,6 @@ def shard_model(
         mesh: What `make_mesh` returned.
         config: Options.
         policy: Precision of the run.
-        reductions: Takes those of the units.
 
     Raises:
         ConfigError: If a name in the options is not in the model, or a unit can't be sharded.
@@ -157,14 +154,14 @@ def shard_model(
         _shard(modules[name], name, mesh=mesh, mp_policy=format_of_unit, reshard=kept.get(name, asked), **options)
     if mesh.device_type == "cpu":
         for name in formats:
-            use_runtime_collectives(cast("FSDPModule", modules[name]), reductions)
+            use_runtime_collectives(cast("FSDPModule", modules[name]))
     kept_in = {dtype for dtype in dtype_of.values() if dtype is not None}
     note_compute(model, describe_formats(config, policy, kept_in, has_unrounded=bool(unrounded)))
     is_summed_here = hasattr(model, "set_custom_reduce_scatter")
     sent = _sent_dtypes(formats, dtype_of, whole)
     note_reductions(model, sent, torch.device(mesh.device_type), by_backend=not is_summed_here, is_rounded=True)
     sharded = [cast("FSDPModule", modules[name]) for name in chosen]
-    _prefetch(cast("FSDPModule", model), sharded, config, on_cpu=mesh.device_type == "cpu")
+    _prefetch(cast("FSDPModule", model), sharded, config)
     check_internals([cast("FSDPModule", model), *sharded])
     return [cast("FSDPModule", model), *sharded]
 
@@ -256,10 +253,8 @@ def _sent_dtypes(
     return {dtype for dtype in units if dtype is not None} | others
 
 
-def _prefetch(root: FSDPModule, units: Sequence[FSDPModule], config: FSDPConfig, *, on_cpu: bool) -> None:
+def _prefetch(root: FSDPModule, units: Sequence[FSDPModule], config: FSDPConfig) -> None:
     ahead, behind = config.forward_prefetch, config.backward_prefetch
-    if on_cpu:  # where torch has no stream that runs ahead, but keeps memory for the gather of a second unit
-        ahead = max(ahead, 1)
     if ahead:
         root.set_modules_to_forward_prefetch(list(units[:ahead]))
     for index, unit in enumerate(units):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
-from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import (
@@ -18,6 +17,7 @@ from booster_runtime.sharding import (
     RaisedAnywhere,
     numbers_of_group,
     raise_for_unused,
+    raised_on_all,
     refuse_gradient,
 )
 from booster_zero.engine.optimizer import ZeroOptimizer
@@ -371,8 +371,8 @@ class ShardedEngine:
 
         Collective: every rank of the world, where they are; else none.
         """
-        if self.is_anywhere(error):
-            with DistCoordinator().together("offload to disk"):
+        if self.home.moves:
+            with raised_on_all("offload to disk", self.device):
                 if error is not None:
                     raise error
 
