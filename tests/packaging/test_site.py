@@ -132,14 +132,19 @@ def test_every_option_of_a_plugin_is_on_its_page(name, sources):
     assert options, "the constructor is read"
 
 
-def test_pages_call_methods_that_booster_has(sources):
-    """Also in prose and tables: functions that take the Booster are no methods of it."""
+def test_pages_and_messages_name_methods_that_booster_has(sources):
+    """Also in prose and tables, and in errors: functions that take the Booster are no methods of it."""
     colossal_ai = {"load", "save"}  # named on the page for its scripts
     methods = set(sources["booster_core.booster.Booster"].members) | colossal_ai
     called = {
         (page.name, name)
         for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
         for name in re.findall(r"(?<![\w.])booster\.(\w+)\(", page.read_text(encoding="utf-8"))
+    }
+    called |= {
+        (path.name, name)
+        for path in ROOT.glob("packages/*/src/**/*.py")
+        for name in re.findall(r"`booster\.(\w+)\(", path.read_text(encoding="utf-8"))
     }
     assert {name for _, name in called} >= {"boost", "backward", "save_model"}
     assert {(page, name) for page, name in called if name not in methods} == set()

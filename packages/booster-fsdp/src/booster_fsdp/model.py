@@ -77,7 +77,7 @@ class FSDPModel(ModelWrapper):
         """
         msg = (
             "A model whose parameters are split over the ranks can't be copied. For a running mean of the parameters "
-            "use `booster.ema(model)`; or copy the model before `boost`, and boost the copy as well."
+            "use `booster_runtime.ema(booster, model)`; or copy the model before `boost`, and boost the copy as well."
         )
         raise ConfigError(msg)
 

@@ -121,6 +121,6 @@ def refuse_copy() -> NoReturn:
     msg = (
         "A model that is split over ranks can't be copied: its layers' parameters, gradients and messages belong "
         "together. Copy it before `boost`, and boost the copy as well; for a running mean of the parameters, use "
-        "`booster.ema(model, decay)`."
+        "`booster_runtime.ema(booster, model, decay)`."
     )
     raise ConfigError(msg)

@@ -92,7 +92,7 @@ class _Boosting(_Base):  # type: ignore[misc]
         if isinstance(plugin, PipelinePlugin) and plugin.has_pipeline(boosted.model):
             msg = (
                 f"The Trainer calls the model, and plugin '{plugin.name}' runs this one through a pipeline. Use "
-                "`pp_size=1`, or a loop with `booster.train_batch`."
+                "`pp_size=1`, or a loop with `booster_runtime.train_batch`."
             )
             raise ConfigError(msg)
         self.model_wrapped = boosted.model
