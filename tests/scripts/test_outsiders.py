@@ -73,9 +73,9 @@ RAISING = {
         ["clip_by_torch-zero", "clip_by_torch-gemini", "clip_by_torch-hybrid"],
         ("GradientError", r"is split over the ranks.*call `optimizer\.clip_grad_by_norm\(max_norm\)`", "all"),
     ),
-    "ema_by_deepcopy-fsdp": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
-    "ema_by_deepcopy-gemini": ("ConfigError", r"is kept in shards.*`booster\.ema\(model\)`", "all"),
-    "ema_by_deepcopy-hybrid": ("ConfigError", r"can't be copied.*use `booster\.ema\(model(, decay)?\)`", "all"),
+    "ema_by_deepcopy-fsdp": ("ConfigError", r"can't be copied.*use `booster_runtime\.ema\(booster, model", "all"),
+    "ema_by_deepcopy-gemini": ("ConfigError", r"is kept in shards.*`booster_runtime\.ema\(booster, model\)`", "all"),
+    "ema_by_deepcopy-hybrid": ("ConfigError", r"can't be copied.*use `booster_runtime\.ema\(booster, model", "all"),
 }
 """The error that ends a script (under one plugin and number of ranks), on all ranks or on those that save.
 

@@ -120,7 +120,7 @@ def test_a_copy_of_a_split_model_raises_with_the_remedy(plugin, how):
 @pytest.mark.parametrize("plugin", ["gemini"])
 def test_a_copy_of_the_own_model_raises(plugin):
     expect_on_ranks(
-        ConfigError, r"is kept in shards.*`booster.ema\(model\)`", make_copy, 2, plugin, True, copy.deepcopy
+        ConfigError, r"is kept in shards.*`booster_runtime.ema\(", make_copy, 2, plugin, True, copy.deepcopy
     )
 
 

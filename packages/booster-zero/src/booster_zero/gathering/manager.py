@@ -250,7 +250,8 @@ class ChunkManager:
                 f"that `{what}` finds no values. Read values inside of `with model.whole_parameters():` or from "
                 "`model.state_dict()` of the boosted model, and change them inside of `with "
                 "model.whole_parameters(writes=True):`, each on every rank. `booster.save_model` writes files, "
-                "`booster_runtime.ema(booster, model)` keeps an average; copy the model inside of such a block, or before `boost`."
+                "`booster_runtime.ema(booster, model)` keeps an average; copy the model inside of such a block, or "
+                "before `boost`."
             )
             raise ConfigError(msg)
         self.use(bucket)
