@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting, assert_equals_one_process, decayed, own_loss, zoo_case
 from matrix import matrix, named
 from model_zoo import get_model
+from torch.nn import functional
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.training import whole_model
 
 STEPS = 3
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -23,72 +27,34 @@ SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 MODES = pytest.mark.parametrize("options", [ULYSSES, RING, SPLIT], ids=["all_to_all", "ring_attn", "split_gather"])
 
 
-def make(name):
-    model = get_model(name).seeded()
-    decay = [p for n, p in model.named_parameters() if p.dim() > 1]
-    others = [p for n, p in model.named_parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 2e-3}], lr=1e-3, eps=1e-3
-    )
-    return model, optimizer
-
-
-def batch_of(step, data_size, length, padding):
-    """Return whole sequences, of which the first third and what is padded don't count: more of them on some ranks."""
-    samples = 2 * data_size
-    tokens = torch.randint(3, 64, (samples, length), generator=torch.Generator().manual_seed(step))
+def batch_of(step, length, padding):
+    """Return whole sequences, of which the first third and what is padded don't count: more of them in some samples."""
+    tokens = torch.randint(3, 64, (4, length), generator=torch.Generator().manual_seed(step))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     batch["labels"][:, : length // 3] = -100
     if padding is not None:
         batch["attention_mask"] = torch.ones_like(tokens)
-        for sample in range(samples):
+        for sample in range(4):
             hidden = 1 + sample % 3
             batch["attention_mask"][sample, slice(-hidden, None) if padding == "right" else slice(0, hidden)] = 0
         batch["labels"][batch["attention_mask"] == 0] = -100
     return batch
 
 
-def boosted(name, options, precision="fp32", dropouts=()):
-    from booster_hybrid import HybridParallelPlugin
+def share_of(length, padding, step, replica):
+    return {key: value[replica::2] for key, value in batch_of(step, length, padding).items()}
 
+
+def llama_case(length, padding, name="transformers/llama", **changes):
+    return zoo_case(name, batch=functools.partial(share_of, length, padding), loss=own_loss, **changes)
+
+
+def boosted(name, options, precision="fp32", dropouts=()):
     booster = Booster(plugin=HybridParallelPlugin(**options), mixed_precision=precision)
-    model, optimizer = make(name)
+    model = get_model(name).seeded()
     for each in dropouts:
         model.get_submodule(each).p = 0.5
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    parts = options.get("tp_size", 1) * options.get("sp_size", 1)
-    return booster, model, optimizer, dist.get_world_size() // parts, dist.get_rank() // parts
-
-
-def mean_over_ranks(loss):
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
-
-
-def compare(name, options, length, padding, loss_of=None):
-    """Train on the data parallel ranks' shares, against the mean of their losses on one process."""
-    booster, model, optimizer, data_size, data_rank = boosted(name, options)
-    loss_of = loss_of or (lambda model, batch: model(**batch).loss)
-    expected, plain = make(name)
-    for step in range(STEPS):
-        whole = batch_of(step, data_size, length, padding)
-        shares = [{key: value[rank::data_size] for key, value in whole.items()} for rank in range(data_size)]
-        loss = sum(loss_of(expected, share) for share in shares) / data_size
-        loss.backward()
-        found = loss_of(model, shares[data_rank])
-        booster.backward(found, optimizer)
-        assert mean_over_ranks(found) == pytest.approx(loss.item(), rel=1e-5)
-        for key, parameter in expected.named_parameters():
-            torch.testing.assert_close(full_gradient(booster, model, key), parameter.grad, **TOLERANCE, msg=key)
-        norm = float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5))
-        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(norm, rel=1e-5)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    found = whole_model(booster, model)
-    for key, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[key], parameter.detach(), **TOLERANCE, msg=key)
+    return booster, *booster.boost(model, decayed(model))[:2]
 
 
 # every length in every mode; with whole logits or split ones in turn
@@ -106,8 +72,10 @@ def compare(name, options, length, padding, loss_of=None):
     options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
 )
 def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, parallel_output, length, padding):
-    options = {**options, "parallel_output": parallel_output}
-    run_on_ranks(compare, 2, "transformers/llama", options, length, padding)
+    setting = Setting(HybridParallelPlugin, {**options, "parallel_output": parallel_output})
+    # the first of two positions, which alone has a loss, attends to itself whatever its query is
+    no_effect = ("*.q_proj.weight", "*.k_proj.weight") if length == 2 else ()
+    assert_equals_one_process(llama_case(length, padding, no_effect=no_effect), setting)
 
 
 @matrix(
@@ -127,38 +95,38 @@ def test_sequences_of_any_length_padded_or_not_train_as_on_one_process(options, 
     ),
 )
 def test_sequence_times_other_axes_train_as_on_one_process(options):
-    run_on_ranks(compare, 4, "transformers/llama", options, 9, "right")
+    assert_equals_one_process(llama_case(9, "right"), Setting(HybridParallelPlugin, options, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_order", [("dp", "pp", "sp", "tp"), ("dp", "pp", "tp", "sp")], ids=["tp", "sp"])
 def test_two_rings_times_split_layers_train_as_on_one_process(mesh_order):
     options = {**RING, "sp_size": 4, "inner_ring_size": 2, "tp_size": 2, "mesh_order": mesh_order}
-    run_on_ranks(compare, 8, "transformers/llama", options, 21, "left", timeout_seconds=300)
+    assert_equals_one_process(llama_case(21, "left"), Setting(HybridParallelPlugin, options, 8))
 
 
-def own_criterion(model, batch):
+def without_labels(step, replica):
+    return {"input_ids": share_of(7, None, step, replica)["input_ids"]}
+
+
+def own_criterion(outputs, batch):
     """A criterion that knows nothing of ranks, over whole logits, with positions weighted differently."""
-    logits = model(input_ids=batch["input_ids"]).logits
-    weights = torch.linspace(0.5, 2.0, logits.shape[1])
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["input_ids"], reduction="none")
+    weights = torch.linspace(0.5, 2.0, outputs.logits.shape[1])
+    losses = functional.cross_entropy(outputs.logits.transpose(1, 2), batch["input_ids"], reduction="none")
     return (losses * weights).mean()
-
-
-def compare_own_criterion(options):
-    compare("transformers/llama_tied", options, 7, None, own_criterion)
 
 
 @matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_a_custom_criterion_gets_whole_logits(options):
-    run_on_ranks(compare_own_criterion, 2, options)
+    case = zoo_case("transformers/llama_tied", batch=without_labels, loss=own_criterion)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
 
 
 def compare_zoo(names, options):
     """One step of each model on its own batch and loss."""
     for name in names:
         zoo = get_model(f"transformers/{name}")
-        booster, model, optimizer, _, _ = boosted(zoo.name, options)
+        booster, model, optimizer = boosted(zoo.name, options)
         expected = zoo.seeded()
         batch = zoo.whole(0, 1, 4)
         loss, found = zoo.loss_of(expected, batch), zoo.loss_of(model, batch)
@@ -192,10 +160,10 @@ def test_models_and_heads_have_the_gradients_of_one_process(options, models):
 def narrow(options):
     norms = {}
     for precision in ("fp32", "bf16"):
-        booster, model, optimizer, _, _ = boosted("transformers/llama", options, precision)
+        booster, model, optimizer = boosted("transformers/llama", options, precision)
         norms[precision] = []
         for step in range(STEPS):
-            booster.backward(model(**batch_of(step, 1, 9, "right")).loss, optimizer)
+            booster.backward(model(**batch_of(step, 9, "right")).loss, optimizer)
             norms[precision].append(float(optimizer.clip_grad_by_norm(0.5)))
             optimizer.step()
             optimizer.zero_grad()
@@ -212,7 +180,7 @@ def checkpointed(options):
     """Two batches of different lengths are underway when layers are computed again."""
     gradients = []
     for switch in (None, "booster", "transformers"):
-        booster, model, optimizer, _, _ = boosted("transformers/gpt2_lm", options)
+        booster, model, optimizer = boosted("transformers/gpt2_lm", options)
         if switch == "booster":
             enable_activation_checkpointing(model)
         elif switch == "transformers":
@@ -223,7 +191,7 @@ def checkpointed(options):
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.3
         torch.manual_seed(5)
-        loss = model(**batch_of(0, 1, 9, None)).loss + model(**batch_of(1, 1, 14, "right")).loss
+        loss = model(**batch_of(0, 9, None)).loss + model(**batch_of(1, 14, "right")).loss
         booster.backward(loss, optimizer)
         gradients.append({key: full_gradient(booster, model, key) for key, _ in model.unwrap().named_parameters()})
     for found in gradients[1:]:
@@ -238,12 +206,12 @@ def test_layers_that_are_computed_again_give_the_same_gradients(options):
 
 def dropped(options):
     name = "transformer.h.1.mlp.dropout"
-    _, model, _, _, _ = boosted("transformers/gpt2_lm", options, dropouts=[name])
+    _, model, _ = boosted("transformers/gpt2_lm", options, dropouts=[name])
     seen = []
     dropout = model.unwrap().get_submodule(name)
     dropout.register_forward_hook(lambda _, args, output: seen.append((output == 0) & (args[0] != 0)))
     before = torch.get_rng_state()
-    model(**batch_of(0, 1, 8, None))
+    model(**batch_of(0, 8, None))
     assert not torch.equal(torch.get_rng_state(), before)
     after = [None] * dist.get_world_size()
     dist.all_gather_object(after, (seen[0], torch.get_rng_state()))
@@ -254,9 +222,9 @@ def dropped(options):
 
 
 def draws_nothing(options):
-    _, model, _, _, _ = boosted("transformers/gpt2_lm", options)
+    _, model, _ = boosted("transformers/gpt2_lm", options)
     before = torch.get_rng_state()
-    model(**batch_of(0, 1, 8, None))
+    model(**batch_of(0, 8, None))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -271,11 +239,11 @@ def test_a_model_without_dropout_draws_no_numbers(options):
 
 
 def masked(options):
-    mask = torch.zeros(2, 1, 12, 12).masked_fill(
+    mask = torch.zeros(4, 1, 12, 12).masked_fill(
         torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) < 0.3, -9
     )
-    batch = {**batch_of(0, 1, 12, None), "attention_mask": mask}
-    _, model, _, _, _ = boosted("transformers/llama", options)
+    batch = {**batch_of(0, 12, None), "attention_mask": mask}
+    _, model, _ = boosted("transformers/llama", options)
     expected = get_model("transformers/llama").seeded()
     torch.testing.assert_close(model(**batch).logits, expected(**batch).logits)
 
@@ -293,17 +261,15 @@ def keeps_others_as_they_are(folder):
 
     other = get_model("transformers/llama").seeded()
     mine = LlamaForCausalLM(other.config)
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(**ULYSSES))
     model, *_ = booster.boost(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
     assert other.config._attn_implementation == "sdpa"
-    other(**batch_of(0, 1, 8, None))
+    other(**batch_of(0, 8, None))
     booster.save_model(model, folder, shard=True)
     assert "booster" not in (folder / "config.json").read_text()
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     loaded = LlamaForCausalLM.from_pretrained(folder)
-    torch.testing.assert_close(loaded(**batch_of(0, 1, 8, None)).loss, model(**batch_of(0, 1, 8, None)).loss)
+    torch.testing.assert_close(loaded(**batch_of(0, 8, None)).loss, model(**batch_of(0, 8, None)).loss)
 
 
 def test_shared_and_saved_configurations_are_not_changed(tmp_path):
@@ -311,7 +277,7 @@ def test_shared_and_saved_configurations_are_not_changed(tmp_path):
 
 
 def boost_and_run(name, options, **more):
-    _, model, _, _, _ = boosted(f"transformers/{name}", options)
+    _, model, _ = boosted(f"transformers/{name}", options)
     zoo = get_model(f"transformers/{name}")
     model(**{**zoo.whole(0, 1, 4), **more})
 
@@ -339,7 +305,7 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank():
 
 
 def generate(options):
-    _, model, _, _, _ = boosted("transformers/llama", options)
+    _, model, _ = boosted("transformers/llama", options)
     model.unwrap().generate(torch.full((1, 5), 7), max_new_tokens=2, use_cache=True, do_sample=False)
 
 

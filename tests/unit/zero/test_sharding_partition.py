@@ -2,7 +2,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from booster_zero.engine.partition import (
@@ -112,7 +112,8 @@ def test_slices_are_no_longer_than_needed():
         assert tuple(plan.bounds) == (0, 2 * ALIGNMENT, 4 * ALIGNMENT)
 
 
-@given(sizes, worlds, st.integers(1, 300))
+@example(sizes=[(0, ALIGNMENT), (1, ALIGNMENT)], world_size=1, bucket_numel=2 * ALIGNMENT)  # fills it to the last
+@given(sizes=sizes, world_size=worlds, bucket_numel=st.integers(1, 300))
 def test_lengths_are_those_of_the_plans(sizes, world_size, bucket_numel):
     lengths = lengths_of_flat([numel for _, numel in sizes], world_size, bucket_numel)
     assert lengths == [plan.numel for plan in plan_flat(sizes, world_size, bucket_numel)]
