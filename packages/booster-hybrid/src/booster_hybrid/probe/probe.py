@@ -19,7 +19,7 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import Style
-from booster_hybrid.probe.batches import calls_of_model, clear_number
+from booster_hybrid.probe.batches import calls_of_model, clear_number, with_choices
 from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
@@ -210,8 +210,8 @@ class _Probe:
             torch.autocast(self._device.type, enabled=False),
         ):
             # Where sequences are split, of lengths that can be told from other sizes.
-            clear = () if self._split_sequence is None else calls_of_model(model, batch, self._plan.size)
-            for args, kwargs in clear:
+            batches = () if self._split_sequence is None else with_choices(batch)
+            for args, kwargs in (call for each in batches for call in calls_of_model(model, each, self._plan.size)):
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
                     layers = {each: names.modules[each] for each in names.modules if self._is_in_list(each)}
