@@ -45,7 +45,7 @@ nox.options.reuse_venv = "yes"
 def tests(session: nox.Session) -> None:
     """Run what must pass before a change is merged: lint, types, and all tests except the slow ones.
 
-    ``-- tests/distributed/zero`` runs those of a folder. How long each took is in build/tests.xml.
+    ``-- tests/zero`` runs those of a folder. How long each took is in build/tests.xml.
     """
     python = _checkout(session)
     _lint(session, python)
@@ -67,27 +67,14 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def unit(session: nox.Session) -> None:
-    """Run the tests that need no ranks."""
-    _pytest(session, _checkout(session), "tests/unit", *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def integration(session: nox.Session) -> None:
-    """Run the tests on several ranks: distributed, checkpoints, the zoo."""
-    folders = [name for name in ("distributed", "checkpoint", "zoo") if (ROOT / "tests" / name).exists()]
-    _pytest(session, _checkout(session), *(f"tests/{name}" for name in folders), *session.posargs)
-
-
-@nox.session(venv_backend="none")
 def packaging(session: nox.Session) -> None:
     """Build the wheels, install them with only core, and test what a user sees."""
-    _pytest(session, _checkout(session), "tests/packaging", *session.posargs)
+    _pytest(session, _checkout(session), "tests/together/packaging", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """Run the tests that are too slow for the default run; ``-- tests/distributed/zero`` runs those of a folder."""
+    """Run the tests that are too slow for the default run; ``-- tests/zero`` runs those of a folder."""
     _pytest(session, _checkout(session), *_selected(session), "-m", "slow", *_workers(), *session.posargs)
 
 
@@ -151,9 +138,9 @@ def pack_gpu(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def device(session: nox.Session) -> None:
     """Run the conformance kit, and what `gpu` runs, on the simulated accelerator, with NCCL's rules."""
-    simulated = sorted(map(str, ROOT.glob("tests/distributed/*/test_*simulated*.py")))
-    offload = "tests/distributed/zero/test_zero_offload_device.py"
-    _pytest(session, _checkout(session), "tests/device", *simulated, offload, *session.posargs)
+    simulated = sorted(map(str, ROOT.glob("tests/*/test_*simulated*.py")))
+    offload = "tests/zero/test_zero_offload_device.py"
+    _pytest(session, _checkout(session), "tests/together/devices", *simulated, offload, *session.posargs)
 
 
 @nox.session
@@ -180,7 +167,7 @@ def package(session: nox.Session, name: str, core: str) -> None:
     _install_wheels(session, wheels, _versions(session, core, needed))
     session.run("python", "-m", "pip", "check")
     # Core must work without plugins, so none is installed when its tests run.
-    _pytest(session, "python", *_own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
+    _pytest(session, "python", _own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -206,7 +193,7 @@ def coverage(session: nox.Session) -> None:
         folder.mkdir(parents=True)
         session.env["COVERAGE_FILE"] = str(folder / "data")
         measured = ("-m", "coverage", "run", f"--source={name.replace('-', '_')}", "-m", "pytest")
-        _run(session, python, *measured, *_own_tests(name), "-m", "not slow", *_workers())
+        _run(session, python, *measured, _own_tests(name), "-m", "not slow", *_workers())
         _run(session, python, "-m", "coverage", "combine", "--quiet")
         for unreadable in folder.glob("data.*"):  # of a rank that a test killed while it wrote
             unreadable.unlink()
@@ -248,7 +235,7 @@ def minimums(session: nox.Session, core: str) -> None:
         session.install(*versions, *editable, *_group("test"))
     except nox.command.CommandFailed:
         session.error(f"These versions can't be installed here; pip says why above: {', '.join(versions)}.")
-    folders = [folder for name in PACKAGES for folder in _own_tests(name)]
+    folders = [_own_tests(name) for name in PACKAGES]
     _pytest(session, "python", *folders, "-m", "not slow", *_workers(), *session.posargs)
 
 
@@ -261,7 +248,8 @@ def docs(session: nox.Session) -> None:
     sources = [f"packages/{name}/src" for name in PACKAGES]
     _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
     pages = ("page_examples", "site", "cluster_page", "start_page")
-    _pytest(session, python, *(f"tests/packaging/test_{name}.py" for name in pages), *_workers(), *session.posargs)
+    files = [f"tests/together/packaging/test_{name}.py" for name in pages]
+    _pytest(session, python, *files, *_workers(), *session.posargs)
 
 
 @nox.session
@@ -384,7 +372,7 @@ def _measure(session: nox.Session, folder: str, variable: str, writer: str) -> N
         shutil.rmtree(results, ignore_errors=True)
     session.env[variable] = str(results)
     try:
-        _pytest(session, python, f"tests/{folder}", *arguments)
+        _pytest(session, python, f"tests/together/{folder}", *arguments)
     finally:
         if not arguments:
             _run(session, python, f"tests/shared/{writer}", str(results), "docs")
@@ -405,21 +393,16 @@ def _selected(session: nox.Session) -> list[str]:
     return [] if named else ["tests"]
 
 
-def _own_tests(name: str) -> list[str]:
-    """Return the folders with a package's own tests."""
-    short = name.removeprefix("booster-")
-    return [str(path) for path in sorted(ROOT.glob(f"tests/*/{short}")) if any(path.glob("test_*.py"))]
+def _own_tests(name: str) -> str:
+    """Return the folder with a package's own tests."""
+    return str(ROOT / "tests" / name.removeprefix("booster-"))
 
 
 def _shared_tests() -> list[str]:
     """Return the test files that belong to no package; tables of models have their own sessions."""
-    tables = {"zoo", "families"}
-    files = {
-        path for path in ROOT.glob("tests/**/test_*.py") if path.relative_to(ROOT / "tests").parts[0] not in tables
-    }
-    for name in PACKAGES:
-        files -= {path for folder in _own_tests(name) for path in Path(folder).rglob("test_*.py")}
-    return sorted(map(str, files))
+    folder = ROOT / "tests" / "together"
+    tables = {folder / "zoo", folder / "families"}
+    return sorted(str(path) for path in folder.rglob("test_*.py") if path.parent not in tables)
 
 
 def _run(session: nox.Session, python: str, *arguments: str, env: dict[str, str] | None = None) -> None:

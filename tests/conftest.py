@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -24,7 +25,8 @@ hypothesis.settings.load_profile("tests")
 
 _SLOW_SECONDS = 3600
 """Time limit of a slow test; pytest.ini has that of the others."""
-_UNIT = Path(__file__).parent / "unit"
+_OF_RANKS = ("run_on_ranks", "expect_on_ranks", "open_ranks", "run_on_devices", "Conformance", "scripts.run")
+"""What is in files whose tests run on ranks."""
 
 
 def pytest_configure() -> None:
@@ -38,10 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A parallel run starts files in this order: one that takes long and started last would run alone in the end.
     """
     cases = Counter(item.path for item in items)
-    items.sort(key=lambda item: (_UNIT in item.path.parents, -cases[item.path]))
+    items.sort(key=lambda item: (not _has_ranks(item.path), -cases[item.path]))
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
+
+
+@functools.cache
+def _has_ranks(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return any(word in text for word in _OF_RANKS)
 
 
 def pytest_collection_finish() -> None:

@@ -61,8 +61,8 @@ def touched(paths: Iterable[str]) -> list[str]:
                 changed.add(parts[1])
             else:
                 alone.add(parts[1])
-        elif parts[0] == "tests" and len(parts) > 3 and f"booster-{parts[2]}" in PACKAGES:
-            alone.add(f"booster-{parts[2]}")
+        elif parts[0] == "tests" and len(parts) > 2 and f"booster-{parts[1]}" in PACKAGES:
+            alone.add(f"booster-{parts[1]}")
         elif path.suffix not in PROSE and parts[0] not in {"benchmarks", "docs", "examples", "LICENSE"}:
             changed.update(PACKAGES)
     return sorted({*with_dependents(changed), *alone})

@@ -1,6 +1,7 @@
 """Train a small language model under a plugin on devices, and compare with one process on one device.
 
-The functions name no kind of device: `device_runs` runs them on CUDA, tests/device on the simulated accelerator.
+The functions name no kind of device: `device_runs` runs them on CUDA, and tests/together/devices on the
+simulated accelerator.
 """
 
 from __future__ import annotations

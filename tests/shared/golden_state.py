@@ -46,7 +46,7 @@ TENSORS = [
 WIDE = [("wide", (700, 500), torch.float32), ("narrow", (600, 300), torch.float32)]
 """More than one file of a MiB, for ``size_per_shard=1``."""
 STEP = "run/step-00000005"
-TABLE = Path(__file__).parents[1] / "checkpoint" / "checkpoint" / "golden_digests.json"
+TABLE = Path(__file__).parents[1] / "checkpoint" / "golden_digests.json"
 """The digests of all files, as `digests` finds them."""
 _BY_RANKS = {f"{STEP}/{name}" for name in ("manifest.json", "training_state.json", "training_state.safetensors")}
 """Files with the random states of each rank, or with their checksums."""

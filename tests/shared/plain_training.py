@@ -1,4 +1,4 @@
-"""The trainings of ``tests/scripts/outsiders`` in plain PyTorch, in one process, on the batches of all ranks together.
+"""The trainings of ``tests/together/scripts/outsiders`` in plain PyTorch, in one process, on all ranks' batches.
 
 Each function takes the number of data parallel ranks and the script's output path, and returns state dicts by
 subfolder of that. A batch is the list of what ranks get of it: as DistributedDataParallel does, a step follows the

@@ -239,7 +239,7 @@ def _fork(function: Callable[[], int], log: int | None = None) -> int:
 
 
 def _run_pytest(target: Target, plugins: list[Any]) -> int:
-    tests = [f"tests/unit/{name}" for name in target.tests]
+    tests = [f"tests/{name}" for name in target.tests]
     # Without capture, which forks would share.
     options = ["-x", "-q", "--no-header", "--tb=short", "--assert=plain", "-p", "no:cacheprovider", "-s"]
     options += ["-p", "pytest_timeout"]  # of which pytest.ini has an option

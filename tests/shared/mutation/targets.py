@@ -14,7 +14,7 @@ class Target:
 
     Args:
         module: Its dotted name.
-        tests: Files whose tests are to find the faults, below ``tests/unit``.
+        tests: Files whose tests are to find the faults, below ``tests``.
         functions: The functions and classes with arithmetic; all when empty.
         select: Which of the files' tests to run, as for pytest's ``-k``; all when empty.
     """

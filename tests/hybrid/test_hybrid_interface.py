@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from booster_core import discovery
+from booster_core.errors import ConfigError
+from booster_core.precision import LossScaleConfig
+from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPolicy
+from booster_zero import ZeroConfig
+
+RINGS = {"sp_size": 6, "sequence_parallelism_mode": "ring_attn"}
+
+
+def test_it_is_found_by_name():
+    assert discovery.load("hybrid") is HybridParallelPlugin
+
+
+def test_options_reach_the_config():
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, precision="bf16")
+    assert (plugin.config.tensor.size, plugin.config.pipeline.num_stages, plugin.config.zero.stage) == (2, 2, 1)
+    assert plugin.precision.name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 0}, "`tp_size=0` must be at least 1, which leaves that axis out"),
+        ({"pp_size": -1}, "`pp_size=-1` must be at least 1"),
+        ({"sp_size": 0}, "`sp_size=0` must be at least 1"),
+        ({"ep_size": 0}, "`ep_size=0` must be at least 1"),
+        ({"mesh_order": ("dp", "tp")}, r"`mesh_order=\('dp', 'tp'\)` must name each of 'dp', 'pp', 'sp', 'tp' once"),
+        ({"mesh_order": ("dp", "pp", "tp", "tp")}, "must name each of"),
+        ({"mesh_order": ("dp", "pp", "sp", "ep")}, "must name each of"),
+        ({"mesh_order": "dppptpsp"}, "`mesh_order='dppptpsp'` must name each of"),
+        ({"pp_size": 2, "num_microbatches": 2, "microbatch_size": 4}, "two answers to one question"),
+        ({"pp_size": 2, "microbatch_size": 0}, "`microbatch_size=0` must be at least 1"),
+        ({"num_microbatches": 2}, "`num_microbatches=2` is about a pipeline, and `pp_size=1` makes none"),
+        ({"microbatch_size": 2}, "`microbatch_size=2` is about a pipeline"),
+        ({"num_layers_per_stage": [2]}, r"`num_layers_per_stage=\(2,\)` is about a pipeline"),
+        ({"num_model_chunks": 2, "pp_style": "interleaved"}, "`num_model_chunks=2` is about a pipeline"),
+        ({"num_model_chunks": 1}, "`num_model_chunks=1` is about a pipeline"),
+        ({"pp_style": "gpipe"}, "`pp_style='gpipe'` is about a pipeline"),
+        ({"example_batch": [1]}, "`example_batch` is for finding the layers of a pipeline, and `pp_size=1` makes none"),
+        ({"pipeline_record": "out"}, "`pipeline_record` writes down the work of a pipeline, and `pp_size=1`"),
+        ({"custom_policy": ShardingPolicy()}, "`custom_policy` says where a model is split"),
+        ({"pp_size": 2, "num_model_chunks": 2}, "'1f1b'` puts 1 stage"),
+        ({"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 1}, "interleaved"),
+        ({"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 3}, "'zbv'` puts 2 stage"),
+        ({"pp_size": 2, "num_layers_per_stage": [2]}, r"`num_layers_per_stage=\[2\]` must list 2 positive numbers"),
+        ({"checkpoint_ratio": 0.5}, "`checkpoint_ratio=0.5` is about a pipeline, and `pp_size=1` makes none"),
+        (
+            {"pp_size": 2, "checkpoint_ratio": [0.5]},
+            r"`checkpoint_ratio=\(0.5,\)` must be one number, or 2: one for each",
+        ),
+        ({"pp_size": 2, "checkpoint_ratio": (0.5, 1.5)}, "between 0 and 1, and above 0 for one stage at least"),
+        ({"pp_size": 2, "checkpoint_ratio": 0.0}, "`None` leaves it to the model"),
+        ({"pp_style": "fifo"}, "`pp_style='fifo'` is not one of 'gpipe'"),
+        ({"sequence_parallelism_mode": "none"}, "`sequence_parallelism_mode='none'` is not one of"),
+        ({"sp_size": 2}, "`sp_size=2` needs a `sequence_parallelism_mode`"),
+        ({"sp_size": 2, "sequence_parallelism_mode": "split_gather"}, "splits over the tensor parallel ranks"),
+        ({"sequence_parallelism_mode": "split_gather"}, "over the tensor parallel ranks, but `tp_size=1`"),
+        ({"sequence_parallelism_mode": "ring_attn"}, "splits sequences over `sp_size` ranks, which is 1"),
+        ({**RINGS, "inner_ring_size": 0}, "`inner_ring_size=0` must be at least 1"),
+        ({**RINGS, "inner_ring_size": 4}, "does not cut a ring of 6 ranks into several. Use one of 2, 3, or leave"),
+        ({**RINGS, "inner_ring_size": 6}, "does not cut a ring of 6 ranks into several"),
+        ({**RINGS, "sp_size": 3, "inner_ring_size": 3}, "ring of 3 ranks into several. Leave it out for one ring"),
+        ({**RINGS, "sequence_parallelism_mode": "all_to_all", "inner_ring_size": 2}, "the mode is 'all_to_all'"),
+        ({"inner_ring_size": 2}, "is about `sequence_parallelism_mode='ring_attn'`, and the mode is None"),
+        ({"zero_stage": 4}, "`zero_stage=4` is not one of 0 "),
+        ({"zero_stage": 3, "ddp": DataParallelConfig()}, "and stage 3 of ZeRO has options of its own"),
+        ({"ddp": DataParallelConfig(), "zero_stage": 1}, r"`ddp=DataParallelConfig\(...\)` is about `zero_stage=0`"),
+        ({"ddp": DataParallelConfig(), "zero": ZeroConfig(stage=2)}, "and stage 2 of ZeRO has options of its own"),
+        ({"cpu_offload": True}, "`zero_stage=0` shards nothing"),
+        ({"zero": ZeroConfig(), "zero_stage": 2}, r"`zero=ZeroConfig\(...\)` says what `zero_stage=2` says, too"),
+        ({"zero": ZeroConfig(), "max_norm": 0.5}, "says what `max_norm=0.5` says, too"),
+        ({"zero": ZeroConfig(replica_size=2)}, r"`zero=ZeroConfig\(replica_size=2\)`: all data parallel ranks share"),
+        ({"loss_scale": LossScaleConfig()}, "`loss_scale` is about fp16"),
+        ({"precision": "bf16", "loss_scale": LossScaleConfig()}, "fp16"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        HybridParallelPlugin(**options)
+
+
+def test_a_wrong_precision_is_refused_at_once():
+    with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
+        HybridParallelPlugin(precision="int4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 2.0}, "`tp_size=2.0` must be a whole number of ranks; got `float`"),
+        ({"pp_size": "2"}, "`pp_size='2'` must be a whole number of ranks; got `str`"),
+        ({"ddp": {"bucket_bytes": 4}}, "`ddp` is a `DataParallelConfig`; got `dict`"),
+        ({"zero": 1}, "`zero` is a `ZeroConfig`; got `int`"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_at_once(options, message):
+    with pytest.raises(TypeError, match=message):
+        HybridParallelPlugin(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_bytes": 0}, "`bucket_bytes=0` must be positive"),
+        ({"communication_dtype": "int8"}, "`communication_dtype='int8'` is not one of"),
+        ({"unused": "skip"}, "`unused='skip'` is not one of"),
+    ],
+)
+def test_a_wrong_option_of_data_parallelism_is_refused_at_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        DataParallelConfig(**options)
+
+
+def test_the_description_names_what_data_parallelism_does():
+    described = HybridParallelPlugin(ddp=DataParallelConfig(bucket_bytes=64), max_norm=0.5).describe()
+    assert described["ddp"]["bucket_bytes"] == 64
+    assert described["max_norm"] == 0.5
+    assert described["mesh_order"] == ("dp", "pp", "sp", "tp")
+    assert HybridParallelPlugin(zero=ZeroConfig(max_norm=2.0)).describe()["max_norm"] == 2.0
+
+
+def test_data_parallel_config_has_zeros_options_that_do_not_concern_shards():
+    ours = {field.name: field.default for field in dataclasses.fields(DataParallelConfig)}
+    theirs = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
+    of_shards = {"stage", "overlap_allgather", "cpu_offload", "offload", "replica_size", "partition"}
+    assert ours == {name: theirs[name] for name in theirs.keys() - of_shards - {"max_norm"}}
+
+
+def test_every_option_is_compared_with_colossal_ais():
+    text = (Path(__file__).parents[2] / "docs/moving-from-colossalai.md").read_text(encoding="utf-8")
+    names = list(inspect.signature(HybridParallelPlugin).parameters)
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_the_docstring_lists_the_options_in_their_order():
+    names = list(inspect.signature(HybridParallelPlugin).parameters)
+    # Python 3.13 compiles docstrings without their indentation.
+    text = inspect.getdoc(HybridParallelPlugin)
+    assert re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)[: len(names)] == names

@@ -1,0 +1,338 @@
+"""Activation checkpointing by itself: gradients, random numbers, memory, names, and wrong use."""
+
+import copy
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster_core.errors import ConfigError
+from booster_runtime import disable_activation_checkpointing, enable_activation_checkpointing
+from booster_runtime.activations import disable_activation_offload, enable_activation_offload
+from booster_testing import peak_memory
+from booster_testing.compare import EXACT, assert_same_tensors
+from booster_testing.models import tiny_llama
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, dropout=0.0):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return x + self.dropout(torch.tanh(self.inner(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, num_blocks=4, width=8, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_stack(**changes):
+    torch.manual_seed(2)
+    return Stack(**changes)
+
+
+def use_own_checkpointing(model):
+    """Switch on transformers' own checkpointing, by the name that it has in this version."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def num_calls(model):
+    return [block.num_calls for block in model.blocks]
+
+
+def step(model, x=None):
+    torch.manual_seed(11)
+    model.zero_grad()
+    model(torch.ones(3, 8) if x is None else x).square().mean().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("by", "every", "expected"),
+    [
+        (None, 1, [2, 2, 2, 2]),
+        (None, 3, [2, 1, 1, 2]),
+        ("Block", 2, [2, 1, 2, 1]),
+        (Block, 1, [2, 2, 2, 2]),
+        (lambda name, module: name.endswith("1"), 1, [1, 2, 1, 1]),
+        ([Block], 1, [2, 2, 2, 2]),
+    ],
+)
+def test_chosen_modules_run_twice_and_gradients_are_equal(by, every, expected):
+    model = make_stack()
+    names = enable_activation_checkpointing(model, by, every=every)
+    assert_same_tensors(step(model), step(make_stack()), EXACT)
+    assert num_calls(model) == expected
+    assert names == [f"blocks.{index}" for index, calls in enumerate(expected) if calls == 2]
+
+
+def test_a_single_module_may_be_passed():
+    model = make_stack()
+    assert enable_activation_checkpointing(model, model.blocks[2]) == ["blocks.2"]
+    assert enable_activation_checkpointing(model, [model.blocks[0], model.blocks[1]]) == ["blocks.0", "blocks.1"]
+
+
+def test_dropout_draws_in_backward_what_it_drew_in_forward():
+    model = make_stack(dropout=0.5)
+    enable_activation_checkpointing(model)
+    assert_same_tensors(step(model), step(make_stack(dropout=0.5)), EXACT)
+
+
+def test_dropout_draws_anew_where_the_random_state_is_not_preserved():
+    model = make_stack(dropout=0.5)
+    enable_activation_checkpointing(model, preserve_random_state=False)
+    actual, expected = step(model), step(make_stack(dropout=0.5))
+    assert any(not torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_evaluation_computes_once():
+    model = make_stack()
+    enable_activation_checkpointing(model)
+    with torch.no_grad():
+        model(torch.ones(3, 8))
+    assert num_calls(model) == [1, 1, 1, 1]
+
+
+def test_names_in_the_state_stay():
+    model = make_stack()
+    before = list(model.state_dict())
+    enable_activation_checkpointing(model)
+    assert list(model.state_dict()) == before
+
+
+def test_a_copy_computes_with_its_own_parameters():
+    model = make_stack()
+    enable_activation_checkpointing(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(torch.ones(3, 8)).any()
+    step(twin)
+    assert model.blocks[0].inner.weight.grad is None
+
+
+def test_it_can_be_taken_back():
+    model = make_stack()
+    own = model.blocks[1].forward = lambda x: x  # a forward of the module's own
+    enable_activation_checkpointing(model)
+    disable_activation_checkpointing(model)
+    assert model.blocks[1].forward is own
+    assert "forward" not in vars(model.blocks[0])
+    enable_activation_checkpointing(model)
+
+
+def test_memory_held_for_backward_falls():
+    x = torch.ones(8192, 64)
+    nbytes = x.numel() * x.element_size()
+
+    def num_kept(model):
+        step(model, x)  # what is allocated and imported once
+        with peak_memory() as memory:
+            out = model(x)
+        assert out.requires_grad
+        return memory.kept_bytes / nbytes
+
+    plain, saving = make_stack(num_blocks=12, width=64), make_stack(num_blocks=12, width=64)
+    enable_activation_checkpointing(saving)
+    # Each of 12 blocks keeps its input and what tanh gave, or its input alone.
+    assert num_kept(plain) == pytest.approx(24, abs=1.5)
+    assert num_kept(saving) == pytest.approx(12, abs=1.5)
+
+
+def test_blocks_inside_of_blocks_are_not_found_by_default():
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    assert enable_activation_checkpointing(model) == ["0", "1"]
+
+
+# ---- operations that are kept
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.num_calls[operation.overloadpacket] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+class Attention(Block):
+    """A block with attention, which drops some of its weights."""
+
+    def __init__(self, attention_dropout=0.0):
+        super().__init__(dropout=0.5)
+        self.attention_dropout = attention_dropout
+
+    def forward(self, x):
+        heads = self.inner(x).view(1, 1, *x.shape)
+        attended = nn.functional.scaled_dot_product_attention(
+            heads, heads, heads, dropout_p=self.attention_dropout if self.training else 0.0
+        )
+        return super().forward(attended.view(x.shape))
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("keep", "num_products", "num_tanhs"),
+    [
+        (None, 8, 8),
+        ("expensive", 4, 8),
+        ([aten.addmm], 4, 8),
+        ([aten.addmm.default, aten.tanh.default], 4, 4),
+        ([aten.convolution], 8, 8),
+    ],
+)
+def test_what_is_kept_is_computed_once(keep, num_products, num_tanhs):
+    model = make_stack(dropout=0.5)
+    enable_activation_checkpointing(model, keep=keep)
+    with Counted() as counted:
+        gradients = step(model)
+    assert_same_tensors(gradients, step(make_stack(dropout=0.5)), EXACT)
+    assert counted.num_calls[aten.addmm] == num_products + 1, "and the head's"
+    assert counted.num_calls[aten.tanh] == num_tanhs
+
+
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.5])
+def test_attention_that_draws_is_computed_again_and_draws_the_same(attention_dropout):
+    def make():
+        torch.manual_seed(2)
+        return nn.Sequential(*(Attention(attention_dropout) for _ in range(3)))
+
+    model = make()
+    enable_activation_checkpointing(model, keep="expensive")
+    assert_same_tensors(step(model), step(make()), EXACT)
+
+
+def test_random_operations_are_computed_again_even_if_they_are_named():
+    class Noisy(Block):
+        def forward(self, x):
+            return super().forward(x * torch.rand_like(x))
+
+    def make():
+        torch.manual_seed(2)
+        return nn.Sequential(*(Noisy(dropout=0.5) for _ in range(3)))
+
+    model = make()
+    enable_activation_checkpointing(model, keep=[aten.rand_like, aten.addmm])
+    assert_same_tensors(step(model), step(make()), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "message"),
+    [
+        ("matmul", ConfigError, r"`keep='matmul'` is not known. Use 'expensive'"),
+        ([], ConfigError, r"`keep` has no operations"),
+        ([torch.tanh], TypeError, r"`keep` has operations, such as `torch.ops.aten.mm`; got `<built-in"),
+        ([aten.add_.Tensor], ConfigError, r"`aten.add_.Tensor`, which writes to its arguments"),
+    ],
+)
+def test_what_can_not_be_kept_is_refused(keep, error, message):
+    model = make_stack()
+    with pytest.raises(error, match=message):
+        enable_activation_checkpointing(model, keep=keep)
+    assert "forward" not in vars(model.blocks[0]), "nothing is changed"
+
+
+# ---- on the host; tests/together/devices has what this does on a device
+
+
+@pytest.mark.parametrize("enable", [enable_activation_offload, partial(enable_activation_checkpointing, offload=True)])
+def test_on_the_cpu_everything_stays_and_copies_work(enable):
+    model = make_stack(dropout=0.5)
+    assert enable(model, every=2) == ["blocks.0", "blocks.2"]
+    twin = copy.deepcopy(model)
+    expected = step(make_stack(dropout=0.5))
+    assert_same_tensors(step(model), expected, EXACT)
+    assert_same_tensors(step(twin), expected, EXACT)
+
+
+def test_one_function_changes_a_module():
+    model = make_stack()
+    enable_activation_offload(model, every=4)
+    with pytest.raises(
+        ConfigError, match=r"offloaded already, such as 'blocks.0'.*`disable_activation_offload\(model\)`"
+    ):
+        enable_activation_checkpointing(model)
+    with pytest.raises(ConfigError, match=r"'blocks\.0\.inner' is inside of 'blocks\.0'"):
+        enable_activation_checkpointing(model, "Linear")
+    disable_activation_offload(model)
+    assert enable_activation_checkpointing(model, every=4) == ["blocks.0"]
+
+
+@pytest.mark.parametrize("least_bytes", [0, -1, 0.5, True])
+def test_least_bytes_must_be_positive(least_bytes):
+    with pytest.raises(ConfigError, match="is not a positive number of bytes"):
+        enable_activation_offload(make_stack(), least_bytes=least_bytes)
+
+
+# ---- what a user can get wrong
+
+
+def test_no_match_lists_what_there_is():
+    with pytest.raises(
+        ConfigError, match=r"is meant by `by='Layer'`. Classes of its modules: Linear \(5\), Block \(4\)"
+    ):
+        enable_activation_checkpointing(make_stack(), "Layer")
+
+
+def test_no_match_of_one_of_several_raises():
+    with pytest.raises(ConfigError, match="No module of the model is meant by 'Layer'"):
+        enable_activation_checkpointing(make_stack(), ["Block", "Layer"])
+
+
+def test_repeated_enabling_raises():
+    model = make_stack()
+    enable_activation_checkpointing(model, every=4)
+    with pytest.raises(ConfigError, match=r"1 module\(s\) are checkpointed already, such as 'blocks.0'"):
+        enable_activation_checkpointing(model)
+    assert "forward" not in vars(model.blocks[1]), "nothing is changed"
+
+
+def test_a_module_inside_of_another_raises():
+    with pytest.raises(ConfigError, match=r"'blocks\.(\d)\.inner' is inside of 'blocks\.\1'"):
+        enable_activation_checkpointing(make_stack(), ["Block", "Linear"])
+
+
+def test_a_module_that_its_model_checkpoints_raises():
+    model = tiny_llama()
+    use_own_checkpointing(model)
+    with pytest.raises(ConfigError, match=r"'model.layers.0' is checkpointed by the model itself"):
+        enable_activation_checkpointing(model)
+
+
+def test_a_module_of_another_model_raises():
+    with pytest.raises(ConfigError, match="is not part of the model"):
+        enable_activation_checkpointing(make_stack(), make_stack().head)
+
+
+@pytest.mark.parametrize("every", [0, -1, 0.5, True])
+def test_every_must_be_a_number_of_modules(every):
+    with pytest.raises(ConfigError, match="is not a number of modules"):
+        enable_activation_checkpointing(make_stack(), every=every)
+
+
+@pytest.mark.parametrize(("model", "by"), [(lambda: None, None), (make_stack(), 3)])
+def test_wrong_types_raise(model, by):
+    with pytest.raises(TypeError):
+        enable_activation_checkpointing(model, by)

@@ -1,0 +1,109 @@
+"""The README's demo: one script, in one process and on several, with the same losses."""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("together", "in_bf16")]
+
+
+class Run(NamedTuple):
+    """Results of a run of the demo."""
+
+    result: dict
+    output: str
+    folder: object
+
+
+@pytest.fixture(scope="module")
+def demo(run_example, scripts, tmp_path_factory):
+    """Run a small demo in a new folder; one process is a fork, which has imported what it takes."""
+
+    def run(steps, batch_size, *more, nproc=None):
+        folder = tmp_path_factory.mktemp("demo")
+        size = ["--steps", steps, "--batch-size", batch_size, "--hidden", 64, "--layers", 2, "--corpus-bytes", 300000]
+        arguments = [*map(str, [*size, "--losses", "losses.json", "--out", "out", *more])]
+        if nproc is None:
+            done = scripts.run(EXAMPLES / "pretrain_bytes.py", [arguments], folder=folder)
+            assert done.codes == [0], done.output
+            output = done.output
+        else:
+            output = run_example("pretrain_bytes.py", *arguments, cwd=folder, nproc=nproc)
+        return Run(json.loads((folder / "losses.json").read_text()), output, folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(demo):
+    return demo(20, 8)
+
+
+@pytest.fixture(scope="module")
+def together(demo):
+    return demo(20, 4, nproc=2)
+
+
+@pytest.fixture(scope="module")
+def together_again(demo):
+    return demo(20, 4, nproc=2)
+
+
+@pytest.fixture(scope="module")
+def in_bf16(demo):
+    return demo(5, 4, "--precision", "bf16")
+
+
+def test_first_loss_is_that_of_uniform_guessing(alone):
+    assert alone.result["losses"][0] == pytest.approx(math.log(256), abs=0.3)
+
+
+def test_training_reduces_the_loss(alone):
+    assert alone.result["losses"][-1] < alone.result["losses"][0] - 1
+
+
+@pytest.mark.slow
+def test_one_and_two_processes_have_the_same_losses(alone, together):
+    # fp32 sums in another order, over 20 steps of Adam, which divides by small second moments.
+    assert together.result["losses"] == pytest.approx(alone.result["losses"], rel=2e-4)
+    assert together.result["losses"][0] == pytest.approx(alone.result["losses"][0], rel=1e-6)
+
+
+@pytest.mark.slow  # one more run of the demo; the conformance kit compares two runs under every plugin
+def test_two_runs_are_bitwise_equal(together, together_again):
+    assert len(together.result["losses"]) == 20
+    assert together.result == together_again.result
+
+
+@pytest.mark.parametrize("name", ["alone", *MORE])
+def test_transformers_loads_the_saved_model(name, request):
+    from transformers import AutoModelForCausalLM
+
+    run = request.getfixturevalue(name)
+    model, report = AutoModelForCausalLM.from_pretrained(run.folder / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["alone", *MORE])
+def test_output_reports_the_loss_and_continues_a_text(name, request):
+    run = request.getfixturevalue(name)
+    assert f"validation loss {run.result['validation']:.3f}" in run.output
+    before, _, text = run.output.partition("the model continues 'def ':\n")
+    assert "saved the model to out, and its loss curve to out/loss.png" in before
+    assert text.startswith("def ")
+    assert len(text) > len("def ") + 20
+
+
+@pytest.mark.parametrize("name", ["alone", MORE[0]])
+def test_loss_curve_is_drawn(name, request):
+    run = request.getfixturevalue(name)
+    png = (run.folder / "out" / "loss.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    assert width > height > 400

@@ -1,0 +1,105 @@
+"""Releases of a package, made in a copy of the repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import release
+import workspace
+
+ROOT = Path(__file__).parents[3]
+
+
+IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+
+
+def git(folder, *arguments):
+    done = subprocess.run(
+        ["git", "-C", str(folder), *IDENTITY, *arguments], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    """Return a repository with the packages of this one, committed."""
+    home = tmp_path_factory.mktemp("repository") / "copy"
+    # Only what git knows: other tests may leave files here for a moment.
+    for name in git(ROOT, "ls-files", "packages", "tools", "tests", "docs", "pytest.ini", ".gitignore").splitlines():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, home / name)
+    git(home.parent, "init", "--quiet", str(home))
+    git(home, "add", "--all")
+    git(home, "commit", "--quiet", "--message", "Begin")
+    return home
+
+
+@pytest.fixture
+def copy(committed, tmp_path, monkeypatch):
+    """Return a copy of that repository, which a test may change."""
+    for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{key}_NAME", "test")
+        monkeypatch.setenv(f"{key}_EMAIL", "test@example.org")
+    return shutil.copytree(committed, tmp_path / "copy")
+
+
+def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
+    pytest.importorskip("towncrier", reason="towncrier writes the changelog; install the dependency group `test`")
+    zero = copy / "packages" / "booster-zero"
+    told = "A gradient is no longer lost."
+    for kind, text in {"changed": "Buckets are larger.", "fixed": told, "numerics": "Sums are in fp32."}.items():
+        (zero / "changelog.d" / f"sums.{kind}.md").write_text(f"{text}\n")
+    git(copy, "add", "--all")
+    git(copy, "commit", "--quiet", "--message", "Sums")
+    others = git(copy, "ls-files", "packages/booster-gemini")
+    command = [sys.executable, "tools/release.py", "booster-zero", "0.1.7"]
+    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'version = "0.1.7"' in (zero / "pyproject.toml").read_text()
+    changelog = (zero / "CHANGELOG.md").read_text()
+    title, _, rest = changelog.partition("\n## 0.1.7 (")
+    assert title.startswith("# Changelog of booster-zero")
+    assert [line for line in rest.splitlines() if line.startswith("###")] == [
+        "### Added", "### Changed", "### Fixed", "### Numerics",
+    ]  # fmt: skip
+    assert f"\n- {told}\n" in rest.partition("### Fixed")[2]
+    assert [path.name for path in (zero / "changelog.d").iterdir()] == ["README.md"]
+    assert git(copy, "ls-files", "packages/booster-gemini") == others
+    assert git(copy, "status", "--porcelain") == ""
+    assert git(copy, "tag", "--points-at", "HEAD").split() == ["booster-zero-v0.1.7"]
+    assert git(copy, "log", "--format=%s").splitlines() == ["Release booster-zero 0.1.7", "Sums", "Begin"]
+    with tarfile.open(copy / "dist" / "booster_zero-0.1.7.tar.gz") as archive:
+        assert "booster_zero-0.1.7/tests/zero/test_zero_config.py" in archive.getnames()
+    with zipfile.ZipFile(copy / "dist" / "booster_zero-0.1.7-py3-none-any.whl") as wheel:
+        assert "Version: 0.1.7" in wheel.read("booster_zero-0.1.7.dist-info/METADATA").decode()
+    with pytest.raises(release.ReleaseError, match=r"booster-zero 0\.1\.7 is released already; 0\.1\.7 is not newer"):
+        release.check("booster-zero", "0.1.7", copy)
+    with pytest.raises(release.ReleaseError, match=r"no fragments, so nothing has changed"):
+        release.check("booster-zero", "0.1.8", copy)
+
+
+def test_releases_that_are_refused(copy):
+    with pytest.raises(release.ReleaseError, match=r"No package named 'booster-nought'. There are: booster-check"):
+        release.check("booster-nought", "0.2.0", copy)
+    with pytest.raises(release.ReleaseError, match=r"'next' is no version"):
+        release.check("booster-zero", "next", copy)
+    with pytest.raises(release.ReleaseError, match=r"booster-\w+ declares `booster-core.*`, which refuses 0\.2\.0"):
+        release.check("booster-core", "0.2.0", copy)
+    (copy / "notes.txt").write_text("half done")
+    with pytest.raises(release.ReleaseError, match=r"The checkout has changes[\s\S]*notes\.txt"):
+        release.check("booster-zero", "0.1.7", copy)
+
+
+@pytest.mark.parametrize("name", workspace.PACKAGES)
+def test_every_fragment_has_a_kind_that_releases_know(name):
+    folder = ROOT / "packages" / name / "changelog.d"
+    unknown = set(folder.iterdir()) - set(release.fragments(name, ROOT)) - {folder / "README.md"}
+    assert unknown == set()

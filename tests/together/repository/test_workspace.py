@@ -1,0 +1,118 @@
+"""Which packages a change touches, and the workflows that run their tests."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import workspace
+
+ROOT = Path(__file__).parents[3]
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in ROOT.glob(".github/workflows/*.yml")
+}
+
+ALL = workspace.PACKAGES
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("packages/booster-core/src/booster_core/booster.py", ALL),
+        ("packages/booster-zero/src/booster_zero/plugin.py", ["booster-gemini", "booster-hybrid", "booster-zero"]),
+        ("packages/booster-zero/pyproject.toml", ["booster-gemini", "booster-hybrid", "booster-zero"]),
+        ("packages/booster-gemini/src/booster_gemini/plugin.py", ["booster-gemini"]),
+        ("packages/booster-zero/changelog.d/offload.fixed.md", ["booster-zero"]),
+        ("tests/zero/test_zero_config.py", ["booster-zero"]),
+        ("tests/together/checkpoints/test_matrix.py", ALL),
+        ("tests/shared/matrix.py", ALL),
+        ("constraints.txt", ALL),
+        ("noxfile.py", ALL),
+        ("docs/start.md", []),
+        ("README.md", []),
+    ],
+)
+def test_touched_packages(path, expected):
+    assert workspace.touched([path]) == expected
+
+
+def test_touched_packages_of_several_files():
+    paths = ["docs/start.md", "tests/fsdp/test_fsdp_rows.py", "packages/booster-ddp/src/booster_ddp/config.py"]
+    assert workspace.touched(paths) == ["booster-ddp", "booster-fsdp", "booster-ft"]
+
+
+def test_an_unknown_base_touches_everything():
+    command = [sys.executable, str(ROOT / "tools" / "touched.py"), "0" * 40]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == ALL
+
+
+def _commands():
+    for workflow in WORKFLOWS.values():
+        for job in workflow["jobs"].values():
+            matrix = job.get("strategy", {}).get("matrix", {})
+            for step in job["steps"]:
+                if "nox -s" in step.get("run", ""):
+                    yield step["run"], matrix
+
+
+def test_workflows_run_sessions_that_exist():
+    command = [sys.executable, "-m", "nox", "--list", "-f", str(ROOT / "noxfile.py")]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # a session's line: `- NAME -> the first line of its docstring`
+    sessions = set(re.findall(r"^[-*] (.+?)(?: -> .*)?$", out, re.MULTILINE))
+    found = []
+    for template, matrix in _commands():
+        for command in _filled(template, matrix):
+            text = command.partition("nox -s ")[2].partition(" -- ")[0].strip()
+            names = [text.strip('"')] if text.startswith('"') else text.split()
+            assert set(names) <= sessions
+            found += names
+    assert {"minimums(newest)", "docs", "slow", "coverage"} <= set(found)
+    assert {f"package({name}, core=lowest)" for name in ALL} <= set(found)
+
+
+def _filled(template, matrix):
+    """Return the commands that a job's matrix makes of one; the first package stands for those of a change or a tag."""
+    commands = [template]
+    for key, values in matrix.items():
+        commands = [
+            re.sub(
+                rf"\$\{{{{ matrix\.{key}(\.\w+)? }}}}",
+                lambda found, value=value: str(value[found[1][1:]] if found[1] else value),
+                each,
+            )
+            for each in commands
+            for value in ([ALL[0]] if isinstance(values, str) else values)
+        ]
+    return [re.sub(r"\$\{\{ steps\.tag\.outputs\.package \}\}", ALL[0], each) for each in dict.fromkeys(commands)]
+
+
+def test_the_check_of_a_protected_branch_needs_every_job():
+    jobs = WORKFLOWS["ci"]["jobs"]
+    assert {*jobs["passed"]["needs"], "passed"} == set(jobs)
+
+
+def test_slow_jobs_have_each_test_file_once():
+    named = [  # the shell expands patterns
+        path
+        for group in WORKFLOWS["ci"]["jobs"]["slow"]["strategy"]["matrix"]["folders"]
+        for pattern in group.split()
+        for path in ROOT.glob(pattern)
+    ]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        assert [each in (path, *path.parents) for each in named].count(True) == 1, path
+
+
+def test_each_package_is_published_alone():
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["publish"]["environment"] == "${{ needs.build.outputs.package }}"
+    # YAML 1.1 reads the key `on` as true
+    assert WORKFLOWS["release"][True]["push"]["tags"] == [f"{name}-v*" for name in ALL]
