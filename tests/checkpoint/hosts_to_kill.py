@@ -22,7 +22,7 @@ from booster_core.ranks.world import close_world, open_world
 from booster_testing.mutants import ReferencePlugin
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.checkpoint.checkpoint.saver_to_kill import kill, live, look, make, wait_for
+from tests.checkpoint.saver_to_kill import kill, live, look, make, wait_for
 from tests.shared.fuse_mirror import mounted_mirror
 
 _CLONE_NEWNS = 0x20000

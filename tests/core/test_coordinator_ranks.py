@@ -316,13 +316,13 @@ def test_equal_values_pass():
         ),
         (
             [{"make": _double}, {"make": _double}, {"make": time.sleep}],
-            "`make`: tests.distributed.core.test_coordinator_ranks._double on ranks 0 and 1, time.sleep on rank 2",
+            "`make`: tests.core.test_coordinator_ranks._double on ranks 0 and 1, time.sleep on rank 2",
         ),
         ([["a"], ["a"], ["b"]], "about what `boost` gets: ['a'] on ranks 0 and 1, ['b'] on rank 2."),
     ],
 )
 def test_values_that_differ_are_named_with_their_ranks(values, message):
-    message = message.replace("tests.distributed.core.test_coordinator_ranks", __name__)
+    message = message.replace("tests.core.test_coordinator_ranks", __name__)
     exceptions = expect_on_ranks(ConfigError, re.escape(message), _agree, 3, values)
     assert len({str(error) for error in exceptions}) == 1, "the same on every rank"
 

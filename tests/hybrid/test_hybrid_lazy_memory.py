@@ -36,8 +36,16 @@ TENTH = {
 """110 million parameters."""
 DRAWN = {**TENTH, "vocab_size": 2000}
 """88 million; none of them in a matrix that is large compared with the others, as a rank has one whole at a time."""
-SMALL = {**TENTH, "vocab_size": 4000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 14}
-"""28 million, next to which what libraries keep of a first product of matrices, some 3 MiB a rank, is small."""
+SMALL = {
+    **TENTH,
+    "vocab_size": 4000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+"""55 million, next to which what libraries keep of a first product of matrices, some 3 MiB a rank, is small."""
 SMALL_DRAWN = {
     **DRAWN,
     "vocab_size": 1000,

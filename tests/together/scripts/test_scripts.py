@@ -19,7 +19,7 @@ from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 
 HERE = Path(__file__).parent
-SHARED = HERE.parent / "shared"
+SHARED = HERE.parents[1] / "shared"
 TWO_RANKS = ["ddp", "fsdp", "zero", "gemini", "hybrid-tp"]
 REPLICAS = {"hybrid-tp": 1, "hybrid-pp": 1}
 """Data parallel size on two ranks, for plugins where it is not 2."""
