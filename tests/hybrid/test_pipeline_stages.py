@@ -12,10 +12,12 @@ from model_parity import cases
 from model_zoo import get_model
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
+from booster_hybrid.config import PipelineConfig
+from booster_hybrid.pipeline.cut import share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
+from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.policy.find import policy_for
 from booster_testing import run_on_ranks
@@ -43,10 +45,11 @@ DEFAULT = ("llama_tied", "mistral", "gpt2_lm", "bert_masked_lm", "t5_generation"
 """The others train through the plugin, in `test_hybrid_models_pipeline`; here they are left to the long run."""
 
 
-def staged(model, batch, schedule, rank):
-    trace = trace_layers(model, policy_for(model).layers, batch)
-    ranges = share_layers(len(trace.layers), schedule.placement.num_stages)
-    return StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)]), trace
+def staged(model, batch, config, rank):
+    """Return the model cut into this rank's stages, and the names of all that stages send."""
+    cuts = find_cuts(model, policy_for(model).layers, batch, config, trains=True)
+    stages = StagePlan.of(model, cuts, config).cut(model, rank, lambda parameter: parameter.dtype)
+    return stages, cuts.sent_names
 
 
 def summed_gradients(model):
@@ -70,8 +73,8 @@ def compare(name, style, num_chunks, num_microbatches):
     samples = [1 + index % 2 for index in range(num_microbatches)]
     weights = [count / sum(samples) for count in samples]
     schedule = make_schedule(style, size, num_microbatches, num_chunks)
-    stages, trace = staged(model, parts[0], schedule, rank)
-    names = sorted({each for layer in trace.layers for each in layer.carried})
+    config = PipelineConfig(size=size, style=style, num_model_chunks=num_chunks if style == "interleaved" else None)
+    stages, names = staged(model, parts[0], config, rank)
     link = Link(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = {}
     for key, parameter in model.named_parameters():
@@ -88,6 +91,7 @@ def compare(name, style, num_chunks, num_microbatches):
 
     run = PipelineRun(stages, schedule, rank, link, parts, weights, criterion, backward)
     run.run()
+    assert run.error is None, run.error
     evaluation = PipelineRun(stages, schedule, rank, link, parts, weights, criterion, None, keeps_outputs=True)
     evaluation.run()
 
