@@ -165,7 +165,7 @@ class PipelineEngine:
         """
         with NamedCall("execute_pipeline"):
             parts, sizes, most, seed = self._split_together(batches)
-            schedule, cuts = self.schedule(len(parts)), [self._forms.of(part) for part in parts]
+            schedule, cuts = self.schedule(len(parts)), [self._forms.for_batch(part) for part in parts]
             self._warn_if_idle(schedule)
             run = PipelineRun(
                 self.staged,

@@ -85,7 +85,7 @@ class CutsByForm:
         if form is not None:
             self._known = dict.fromkeys([(form, True), (form, False)], cuts)
 
-    def of(self, batch: Any) -> Cuts:
+    def for_batch(self, batch: Any) -> Cuts:
         """Return what stages need for a microbatch; for the example, where nothing is known of its form."""
         return self._known.get(self._key(batch), self._cuts)
 
@@ -98,8 +98,9 @@ class CutsByForm:
         found: dict[Hashable, Cuts] = {}
         for batch in batches if self._outline is not None else ():
             key = self._key(batch)
-            if key is not None and key not in self._known and key not in found:
-                found[key] = self._find(batch) if len(self._known) + len(found) < _MOST_FORMS else self._cuts
+            is_new = key is not None and key not in self._known and key not in found
+            if is_new and len(self._known) + len(found) < _MOST_FORMS:
+                found[key] = self._find(batch)
         return found
 
     def add(self, found: Mapping[Hashable, Cuts]) -> None:
