@@ -109,7 +109,7 @@ def check_policy(
         with restored(plan.model, device):
             return _Probe(plan, device, batch, split_sequence, lengths or Lengths()).run()
     finally:
-        return_memory()
+        return_memory(size)
 
 
 class _Probe:
