@@ -42,8 +42,8 @@ def most_ahead(folder, budget):
             optimizer.zero_grad()
     finally:
         Bucket.start_gather = start
-    peak = manager.home.rooms[0].peak_bytes
-    manager.home.close()
+    peak = manager.memory.rooms[0].peak_bytes
+    manager.memory.close()
     return max(count for count, _ in seen), max(size for _, size in seen), peak
 
 

@@ -10,7 +10,7 @@ from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import RanksOfWorld, agree_on_values
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
 from booster_zero import ShardedStateAdapter, ZeroModel
-from booster_zero.engine import Home, ListedParameters, ShardedEngine, ShardingOptions, ZeroOptimizer, engine_of
+from booster_zero.engine import ListedParameters, Memory, ShardedEngine, ShardingOptions, ZeroOptimizer, engine_of
 from booster_zero.gathering import (
     ChunkManager,
     GatheringModel,
@@ -50,7 +50,7 @@ class GatheringPlugin(Strategy):
         shard_param_frac: The same.
         debug: The same.
         leaf_class: A class of modules whose parameters are gathered as one.
-        home: A class of homes, as for `ChunkManager`.
+        memory: A class of memories, as for `ChunkManager`.
         partition: As for `ShardingOptions`.
         replica_size: As for `ShardingOptions`.
         precision: As for `Booster`.
@@ -69,7 +69,7 @@ class GatheringPlugin(Strategy):
         shard_param_frac: float = 1.0,
         debug: bool = False,
         leaf_class: type[nn.Module] | None = None,
-        home: type[Home] = Home,
+        memory: type[Memory] = Memory,
         partition: str = "auto",
         replica_size: int = 1,
         precision: str | None = None,
@@ -83,7 +83,7 @@ class GatheringPlugin(Strategy):
             "shard_param_frac": shard_param_frac,
             "debug": debug,
         }
-        self.leaf_class, self.home = leaf_class, home
+        self.leaf_class, self.memory = leaf_class, memory
         self._ranks = RanksOfWorld(replica_size)
 
     def resolve_precision(self, policy):
@@ -103,7 +103,7 @@ class GatheringPlugin(Strategy):
             model,
             self._ranks.get(gathers_apart=bool(leaves)),
             format_of,
-            home=self.home(),
+            memory=self.memory(),
             remedy=REMEDY,
             **self.chunks,
         )
@@ -116,11 +116,11 @@ class GatheringPlugin(Strategy):
                 listed=listed,
                 layout=manager.layout,
                 format_of=format_of,
-                home=manager.home,
+                memory=manager.memory,
                 gathers=manager,
                 device=context.device,
             )
-            optimizer = ZeroOptimizer(engine, offloads=manager.home.moves, context=context)
+            optimizer = ZeroOptimizer(engine, offloads=manager.memory.moves, context=context)
             # A rank that waited for reductions would not gather what others wait for, before they start theirs.
             engine.reducer.waits_in_backward = not leaves
         wrapped = GatheredModel(model, manager, leaves, precision=context.precision, sharded=engine)

@@ -13,8 +13,8 @@ from booster_zero.engine import Format, Layout
 def plans_of_copies(kind, bucket_bytes, others):
     cpu = torch.device("cpu")
     dtypes = {"working": torch.float32, "master": torch.float32, "wire": torch.float32}
-    plain = Format(**dtypes, device=cpu, home=cpu, is_trained=True, partition=kind)
-    copied = Format(**dtypes, device=cpu, home=cpu, is_trained=True, copies=(0, 3), partition=kind)
+    plain = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, partition=kind)
+    copied = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, copies=(0, 3), partition=kind)
     layout = Layout(
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
         lambda plan, parameters, format_, ranks: (plan, format_),

@@ -58,10 +58,10 @@ class GeminiEngine(ShardedEngine):
         """
         shortage: ConfigError | None = None
         try:
-            self.home.end_step()
+            self.memory.end_step()
         except ConfigError as caught:
             shortage = caught
-        problem: Exception | None = self.home.problem()
+        problem: Exception | None = self.memory.problem()
         manager = self.gathers
         if self.is_anywhere(shortage) and not manager.stop_looking_ahead() and not manager.is_laid_out_again:
             problem = problem or shortage

@@ -9,7 +9,7 @@ from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwr
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
 from booster_gemini.leaves import find_leaves
-from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
+from booster_gemini.memory.make import make_memory, max_ahead_bytes, most_chunk_numel
 from booster_gemini.module import GeminiModel
 from booster_gemini.optimizer import GeminiEngine, GeminiOptimizer
 from booster_gemini.search import search_chunk_numel
@@ -201,7 +201,7 @@ class GeminiPlugin(Strategy):
             max_prefetch=self.config.max_prefetch,
             max_ahead_bytes=max_ahead_bytes(self.config),
             shard_param_frac=self.config.shard_param_frac,
-            home=make_home(self.config, context),
+            memory=make_memory(self.config, context),
             lazy=lazy,
             remedy=_REMEDY,
             debug=self.config.debug,
@@ -221,13 +221,13 @@ class GeminiPlugin(Strategy):
                 listed=listed,
                 layout=manager.layout,
                 format_of=format_of,
-                home=manager.home,
+                memory=manager.memory,
                 gathers=manager,
                 device=context.device,
             )
             scaling = GradientScaling(context.precision)
             optimizers = [
-                GeminiOptimizer(engine, number, offloads=manager.home.moves, context=context, scaling=scaling)
+                GeminiOptimizer(engine, number, offloads=manager.memory.moves, context=context, scaling=scaling)
                 for number in range(len(given))
             ]
             trained = [chunk.format.wire for chunk in manager.layout.buckets if chunk.format.is_trained]
@@ -238,7 +238,7 @@ class GeminiPlugin(Strategy):
         if values is not None:
             fill_model(model, values, adapter.shards_to_fill(), context, manager.layout)
         with raised_on_all("boost", context.device):
-            if problem := manager.home.problem():
+            if problem := manager.memory.problem():
                 raise problem
         gathered = {
             module: [parameter for leaf in inside for parameter in leaf.parameters()]

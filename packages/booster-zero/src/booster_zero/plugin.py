@@ -33,9 +33,9 @@ from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.gathers import Gathers
 from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
-from booster_zero.engine.home import Home
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
+from booster_zero.engine.memory import Memory
 from booster_zero.engine.optimizer import ZeroOptimizer
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ShardedStateAdapter
@@ -200,12 +200,12 @@ class LowLevelZeroPlugin(Strategy):
 
         Collective: every rank of the world.
         """
-        home = Home()
+        memory = Memory()
         model, config, given = objects.model, self.config, objects.optimizers
         host = torch.device("cpu") if config.offload else None
         listed = ListedParameters(given, config.partition)
         format_of = config.formats(
-            model, context.precision, context.device, listed=listed, home=host, copies=copies, ranks=ranks_of
+            model, context.precision, context.device, listed=listed, step_device=host, copies=copies, ranks=ranks_of
         )
         engine, optimizers = None, []
         if given:
@@ -220,9 +220,9 @@ class LowLevelZeroPlugin(Strategy):
                 given,
                 config=config,
                 listed=listed,
-                layout=Layout(ranks, partial(Bucket, home=home, user=gathers), bucket_bytes=bucket_bytes),
+                layout=Layout(ranks, partial(Bucket, memory=memory, user=gathers), bucket_bytes=bucket_bytes),
                 format_of=format_of,
-                home=home,
+                memory=memory,
                 gathers=gathers,
                 device=context.device,
             )

@@ -11,7 +11,7 @@ from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
-from booster_zero.engine import Home, ListedParameters, default_bucket_bytes
+from booster_zero.engine import ListedParameters, Memory, default_bucket_bytes
 from booster_zero.gathering import ChunkManager, check_modules
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def shard_parameters(
         context.device,
         listed=listed,
         lays_out_all=True,
-        home=host,
+        step_device=host,
         copies=copies,
         ranks=ranks_of,
     )
@@ -78,7 +78,7 @@ def shard_parameters(
         chunk_bytes=config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
         max_prefetch=1,
         shard_param_frac=1.0,
-        home=Home(),
+        memory=Memory(),
         lazy=frozenset(index for index, each in enumerate(model.parameters()) if id(each) in without_values),
         units=units.order,
         remedy=_REMEDY,
@@ -92,7 +92,7 @@ def shard_parameters(
             listed=listed,
             layout=manager.layout,
             format_of=format_of,
-            home=manager.home,
+            memory=manager.memory,
             gathers=manager,
             device=context.device,
             waits_in_backward=not ranks_of,

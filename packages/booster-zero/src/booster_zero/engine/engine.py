@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.formats import Format
     from booster_zero.engine.gathers import Wholes
-    from booster_zero.engine.home import Home
     from booster_zero.engine.layout import Layout
     from booster_zero.engine.listed import ListedParameters
+    from booster_zero.engine.memory import Memory
     from booster_zero.engine.options import ShardingOptions
-    from booster_zero.engine.shard import Format
 
 
 class ShardedEngine:
@@ -50,7 +50,7 @@ class ShardedEngine:
         listed: The parameters that the optimizers list.
         layout: The buckets; parameters that are in none yet are added.
         format_of: Formats and devices of a parameter.
-        home: Keeps this rank's part of the buckets.
+        memory: Keeps this rank's part of the buckets.
         gathers: Brings whole values to where they are used.
         device: Where forward runs.
 
@@ -79,7 +79,7 @@ class ShardedEngine:
         listed: ListedParameters,
         layout: Layout,
         format_of: Callable[[nn.Parameter], Format],
-        home: Home,
+        memory: Memory,
         gathers: Wholes,
         device: torch.device,
     ) -> None:
@@ -91,7 +91,7 @@ class ShardedEngine:
         self.device = device
         self.ranks: ShardingRanks = layout.ranks
         self.layout = layout
-        self.home = home
+        self.memory = memory
         self.gathers = gathers
         self._format_of = format_of
         self._listed = listed
@@ -176,15 +176,15 @@ class ShardedEngine:
             indices = [self.index_of[id(parameter)] for parameter in group["params"]]
             own = {index: pieces[index] for index in indices if index in pieces}
             hosted.adopt(len(hosted.groups), indices, own)
-        self.offload_state(self.layout.buckets)
+        self.keep_state(self.layout.buckets)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
-    def offload_state(self, buckets: Sequence[Bucket]) -> None:
-        """Move state that optimizers have made to where the buckets' home keeps it."""
-        if self.home.moves:
+    def keep_state(self, buckets: Sequence[Bucket]) -> None:
+        """Move state that optimizers have made to where the buckets' memory keeps it."""
+        if self.memory.moves:
             states = [hosted.states() for hosted in self.hosted]
             for bucket in buckets:
-                bucket.offload_state(states[bucket.format.optimizer])
+                bucket.keep_state(states[bucket.format.optimizer])
 
     # ---- layout
 
@@ -341,10 +341,7 @@ class ShardedEngine:
         """
         self.gathers.wait()
         chosen = self.layout.buckets if buckets is None else buckets
-        published = {}
-        for bucket in chosen:
-            with bucket.in_use(changes=True):
-                published[bucket] = bucket.publish()
+        published = {bucket: bucket.publish() for bucket in chosen}
         for bucket, pending in published.items():
             pending.wait()
             bucket.mark_changed()
@@ -364,14 +361,14 @@ class ShardedEngine:
 
         Collective: every rank of the world, where blocks move; else none.
         """
-        self.raise_together(self.home.problem())
+        self.raise_together(self.memory.problem())
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank an error that any has, where blocks move.
 
         Collective: every rank of the world, where they are; else none.
         """
-        if self.home.moves:
+        if self.memory.moves:
             with raised_on_all("offload to disk", self.device):
                 if error is not None:
                     raise error
@@ -381,7 +378,7 @@ class ShardedEngine:
 
         Collective: every rank of the world, where they are; else none.
         """
-        if not self.home.moves:
+        if not self.memory.moves:
             return False
         return any(RaisedAnywhere(bytearray([error is not None]), self.device).wait())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from booster_core.plugin import write_gradient
 from booster_runtime.sharding import not_optimized
-from booster_zero.engine.home import Role
+from booster_zero.engine.memory import Role
 from booster_zero.engine.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:

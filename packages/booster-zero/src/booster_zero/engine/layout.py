@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.formats import BucketPiece, Format
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.shard import BucketPiece, Format
 
 
 _COPIED_BYTES = 25 * 2**20
@@ -197,7 +197,7 @@ class Layout:
         old, old_pieces = self.buckets, self.pieces()
         self.buckets = self._build(order, old)
         new_pieces = self.pieces()
-        homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
+        new_bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
         whole = {slot.index for bucket in old if bucket.format.partition == "parameter" for slot in bucket.plan.slots}
         cut = {index: state for index, state in states.items() if index not in whole}
         kinds, moved = self._described_states(old_pieces, new_pieces, cut)
@@ -206,27 +206,30 @@ class Layout:
             with bucket.in_use(changes=False):
                 if bucket.moves_values:
                     self._move(
-                        bucket, bucket.values, lambda piece, part: piece.values.data.copy_(part), new_pieces, homes
+                        bucket,
+                        bucket.values,
+                        lambda piece, part: piece.values.data.copy_(part),
+                        new_pieces,
+                        new_bucket_of,
                     )
                 if bucket.has_gradient and bucket.gradient is not None:
                     for slot in bucket.plan.slots:
-                        homes[slot.index].make_gradient()
-                        homes[slot.index].awaits_average |= bucket.awaits_average
+                        new_bucket_of[slot.index].take_gradient_state(bucket)
                     self._move(
                         bucket,
                         bucket.gradient,
-                        lambda piece, part: homes[piece.index].gradient_of(piece).copy_(part),
+                        lambda piece, part: new_bucket_of[piece.index].gradient_of(piece).copy_(part),
                         new_pieces,
-                        homes,
+                        new_bucket_of,
                     )
                 if bucket.format.partition == "flat":
-                    self._move_states(bucket, new_pieces, states, kinds, homes, moved)
-                elif bucket.home.moves:
-                    _carry_states(bucket, homes, moved)
+                    self._move_states(bucket, new_pieces, states, kinds, new_bucket_of, moved)
+                elif bucket.memory.moves:
+                    _carry_states(bucket, new_bucket_of, moved)
             bucket.free()
         for bucket in self.buckets:
             if bucket.format.partition == "parameter":
-                bucket.offload_state(moved)
+                bucket.keep_state(moved)
         return moved
 
     def _build(self, order: Sequence[int], left: Sequence[Bucket] = ()) -> list[Bucket]:
@@ -244,13 +247,13 @@ class Layout:
             is_flat = format_.partition == "flat"
             made = plan_flat(sizes, size, most) if is_flat else plan_whole(sizes, self._owners, size, most)
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
-        homes = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
+        new_bucket_of = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
         staying = {bucket: len(bucket.plan.slots) for bucket in left}
         buckets = []
         # A bucket is reduced when its last gradient has come.
         for _, format_, plan in sorted(plans, key=lambda item: item[0]):
             buckets.append(self._make(plan, self.parameters, format_, format_.ranks or self.ranks))
-            for bucket in (homes[slot.index] for slot in plan.slots if slot.index in homes):
+            for bucket in (new_bucket_of[slot.index] for slot in plan.slots if slot.index in new_bucket_of):
                 staying[bucket] -= 1
                 if not staying[bucket]:
                     bucket.free_whole()
@@ -262,7 +265,7 @@ class Layout:
         own: Tensor,
         write: Callable[[BucketPiece, Tensor], object],
         pieces: Mapping[int, BucketPiece],
-        homes: Mapping[int, Bucket],
+        new_bucket_of: Mapping[int, Bucket],
     ) -> None:
         """Gather a tensor that is cut as a bucket, and write what belongs to this rank's new pieces."""
         plan, rank = bucket.plan, bucket.ranks.shard_rank
@@ -273,7 +276,7 @@ class Layout:
             piece = pieces.get(slot.index)
             if piece is not None:
                 part = whole[slot.offset + piece.start : slot.offset + piece.stop]
-                with homes[slot.index].in_use(changes=True):
+                with new_bucket_of[slot.index].in_use(changes=True):
                     write(piece, part.view(piece.values.shape))
 
     def _described_states(
@@ -310,7 +313,7 @@ class Layout:
         new_pieces: Mapping[int, BucketPiece],
         states: Mapping[int, State],
         kinds: Mapping[int, Mapping[str, torch.dtype]],
-        homes: Mapping[int, Bucket],
+        new_bucket_of: Mapping[int, Bucket],
         moved: dict[int, State],
     ) -> None:
         """Move the elementwise state of a bucket's parameters."""
@@ -318,7 +321,7 @@ class Layout:
         for key in sorted({key for index in present for key in kinds[index]}):
             dtypes = {kinds[index][key] for index in present if key in kinds[index]}
             for dtype in sorted(dtypes, key=str):
-                own = torch.zeros(bucket.numel, dtype=dtype, device=bucket.format.home)
+                own = torch.zeros(bucket.numel, dtype=dtype, device=bucket.format.step_device)
                 for piece in bucket.pieces:
                     if kinds.get(piece.index, {}).get(key) == dtype:
                         bucket.slice_of(own, piece).copy_(states[piece.index][key])
@@ -334,7 +337,7 @@ class Layout:
                         key, part.to(piece.values.device, copy=True)
                     ),
                     having,
-                    homes,
+                    new_bucket_of,
                 )
 
 
@@ -343,12 +346,12 @@ def _stepped(format_: Format) -> tuple[object, ...]:
     return format_.master, format_.optimizer, format_.partition
 
 
-def _carry_states(bucket: Bucket, homes: Mapping[int, Bucket], moved: dict[int, State]) -> None:
+def _carry_states(bucket: Bucket, new_bucket_of: Mapping[int, Bucket], moved: dict[int, State]) -> None:
     """Copy the optimizer's state out of a bucket, whose blocks are dropped next, into the buckets that take its place.
 
     Args:
         bucket: The bucket, whose blocks are in use.
-        homes: The new bucket of each parameter.
+        new_bucket_of: The new bucket of each parameter.
         moved: The state of each piece; what is the bucket's is replaced by a copy.
     """
     carried: dict[Bucket, dict[int, State]] = defaultdict(dict)
@@ -358,6 +361,6 @@ def _carry_states(bucket: Bucket, homes: Mapping[int, Bucket], moved: dict[int, 
                 key: each.clone() if isinstance(each, torch.Tensor) else each
                 for key, each in moved[piece.index].items()
             }
-            moved[piece.index] = carried[homes[piece.index]][piece.index] = state
-    for home, states in carried.items():
-        home.offload_state(states)
+            moved[piece.index] = carried[new_bucket_of[piece.index]][piece.index] = state
+    for bucket_now, states in carried.items():
+        bucket_now.keep_state(states)

@@ -18,9 +18,9 @@ from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
 from booster_runtime.sharding import RaisedAnywhere, check_takes_parts
+from booster_zero.engine.bucket import stepping_on
 from booster_zero.engine.own_methods import call_own_method, is_own_method
 from booster_zero.engine.parts import only, steps_in_parts
-from booster_zero.engine.shard import stepping_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
-
-
-_AHEAD = 2
-"""Buckets whose gradients and values come to the host while one is stepped there."""
 
 
 class ZeroOptimizer(OptimizerWrapper):
@@ -240,16 +236,15 @@ class ZeroOptimizer(OptimizerWrapper):
             try:
                 result = self._step_pieces(published)
             except OffloadError as caught:
-                if not engine.home.moves:
+                if not engine.memory.moves:
                     raise
                 error = caught
-            if engine.home.moves:
+            if engine.memory.moves:
                 engine.raise_together(error)
         engine.send_buffers()
         for bucket in self.buckets():
             if engine.is_used(bucket) and bucket not in published:
-                with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
-                    published[bucket] = bucket.publish()
+                published[bucket] = bucket.publish()
         engine.gathers.end_step(published)
         engine.note_step(self.number)
         return result
@@ -264,24 +259,20 @@ class ZeroOptimizer(OptimizerWrapper):
         if not self._steps_in_parts:
             with stepping_on(buckets):
                 result = self.step_inside()
-                self.engine.offload_state(buckets)
+                self.engine.keep_state(buckets)
             return result
         groups = [list(group["params"]) for group in self.param_groups]
         has_stepped = False
-        with contextlib.ExitStack() as started:
-            for position, bucket in enumerate(buckets, start=1):
-                for following in buckets[position : position + _AHEAD]:
-                    following.start_descent()
-                    started.callback(following.end_descent)
-                with bucket.stepping():
-                    own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
-                    if own:
-                        has_stepped = True
-                        self._bring_counters(own)
-                        with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
-                            result = self.step_inside()
-                        self.engine.offload_state([bucket])
-                    published[bucket] = bucket.publish()
+        for bucket in buckets:
+            with bucket.stepping():
+                own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
+                if own:
+                    has_stepped = True
+                    self._bring_counters(own)
+                    with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                        result = self.step_inside()
+                    self.engine.keep_state([bucket])
+                published[bucket] = bucket.publish()
         if not has_stepped:  # schedulers count steps, also where this rank has nothing to update
             with only(self.optim, [[] for _ in groups]):
                 result = self.optim.step()
@@ -322,7 +313,7 @@ class ZeroOptimizer(OptimizerWrapper):
                 return loss
 
             result = self.optim.step(evaluated)
-            self.engine.offload_state(self.buckets())
+            self.engine.keep_state(self.buckets())
         return result
 
     def _clip_as_configured(self) -> None:

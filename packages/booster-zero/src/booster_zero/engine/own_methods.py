@@ -47,7 +47,7 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
         engine.gathers.begin_step(engine.layout.buckets, engine.names)
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
-                if bucket.home.moves:
+                if bucket.memory.moves:
                     stack.enter_context(bucket.stepping())
             before = [_bits(bucket) for bucket in buckets]
             result = method(*args, **kwargs)
@@ -57,8 +57,7 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
         published: dict[Bucket, Pending] = {}
         for bucket, is_written in zip(buckets, anywhere, strict=True):
             if is_written:
-                with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
-                    published[bucket] = bucket.publish()
+                published[bucket] = bucket.publish()
         engine.gathers.end_step(published)
     return result
 

@@ -21,8 +21,8 @@ from booster_core.state import (
     unsaved_state,
 )
 from booster_runtime.sharding import piece_meta, piece_shard, whole_shard
-from booster_zero.engine.home import Role
-from booster_zero.engine.whole import Keep
+from booster_zero.engine.memory import Role
+from booster_zero.engine.states import Keep
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
-    from booster_zero.engine.shard import BucketPiece
+    from booster_zero.engine.formats import BucketPiece
     from booster_zero.gathering.manager import ChunkManager
 
 
@@ -73,8 +73,8 @@ class ShardedStateAdapter(StateAdapter):
 
     @property
     def keeps_values(self) -> bool:
-        """Whether no home moves values between memories."""
-        return not any(bucket.home.moves for bucket in self._buckets)
+        """Whether nothing moves values between memories."""
+        return not any(bucket.memory.moves for bucket in self._buckets)
 
     # ---- the model
 
@@ -115,7 +115,7 @@ class ShardedStateAdapter(StateAdapter):
     def shards_to_fill(self) -> Iterator[TensorShard]:
         """Yield what a lazy model's values are written to: masters where there are, and what is here of the rest.
 
-        What a home moves is to be in use while it is written to; from masters, working values are rounded afterwards.
+        What a memory moves is to be in use while it is written to; from masters, working values are rounded afterwards.
         """
         in_pieces = [each for each in self._buckets if each.keep is not Keep.ALWAYS or each.has_masters]
         for bucket in in_pieces:
@@ -237,7 +237,7 @@ class ShardedStateAdapter(StateAdapter):
                     if state:
                         made[piece.index] = state
             if made:
-                bucket.offload_state(made)
+                bucket.keep_state(made)
         # Without masters of its own, a run takes the true values as its parameters.
         self._taken_as_parameters = {
             slot.index

@@ -165,7 +165,7 @@ class ParameterHooks:
         # Autograd may keep a parameter itself. Backward must not find it without values where that isn't seen.
         self._covers_all = not all(sees_all_uses(chunk.format.device) for chunk in manager.layout.buckets)
         # Where one rank has everything, and leaves it in place, what autograd keeps of it takes no memory.
-        self._saves = self._covers_all or manager.ranks.shard_size > 1 or manager.home.moves
+        self._saves = self._covers_all or manager.ranks.shard_size > 1 or manager.memory.moves
         first_id = RemovableHandle.next_id
         for name, module in model.named_modules():
             RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
@@ -236,7 +236,7 @@ class ParameterHooks:
         frames.append(frame)
         manager.use_in_forward = self._use
         if own.indices:
-            manager.home.moment(name)
+            manager.memory.moment(name)
             manager.note_first_use(own.indices)
             for chunk in own.chunks():
                 self._pin(frame, chunk)

@@ -12,8 +12,9 @@ from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
+from booster_zero.engine.buffer_pool import BufferPool
 from booster_zero.engine.layout import Layout
-from booster_zero.engine.whole import BufferPool, Keep, WholeState
+from booster_zero.engine.states import Keep, WholeState
 from booster_zero.gathering.order import Chunk, OrderCheck
 from booster_zero.gathering.timeline import Timeline
 from booster_zero.gathering.watch import ChangeWatch
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from booster_runtime.collectives import Pending
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.home import Home
-    from booster_zero.engine.shard import Format
+    from booster_zero.engine.formats import Format
+    from booster_zero.engine.memory import Memory
 
 
 _BACKWARD = "backward"
@@ -46,7 +47,7 @@ class ChunkManager:
         max_prefetch: How many chunks are gathered ahead of their use.
         max_ahead_bytes: What they may take at once, beyond the first; ``None`` for no limit. Every rank's is the same.
         shard_param_frac: Fraction of the parameters whose chunks are released after use.
-        home: Keeps the chunks' blocks.
+        memory: Keeps the chunks' blocks.
         lazy: Numbers of parameters that have no values yet.
         units: Numbers of the parameters that share no chunk with others, such as those of a layer, for each unit;
             ``None`` for one unit of all, which is laid out again by first use.
@@ -80,14 +81,14 @@ class ChunkManager:
         max_prefetch: int,
         max_ahead_bytes: int | None = None,
         shard_param_frac: float,
-        home: Home,
+        memory: Memory,
         lazy: Container[int] = (),
         units: Sequence[Sequence[int]] | None = None,
         remedy: str,
         debug: bool = False,
     ) -> None:
         self.ranks = ranks
-        self.home = home
+        self.memory = memory
         self.timeline = Timeline()
         self.parameters: dict[int, nn.Parameter] = {}
         self.names: dict[int, str] = {}
@@ -101,7 +102,7 @@ class ChunkManager:
         self.use_in_forward: Callable[[int], AbstractContextManager[None] | None] | None = None
         self._ends_with_backward = False
         self.order = OrderCheck(ranks, remedy)
-        self.keeps_all = ranks.shard_size == 1 and not home.moves
+        self.keeps_all = ranks.shard_size == 1 and not memory.moves
         self.first_uses: dict[int, None] | None = None if self.keeps_all or units is not None else {}
         self._max_prefetch = max_prefetch
         self._has_looked_ahead = False
@@ -128,7 +129,7 @@ class ChunkManager:
     def _make(self, *described: Any) -> Bucket:
         # Chunks that are laid out again are written to by the layout.
         valued = () if self._number_of else self._valued
-        return Chunk(self.order, *described, home=self.home, pool=self._pool, user=self, valued=valued)
+        return Chunk(self.order, *described, memory=self.memory, pool=self._pool, user=self, valued=valued)
 
     def _enumerate(self) -> None:
         self._number_of = {chunk: number for number, chunk in enumerate(self.layout.buckets)}
@@ -448,8 +449,7 @@ class ChunkManager:
     def after_laying_out(self) -> None:
         """Take note that the layout has new chunks, whose values are in place."""
         for chunk in self.layout.buckets:
-            with chunk.in_use(changes=True):
-                chunk.round_values()
+            chunk.round_values()
         self._used = {}
         self._last = None
         self._ahead = {}
@@ -473,7 +473,7 @@ class ChunkManager:
 
         Collective: every rank of the shard group.
         """
-        self.home.moment("backward")
+        self.memory.moment("backward")
         self.begin(_BACKWARD)
 
     def end_backward(self) -> None:
@@ -491,7 +491,7 @@ class ChunkManager:
         """
         del buckets, names
         self.check_changes()
-        self.home.moment("step")
+        self.memory.moment("step")
 
     def end_step(self, published: Mapping[Bucket, Pending]) -> None:
         """Let the next use of chunks gather what the optimizer made of their slices."""
