@@ -73,7 +73,7 @@ def _train(options: argparse.Namespace) -> None:
     booster = Booster(mixed_precision=options.precision, plugin=GeminiPlugin(**where))
     boosted, wrapped, *_ = booster.boost(model, optimizer)
     tokens = torch.randint(8000, (options.batch, 128), generator=torch.Generator().manual_seed(0))
-    memory = boosted.manager.memory  # type: ignore[attr-defined]
+    memory = boosted.gatherer.memory  # type: ignore[attr-defined]
     store = getattr(memory, "store", None)
     for number, _ in enumerate(sys.stdin):
         if number == _WARM and not options.folder:

@@ -63,7 +63,7 @@ def averages(options, precision):
     reference.module.eval()
     with torch.no_grad():
         wanted = reference.module(probe)
-    memory = model.manager.memory
+    memory = model.gatherer.memory
     if memory.moves:
         memory.close()
     return (output.float() - wanted).abs().max().item()

@@ -33,7 +33,7 @@ PLACES = {
 
 
 def close(model):
-    memory = model.manager.memory
+    memory = model.gatherer.memory
     if memory.moves:
         memory.close()
 

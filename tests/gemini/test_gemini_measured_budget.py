@@ -47,7 +47,7 @@ def trained(options, limit, precision=None, batch=BATCH):
         torch.simulated.reset_peak_memory_stats()
         losses += [step(booster, model, optimizer, number, batch) for number in range(2, 5)]
         peak = torch.simulated.max_memory_allocated() - before
-    memory = model.manager.memory
+    memory = model.gatherer.memory
     if not memory.moves:
         return losses, peak, None, None
     places, budget = memory.bytes_by_place(), memory.rooms[0].budget_bytes
@@ -120,7 +120,7 @@ def begun(folder):
         step(booster, model, optimizer, 0, BATCH // 8)
         booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
         losses = [step(booster, model, optimizer, number, BATCH // 8) for number in range(1, 5)]
-    model.manager.memory.close()
+    model.gatherer.memory.close()
     return losses
 
 
@@ -128,10 +128,10 @@ def resumed(folder):
     with sim.memory_limit(torch.simulated.memory_allocated() + 2 * STATE_BYTES):
         booster, model, optimizer = boost(AUTO)
         booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-        loaded = model.manager.memory.bytes_by_place()
+        loaded = model.gatherer.memory.bytes_by_place()
         losses = [step(booster, model, optimizer, number, BATCH // 8) for number in range(1, 5)]
-    places = model.manager.memory.bytes_by_place()
-    model.manager.memory.close()
+    places = model.gatherer.memory.bytes_by_place()
+    model.gatherer.memory.close()
     return losses, loaded, places
 
 
@@ -159,7 +159,7 @@ def failing_to_read(folder):
     options = {**AUTO, "offload_dir": folder, "host_budget_bytes": 2 * LAYER_BYTES}
     with sim.memory_limit(torch.simulated.memory_allocated() + 2 * STATE_BYTES):
         run = boost(options)
-        memory = run[1].manager.memory
+        memory = run[1].gatherer.memory
 
         def raise_block(block):
             msg = "the disk can't be read"

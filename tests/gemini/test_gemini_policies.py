@@ -58,7 +58,7 @@ def train(options, policy):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    state, memory = model.state_dict(), model.manager.memory
+    state, memory = model.state_dict(), model.gatherer.memory
     places = memory.bytes_by_place() if memory.moves else {}
     if memory.moves:
         memory.close()

@@ -21,7 +21,7 @@ def train(steps=3, **options):
         optimizer.backward(model(torch.ones(4, 64)).sum())
         optimizer.step()
         optimizer.zero_grad()
-    memory = model.manager.memory
+    memory = model.gatherer.memory
     if memory.moves:
         memory.close()
     return type(memory).__name__

@@ -10,6 +10,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
+from booster_runtime.collectives import Pending
+from booster_zero.engine import Memory
 
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -48,7 +50,7 @@ def step(booster, model, optimizer, number=0, micro_batches=1):
 
 
 def close(model):
-    memory = model.manager.memory
+    memory = model.gatherer.memory
     if memory.moves:
         memory.close()
 
@@ -87,6 +89,41 @@ def stepped_twice(options):
     state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
     close(model)
     return state
+
+
+def waits_of_two_steps():
+    """Return in which order values are sent, and are free to be changed, and the optimizer steps."""
+    events, write = [], Memory.write
+    booster, model, optimizer = boost({"offload_optim_frac": 1.0})
+    step(booster, model, optimizer)
+    stepped = optimizer.optim.step
+
+    def noted(self, buffer, values, **options):
+        pending = write(self, buffer, values, **options)
+        if values.device.type != "cpu":
+            return pending
+        number = len(events)
+        events.append("sent")
+        return Pending([pending], lambda: events.append(f"free {number}"))
+
+    optimizer.optim.step = lambda *args: events.append("step") or stepped(*args)
+    Memory.write = noted
+    try:
+        booster.backward(model(torch.randn(4, WIDTH).to(booster.device)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.step()
+    finally:
+        Memory.write = write
+    close(model)
+    return events
+
+
+def test_values_that_are_on_their_way_are_not_stepped_on(simulated_device):
+    (events,) = run_on_devices(waits_of_two_steps, 1, simulated_device)
+    first = [event for event in events if event in ("step", "sent")][: 2 * DEPTH]
+    assert first == ["step", "sent"] * DEPTH, "one layer after the other"
+    second = events[2 * DEPTH :]
+    assert second == [each for at in range(1, 2 * DEPTH, 2) for each in (f"free {at}", "step", "sent")]
 
 
 @pytest.mark.parametrize("place", ["halves on the host", "all on the host"])
@@ -165,7 +202,7 @@ def moved(options, precision=None):
     before = sim.bytes_moved()
     step(booster, model, optimizer, 3)
     counted = [after - start for start, after in zip(before, sim.bytes_moved(), strict=True)]
-    places = model.manager.memory.bytes_by_place()
+    places = model.gatherer.memory.bytes_by_place()
     close(model)
     return places, counted
 

@@ -65,8 +65,8 @@ def timed(options, rates):
     passes = end[0] - begin[0], end[1] - begin[1]
     peak = torch.simulated.max_memory_allocated() - before
     times = sim.times()
-    if model.manager.memory.moves:
-        model.manager.memory.close()
+    if model.gatherer.memory.moves:
+        model.gatherer.memory.close()
     return times, passes, peak
 
 
@@ -143,8 +143,8 @@ def trained(options, *, clips, precision=None):
         optimizer.step()
         optimizer.zero_grad()
     state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    if model.manager.memory.moves:
-        model.manager.memory.close()
+    if model.gatherer.memory.moves:
+        model.gatherer.memory.close()
     return state
 
 

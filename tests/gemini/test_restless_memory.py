@@ -132,7 +132,7 @@ def train(memory, precision, name, folder, steps=3):
             tokens = torch.arange(16).view(2, 8)
             booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
             optimizer.step()
-        return seen, model.state_dict(), model.manager.memory
+        return seen, model.state_dict(), model.gatherer.memory
     finally:
         plugin_module.make_memory = MAKE_MEMORY
 

@@ -52,7 +52,7 @@ def trained_on_a_disk(folder, name, precision):
     """Train as `trained` does, by what the error about ``offload="disk"`` advises."""
     plugin = GeminiPlugin(min_chunk_bytes=2048, shard_param_frac=0.0, offload_optim_frac=1.0, offload_dir=folder)
     model = train(plugin, name, precision)
-    memory = model.manager.memory
+    memory = model.gatherer.memory
     found, on_disk = model.state_dict(), memory.store._end
     memory.close()
     return found, on_disk

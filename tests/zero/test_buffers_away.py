@@ -119,9 +119,9 @@ def train_with(optimizer, precision, memory, folder):
     found |= {f"later {name}": tensor for name, tensor in train(*other, STEPS).items()}
     if memory is Away:
         for _, boosted, _ in (run, other):
-            faults = boosted.manager.memory.faults
+            faults = boosted.gatherer.memory.faults
             assert not faults, faults
-            assert boosted.manager.memory.roles() == {Role.PARAM, Role.GRAD, Role.OPTIM}
+            assert boosted.gatherer.memory.roles() == {Role.PARAM, Role.GRAD, Role.OPTIM}
     return found
 
 

@@ -18,12 +18,13 @@ CPU = torch.device("cpu")
 def reduced(dtype=torch.float32, bucket_bytes=2**20):
     """Return three parameters, their layout on one rank, and its reducer."""
     format_ = Format(working=dtype, master=torch.float32, wire=dtype, device=CPU, step_device=CPU, is_trained=True)
+    parameters = {index: nn.Parameter(torch.ones(3, 5, dtype=dtype)) for index in range(3)}
     layout = Layout(
+        nn.ParameterList(parameters.values()),
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=1),
         lambda *arguments: Bucket(*arguments, memory=Memory()),
         bucket_bytes=bucket_bytes,
     )
-    parameters = {index: nn.Parameter(torch.ones(3, 5, dtype=dtype)) for index in range(3)}
     layout.add(parameters, dict.fromkeys(parameters, format_))
     reducer = Reducer(
         layout.buckets, {index: str(index) for index in range(3)}, overlap=True, agree_on_record=lambda *_: set()

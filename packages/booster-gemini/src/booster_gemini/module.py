@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
-    from booster_zero.engine import ShardedEngine
-    from booster_zero.gathering import ChunkManager, LeafModules
+    from booster_zero.engine import Gatherer, ShardedEngine
+    from booster_zero.gathering import LeafModules
 
 
 class GeminiModel(GatheringModel):
@@ -20,7 +20,7 @@ class GeminiModel(GatheringModel):
 
     Args:
         module: The user's model.
-        manager: Its chunks.
+        gatherer: Gathers its parameters.
         precision: Precision of the run.
         sharded: Its trained parameters; ``None`` where nothing is trained.
         leaves: As for `ParameterHooks`.
@@ -29,16 +29,16 @@ class GeminiModel(GatheringModel):
     def __init__(
         self,
         module: nn.Module,
-        manager: ChunkManager,
+        gatherer: Gatherer,
         *,
         precision: PrecisionPolicy,
         sharded: ShardedEngine | None,
         leaves: LeafModules,
     ) -> None:
         super().__init__(module, precision=precision)
-        self.attach_chunks(manager)
+        self.attach_gatherer(gatherer)
         self._sharded = sharded
-        self.hooks = ParameterHooks(module, manager, self._before_forward, self._after_forward, leaves)
+        self.hooks = ParameterHooks(module, gatherer, self._before_forward, self._after_forward, leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the user's model, which is a plain one, inside of `whole_parameters`.

@@ -62,10 +62,10 @@ class GeminiEngine(ShardedEngine):
         except ConfigError as caught:
             shortage = caught
         problem: Exception | None = self.memory.problem()
-        manager = self.gathers
-        if self.is_anywhere(shortage) and not manager.stop_looking_ahead() and not manager.is_laid_out_again:
+        gatherer = self.gatherer
+        if self.is_anywhere(shortage) and not gatherer.stop_looking_ahead() and not gatherer.is_laid_out_again:
             problem = problem or shortage
-        manager.is_laid_out_again = False
+        gatherer.is_laid_out_again = False
         self.raise_together(problem)
 
 

@@ -434,7 +434,7 @@ class HybridSetup:
             run_options={"split": cut.split_backward, "record": self._record()},
         )
         if isinstance(model, ShardedHybridModel):
-            engine.gathered, engine.written = model.gathered, model.manager.take_changes
+            engine.gathered, engine.written = model.gathered, model.gatherer.take_changes
         return engine
 
     def make_gathering(self) -> None:

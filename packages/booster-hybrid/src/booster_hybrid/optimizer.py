@@ -202,7 +202,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     def begin_batch(self) -> None:
         """Make ready for the backwards of one batch."""
-        self.engine.gathers.wait()
+        self.engine.gatherer.wait()
         self.reducer.watch()
         self._rescale_gradients()
         # What has been added up is on every copy: from now on it counts on the first alone.

@@ -325,7 +325,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
             if not metrics["skipped"]:
                 stepped.on_step.remove(compare)
-                optimizers[0].engine.gathers.wait()
+                optimizers[0].engine.gatherer.wait()
                 check_copies(module, local, replica)
 
         for optimizer in optimizers:
@@ -458,8 +458,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         data, alike = axes["dp", "sp"], axes["edp", "sp"]
         held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
         everyone = Replica(data.index, data.size)
-        chunks = boosted.manager if isinstance(boosted, ShardedHybridModel) else None
-        inner = ShardedStateAdapter(model, engine, everyone, held_by, chunks=chunks)
+        gatherer = boosted.gatherer if isinstance(boosted, ShardedHybridModel) else None
+        inner = ShardedStateAdapter(model, engine, everyone, held_by, gatherer=gatherer)
         adapter = HybridStateAdapter(
             inner,
             local.splits,

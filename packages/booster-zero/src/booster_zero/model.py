@@ -60,9 +60,9 @@ class ZeroModel(ModelWrapper):
         if self._sharded is None:
             return self._run(*args, **kwargs)
         self._sharded.reducer.watch()
-        if not self._sharded.gathers.is_underway:
+        if not self._sharded.gatherer.is_underway:
             return self._run(*args, **kwargs)
-        with self._sharded.gathers.during_forward(self.module):
+        with self._sharded.gatherer.during_forward(self.module):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -29,11 +28,9 @@ from booster_runtime.sharding import (
 )
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
-from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.engine import ShardedEngine, engine_of
-from booster_zero.engine.gathers import Gathers
+from booster_zero.engine.gatherer import Gatherer
 from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
-from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.memory import Memory
 from booster_zero.engine.optimizer import ZeroOptimizer
@@ -200,7 +197,6 @@ class LowLevelZeroPlugin(Strategy):
 
         Collective: every rank of the world.
         """
-        memory = Memory()
         model, config, given = objects.model, self.config, objects.optimizers
         host = torch.device("cpu") if config.offload else None
         listed = ListedParameters(given, config.partition)
@@ -211,19 +207,19 @@ class LowLevelZeroPlugin(Strategy):
         if given:
             reduced = [each for each in model.parameters() if each.requires_grad or each in listed]
             gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in reduced)
-            gathers = Gathers(overlaps=config.overlap_allgather)
             bucket_bytes = config.bucket_bytes or default_bucket_bytes(
                 gradient_bytes, ranks.shard_size, stage=config.stage
+            )
+            gatherer = Gatherer(
+                model, ranks, memory=Memory(), bucket_bytes=bucket_bytes, overlaps=config.overlap_allgather
             )
             engine = engine_class(
                 model,
                 given,
                 config=config,
                 listed=listed,
-                layout=Layout(ranks, partial(Bucket, memory=memory, user=gathers), bucket_bytes=bucket_bytes),
+                gatherer=gatherer,
                 format_of=format_of,
-                memory=memory,
-                gathers=gathers,
                 device=context.device,
             )
             scaling = GradientScaling(context.precision)

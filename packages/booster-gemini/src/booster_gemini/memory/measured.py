@@ -124,16 +124,11 @@ class MeasuredMemory(TieredMemory):
         device = self.rooms[0]
         assert device.budget_bytes is not None, "set before this is asked for"
         held = sum(block.num_bytes for block in self._blocks.values() if block.room is device)
-        for number in [number for number, role in self._blocks if role is Role.OPTIM]:
-            # The gradient is where the state is.
-            blocks = [self._blocks.get((number, role)) for role in (Role.OPTIM, Role.GRAD)]
-            below = [block for block in blocks if block is not None and block.room is not device]
-            num_bytes = sum(block.num_bytes for block in below)
-            if below and held + num_bytes <= device.budget_bytes:
-                held += num_bytes
+        for key, block in self._blocks.items():
+            if key[1] is Role.OPTIM and block.room is not device and held + block.num_bytes <= device.budget_bytes:
+                held += block.num_bytes
                 try:
-                    for block in below:
-                        self._raise(block)
+                    self._raise(block)
                 except OffloadError as error:  # of the disk; others end the step, and then every rank is told
                     self._problem = self._problem or error
                     return

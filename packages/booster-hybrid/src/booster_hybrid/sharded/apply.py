@@ -11,8 +11,8 @@ from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
-from booster_zero.engine import ListedParameters, Memory, default_bucket_bytes
-from booster_zero.gathering import ChunkManager, check_modules
+from booster_zero.engine import Gatherer, ListedParameters, Memory, default_bucket_bytes
+from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -71,14 +71,11 @@ def shard_parameters(
     )
     units = find_units(model, copies)
     gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in model.parameters())
-    manager = ChunkManager(
-        model,
-        ranks,
+    bucket_bytes = config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage)
+    gatherer = Gatherer(model, ranks, memory=Memory(), bucket_bytes=bucket_bytes)
+    gatherer.shard_all(
         format_of,
-        chunk_bytes=config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
         max_prefetch=1,
-        shard_param_frac=1.0,
-        memory=Memory(),
         lazy=frozenset(index for index, each in enumerate(model.parameters()) if id(each) in without_values),
         units=units.order,
         remedy=_REMEDY,
@@ -90,10 +87,8 @@ def shard_parameters(
             given,
             config=config,
             listed=listed,
-            layout=manager.layout,
+            gatherer=gatherer,
             format_of=format_of,
-            memory=manager.memory,
-            gathers=manager,
             device=context.device,
             waits_in_backward=not ranks_of,
         )
@@ -106,7 +101,7 @@ def shard_parameters(
         refuse_all_gradients(model)
     wrapped = ShardedHybridModel(
         model,
-        manager,
+        gatherer,
         units,
         precision=context.precision,
         sharded=engine,

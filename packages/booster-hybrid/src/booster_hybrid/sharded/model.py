@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_hybrid.model import HybridModel
-from booster_zero.gathering import ChunkManager, GatheringModel, ParameterHooks
+from booster_zero.gathering import GatheringModel, ParameterHooks
 
 if TYPE_CHECKING:
     from torch import nn
 
     from booster_core.precision import PrecisionPolicy
     from booster_hybrid.sharded.units import Units
-    from booster_zero.engine import ShardedEngine
+    from booster_zero.engine import Gatherer, ShardedEngine
 
 
 class ShardedHybridModel(GatheringModel, HybridModel):
@@ -20,7 +20,7 @@ class ShardedHybridModel(GatheringModel, HybridModel):
 
     Args:
         module: The user's model.
-        manager: Its chunks.
+        gatherer: Gathers its parameters.
         units: What of it is gathered together.
         precision: Precision of the run.
         sharded: Its trained parameters; ``None`` where nothing is trained.
@@ -31,7 +31,7 @@ class ShardedHybridModel(GatheringModel, HybridModel):
     def __init__(
         self,
         module: nn.Module,
-        manager: ChunkManager,
+        gatherer: Gatherer,
         units: Units,
         *,
         precision: PrecisionPolicy | None,
@@ -39,12 +39,12 @@ class ShardedHybridModel(GatheringModel, HybridModel):
         gathers_on_use: bool,
     ) -> None:
         super().__init__(module, precision=precision, sharded=sharded)
-        self.attach_chunks(manager)
+        self.attach_gatherer(gatherer)
         self.hooks = None
         if gathers_on_use:
             self.hooks = ParameterHooks(
                 module,
-                manager,
+                gatherer,
                 self._before_forward,
                 self._after_forward,
                 units.layers,

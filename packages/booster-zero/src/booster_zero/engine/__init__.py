@@ -6,7 +6,7 @@ from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.buffer_pool import BufferPool, is_free
 from booster_zero.engine.engine import ShardedEngine, engine_of
 from booster_zero.engine.formats import Format
-from booster_zero.engine.gathers import Wholes
+from booster_zero.engine.gatherer import Gatherer
 from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
@@ -23,6 +23,7 @@ __all__ = [
     "BufferPool",
     "FlatBuffer",
     "Format",
+    "Gatherer",
     "Keep",
     "Key",
     "Layout",
@@ -33,7 +34,6 @@ __all__ = [
     "ShardedStateAdapter",
     "ShardingOptions",
     "WholeState",
-    "Wholes",
     "ZeroOptimizer",
     "assign_owners",
     "default_bucket_bytes",

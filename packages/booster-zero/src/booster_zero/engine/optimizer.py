@@ -115,13 +115,13 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world; under stage 1's ``no_sync`` none.
         """
         refuse_capture("backward")
-        gathers = self.engine.gathers
-        gathers.begin_backward()
+        gatherer = self.engine.gatherer
+        gatherer.begin_backward()
         try:
             with NamedCall("reduction of gradients"), self.reducer.guarded():
                 super().backward(loss, inputs, retain_graph=retain_graph)
         finally:
-            gathers.end_backward()
+            gatherer.end_backward()
 
     def settle(self) -> None:
         """Bring all gradients into the shards; see `ShardedEngine.settle`.
@@ -225,7 +225,7 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world.
         """
         engine = self.engine
-        engine.gathers.begin_step(self.layout.buckets, self.names)
+        engine.gatherer.begin_step()
         published: dict[Bucket, Pending] = {}
         result, error = None, None
         if closure is not None:
@@ -245,7 +245,7 @@ class ZeroOptimizer(OptimizerWrapper):
         for bucket in self.buckets():
             if engine.is_used(bucket) and bucket not in published:
                 published[bucket] = bucket.publish()
-        engine.gathers.end_step(published)
+        engine.gatherer.end_step(published)
         engine.note_step(self.number)
         return result
 

@@ -44,7 +44,7 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
     """
     buckets, engine = optimizer.buckets(), optimizer.engine
     with NamedCall(f"optimizer.{name}"):
-        engine.gathers.begin_step(engine.layout.buckets, engine.names)
+        engine.gatherer.begin_step()
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
                 if bucket.memory.moves:
@@ -58,7 +58,7 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
         for bucket, is_written in zip(buckets, anywhere, strict=True):
             if is_written:
                 published[bucket] = bucket.publish()
-        engine.gathers.end_step(published)
+        engine.gatherer.end_step(published)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
 from booster_core.state import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
     from booster_zero.engine.formats import BucketPiece
-    from booster_zero.gathering.manager import ChunkManager
+    from booster_zero.engine.gatherer import Gatherer
 
 
 class ShardedStateAdapter(StateAdapter):
@@ -47,7 +47,7 @@ class ShardedStateAdapter(StateAdapter):
         coordinator: Tells rank and number of ranks, of those that hold the same model.
         held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
             the same part.
-        chunks: All parameters, where they are whole only while they are used; ``None`` where they always are.
+        gatherer: Gathers them, where there is no optimizer to ask.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class ShardedStateAdapter(StateAdapter):
         coordinator: DistCoordinator | Replica,
         held_by: Mapping[str, Replica] | None = None,
         *,
-        chunks: ChunkManager | None = None,
+        gatherer: Gatherer | None = None,
     ) -> None:
         self._replicated = ReplicatedStateAdapter(model, None, coordinator, held_by=held_by)
         self.sharded = sharded
-        self._gathers: Any = chunks if sharded is None else sharded.gathers
-        holder = sharded if chunks is None else chunks
-        self.layout = None if holder is None else holder.layout
-        self._names: Mapping[int, str] = {} if holder is None else holder.names
+        self._gatherer = gatherer if sharded is None else sharded.gatherer
+        self.layout = None if self._gatherer is None else self._gatherer.layout
+        self._names: Mapping[int, str] = {} if self.layout is None else self.layout.names
         self._taken_as_parameters: set[int] = set()
 
     @property
@@ -83,8 +82,8 @@ class ShardedStateAdapter(StateAdapter):
 
     def _model_shards(self, left_out: Container[Bucket] = ()) -> Iterator[TensorShard]:
         """Yield the model's tensors but for the parameters of some buckets."""
-        if self._gathers is not None:
-            self._gathers.wait()
+        if self._gatherer is not None:
+            self._gatherer.wait()
         for bucket in self._buckets:
             if bucket.keep is Keep.ALWAYS or bucket in left_out:
                 continue
@@ -190,7 +189,7 @@ class ShardedStateAdapter(StateAdapter):
             index: The parameter's number; this run keeps no masters of it.
         """
         zero = self._required_engine()
-        zero.gathers.wait()
+        zero.gatherer.wait()
         bucket = zero.layout.bucket_of(index)
         if bucket.keep is Keep.ALWAYS:
             yield whole_shard(self._names[index], MASTER, zero.layout.parameters[index], is_owner=False)
@@ -249,9 +248,9 @@ class ShardedStateAdapter(StateAdapter):
         }
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        if self.layout is None:
+        if self._gatherer is None:
             return
-        self._gathers.wait()
+        self._gatherer.wait()
         for bucket in self._buckets:
             if model or any(slot.index in self._taken_as_parameters for slot in bucket.plan.slots):
                 with bucket.in_use(changes=True):
@@ -260,7 +259,7 @@ class ShardedStateAdapter(StateAdapter):
         if optimizer:
             self._required_engine().publish(self._buckets_with_masters())
         self._taken_as_parameters = set()
-        self._gathers.release_all()
+        self._gatherer.release_all()
         for bucket in self._buckets:
             if bucket.keep is not Keep.ALWAYS:
                 bucket.mark_changed()

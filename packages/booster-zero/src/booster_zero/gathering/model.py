@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from booster_zero.engine.engine import ShardedEngine
-    from booster_zero.gathering.manager import ChunkManager
+    from booster_zero.engine.gatherer import Gatherer
 
 
 class GatheringModel(ModelWrapper):
-    """A boosted model whose parameters are in chunks, and whole only while they are used.
+    """A boosted model whose parameters are in buckets, and whole only while they are used.
 
     Attributes:
-        manager: Its chunks; set by `attach_chunks`.
+        gatherer: Gathers its parameters; set by `attach_gatherer`.
 
     ``state_dict`` and `whole_parameters` gather; every rank must call them.
     """
 
-    manager: ChunkManager
+    gatherer: Gatherer
     _sharded: ShardedEngine | None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -39,9 +39,9 @@ class GatheringModel(ModelWrapper):
         """
         refuse_pickle()
 
-    def attach_chunks(self, manager: ChunkManager) -> None:
-        """Set the chunks of the user's model."""
-        self.manager = manager
+    def attach_gatherer(self, gatherer: Gatherer) -> None:
+        """Set what gathers the user's model."""
+        self.gatherer = gatherer
         generate_together(self)
 
     def _before_forward(self) -> None:
@@ -70,34 +70,34 @@ class GatheringModel(ModelWrapper):
         with self.gathered(writes=writes):
             yield
         if not writes:
-            self.manager.tell_changes()
+            self.gatherer.tell_changes()
 
     @contextlib.contextmanager
     def gathered(self, *, writes: bool = False) -> Iterator[None]:
         """Have all parameters whole for the block, as `whole_parameters` does, whose end no rank waits for.
 
-        What a block without ``writes`` has written, `ChunkManager.take_changes` returns after it.
+        What a block without ``writes`` has written, `Gatherer.take_changes` returns after it.
 
         Args:
             writes: As for `whole_parameters`.
 
         Collective: every rank of the world at the beginning; none at the end.
         """
-        chunks = self.manager.layout.buckets
-        for chunk in chunks:
-            chunk.pins += 1
+        buckets = self.gatherer.layout.buckets
+        for bucket in buckets:
+            bucket.pins += 1
         try:
-            for chunk in chunks:
-                self.manager.use(chunk)
+            for bucket in buckets:
+                self.gatherer.use(bucket)
             yield
             if writes:
-                for chunk in chunks:
-                    chunk.write_back()
-                    chunk.mark_changed()
+                for bucket in buckets:
+                    bucket.write_back()
+                    bucket.mark_changed()
         finally:
-            for chunk in chunks:
-                chunk.pins = max(chunk.pins - 1, 0)
-            self.manager.end()
+            for bucket in buckets:
+                bucket.pins = max(bucket.pins - 1, 0)
+            self.gatherer.end()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return copies of the user's model's whole state, on every rank; see `Booster.save_model` for files.
