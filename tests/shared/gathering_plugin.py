@@ -11,42 +11,22 @@ from booster_core.plugin import Capability, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import RanksOfWorld, agree_on_values
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
-from booster_zero import ShardedStateAdapter, ZeroModel
+from booster_zero import ShardedModel, ShardedStateAdapter
 from booster_zero.engine import (
     Gatherer,
     ListedParameters,
     Memory,
     ShardedEngine,
+    ShardedOptimizer,
     ShardingOptions,
-    ZeroOptimizer,
     engine_of,
 )
-from booster_zero.gathering import (
-    GatheringModel,
-    ParameterHooks,
-    check_modules,
-)
+from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
     from torch import nn
 
 REMEDY = "Let every rank run the same modules, or pass `leaf_class`."
-
-
-class GatheredModel(GatheringModel, ZeroModel):
-    """The user's model, whose parameters are gathered by hooks."""
-
-    def __init__(self, module, gatherer, leaves, *, precision, sharded):
-        super().__init__(module, precision=precision, sharded=sharded)
-        self.attach_gatherer(gatherer)
-        self.hooks = ParameterHooks(
-            module,
-            gatherer,
-            self._before_forward,
-            self._after_forward,
-            leaves,
-            on_passed=None if sharded is None else sharded.reducer.leave_out,
-        )
 
 
 class GatheringPlugin(Strategy):
@@ -137,12 +117,13 @@ class GatheringPlugin(Strategy):
                 format_of=format_of,
                 device=context.device,
             )
-            optimizer = ZeroOptimizer(
+            optimizer = ShardedOptimizer(
                 engine, offloads=gatherer.memory.moves or self.step_device is not None, context=context
             )
             # A rank that waited for reductions would not gather what others wait for, before they start theirs.
             engine.reducer.waits_in_backward = not leaves
-        wrapped = GatheredModel(model, gatherer, leaves, precision=context.precision, sharded=engine)
+        wrapped = ShardedModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+        wrapped.gather_on_use(leaves, on_passed=None if engine is None else engine.reducer.leave_out)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model, context):

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
+from booster_gemini.engine import GeminiEngine
 from booster_gemini.leaves import find_leaves
 from booster_gemini.memory.make import make_memory, max_ahead_bytes, most_chunk_numel
-from booster_gemini.module import GeminiModel
-from booster_gemini.optimizer import GeminiEngine, GeminiOptimizer
 from booster_gemini.search import search_chunk_numel
 from booster_runtime.sharding import (
     RanksOfWorld,
@@ -22,7 +21,7 @@ from booster_runtime.sharding import (
     refuse_renormalized,
 )
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
-from booster_zero import ShardedStateAdapter, fill_model
+from booster_zero import ShardedModel, ShardedOptimizer, ShardedStateAdapter, fill_model
 from booster_zero.engine import Gatherer, ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
 from booster_zero.gathering import check_modules
 
@@ -227,7 +226,7 @@ class GeminiPlugin(Strategy):
             )
             scaling = GradientScaling(context.precision)
             optimizers = [
-                GeminiOptimizer(engine, number, offloads=gatherer.memory.moves, context=context, scaling=scaling)
+                ShardedOptimizer(engine, number, offloads=gatherer.memory.moves, context=context, scaling=scaling)
                 for number in range(len(given))
             ]
             trained = [chunk.format.wire for chunk in gatherer.layout.buckets if chunk.format.is_trained]
@@ -244,12 +243,13 @@ class GeminiPlugin(Strategy):
             module: [parameter for leaf in inside for parameter in leaf.parameters()]
             for module, inside in leaves.items()
         }
-        wrapped = GeminiModel(model, gatherer, precision=context.precision, sharded=engine, leaves=gathered)
+        wrapped = ShardedModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+        wrapped.gather_on_use(gathered)
         return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))
 
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
-        assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
+        assert isinstance(model, ShardedModel), "Booster passes what `configure` returned"
         engine = engine_of(model.boosted_optimizers)
         return ShardedStateAdapter(model, engine, context.coordinator, gatherer=model.gatherer)
 

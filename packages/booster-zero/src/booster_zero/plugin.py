@@ -33,11 +33,11 @@ from booster_zero.engine.gatherer import Gatherer
 from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
 from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.memory import Memory
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.lazy import fill_model
-from booster_zero.model import ZeroModel
+from booster_zero.model import ShardedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,8 +173,8 @@ class LowLevelZeroPlugin(Strategy):
         context: BoostContext,
         ranks: ShardingRanks,
         engine_class: type[ShardedEngine] = ShardedEngine,
-        optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
-        model_class: type[ZeroModel] = ZeroModel,
+        optimizer_class: type[ShardedOptimizer] = ShardedOptimizer,
+        model_class: type[ShardedModel] = ShardedModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
         ranks_of: Mapping[int, ShardingRanks] | None = None,
     ) -> Boosted:

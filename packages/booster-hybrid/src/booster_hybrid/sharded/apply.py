@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.plugin import GradientScaling, like
+from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
-from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
 from booster_zero.engine import Gatherer, ListedParameters, Memory, default_bucket_bytes
@@ -47,7 +47,8 @@ def shard_parameters(
         copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
         ranks_of: For parameters that others share than ``ranks``, by ``id``.
         without_values: The ``id`` of parameters of a lazy model, which get their values later.
-        is_pipeline: Whether the model is cut into stages.
+        is_pipeline: Whether the model is cut into stages. Parameters are gathered once for each batch then, by
+            `ShardedModel.whole_parameters`: data parallel ranks may have different numbers of microbatches.
 
     Raises:
         ConfigError: If the optimizer or a parameter can't be sharded, or a module is scripted.
@@ -99,12 +100,11 @@ def shard_parameters(
         ]
     else:
         refuse_all_gradients(model)
-    wrapped = ShardedHybridModel(
-        model,
-        gatherer,
-        units,
-        precision=context.precision,
-        sharded=engine,
-        gathers_on_use=not is_pipeline,
-    )
+    wrapped = HybridModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+    if not is_pipeline:
+        wrapped.gather_on_use(
+            units.layers,
+            with_model=units.rest,
+            on_passed=None if engine is None else engine.reducer.leave_out,
+        )
     return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))

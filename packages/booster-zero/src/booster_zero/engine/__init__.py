@@ -11,7 +11,7 @@ from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
 from booster_zero.engine.memory import FlatBuffer, Key, Memory, Role
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.options import ShardingOptions
 from booster_zero.engine.partition import assign_owners, default_bucket_bytes, lengths_of_flat, plan_flat
 from booster_zero.engine.parts import only
@@ -31,10 +31,10 @@ __all__ = [
     "Memory",
     "Role",
     "ShardedEngine",
+    "ShardedOptimizer",
     "ShardedStateAdapter",
     "ShardingOptions",
     "WholeState",
-    "ZeroOptimizer",
     "assign_owners",
     "default_bucket_bytes",
     "engine_of",

@@ -19,7 +19,7 @@ from booster_runtime.sharding import (
     raised_on_all,
     refuse_gradient,
 )
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -378,4 +378,4 @@ class ShardedEngine:
 
 def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:
     """Return the engine that a model's boosted optimizers share; ``None`` where nothing is trained."""
-    return next((each.engine for each in optimizers if isinstance(each, ZeroOptimizer)), None)
+    return next((each.engine for each in optimizers if isinstance(each, ShardedOptimizer)), None)

@@ -1,29 +1,31 @@
-"""`ZeroOptimizer`: one of the user's optimizers over this rank's pieces of parameters, whose updates reach every rank.
+"""`ShardedOptimizer`: one of the user's optimizers over this rank's pieces of parameters; updates reach every rank.
 
-A step reads top to bottom in `ZeroOptimizer.step` and `ZeroOptimizer.update_parameters`. All that belongs to the model
-rather than to one of its optimizers is in the `ShardedEngine`.
+A step reads top to bottom in `ShardedOptimizer.step` and `ShardedOptimizer.update_parameters`. All that belongs to the
+model rather than to one of its optimizers is in the `ShardedEngine`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError, OffloadError
-from booster_core.gradients import clip_by_norm
+from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
 from booster_runtime.sharding import RaisedAnywhere, check_takes_parts
 from booster_zero.engine.bucket import stepping_on
+from booster_zero.engine.memory import Role
 from booster_zero.engine.own_methods import call_own_method, is_own_method
 from booster_zero.engine.parts import only, steps_in_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from booster_zero.engine.engine import ShardedEngine
 
 
-class ZeroOptimizer(OptimizerWrapper):
+class ShardedOptimizer(OptimizerWrapper):
     """Steps one of the user's optimizers on this rank's part of its parameters, and shares the results.
 
     Args:
@@ -155,18 +157,42 @@ class ZeroOptimizer(OptimizerWrapper):
             if used.get(slot.index)
         ]
 
+    def gradients_in_parts(self) -> Iterator[list[Tensor]]:
+        """Yield what `gradients` returns: at once, or a bucket's at a time where a memory moves them.
+
+        Collective: every rank of the world, where there was a backward since the last call.
+        """
+        if not self.engine.memory.moves:
+            yield self.gradients()
+            return
+        self.settle()
+        for bucket in self.buckets():
+            if bucket.has_gradient:
+                with bucket.in_use(Role.GRAD, changes=True):
+                    yield bucket.used_gradients()
+
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once."""
+        # Rounded once, at the end, so that the norm does not depend on how buckets are cut.
+        parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self._parts_of_all() if part]
         group = self.engine.ranks.shard_group or dist.group.WORLD
-        return clip_by_norm(
-            [gradient for each in self.scaling.optimizers for gradient in each.gradients()],
-            max_norm,
-            norm_type,
-            groups=[] if group is None else [group],
-            device=self.engine.device,
-            dtype=self.norm_dtype,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        groups = [] if group is None else [group]
+        norm = global_norm(parts, norm_type, groups=groups, dtype=self.norm_dtype, device=self.engine.device)
+        if error_if_nonfinite:
+            check_finite_norm(norm)
+        if max_norm == math.inf:
+            return norm
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
+        if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
+            for part in self._parts_of_all():
+                if part:
+                    torch._foreach_mul_(part, factor.to(part[0].device))
+        return norm
+
+    def _parts_of_all(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients of all of the model's optimizers."""
+        for optimizer in self.scaling.optimizers:
+            yield from optimizer.gradients_in_parts()
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - as in core
         """Return whether a gradient overflowed on any rank.

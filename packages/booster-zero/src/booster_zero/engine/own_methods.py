@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.optimizer import ShardedOptimizer
 
 
 def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bool:
@@ -30,7 +30,9 @@ def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bo
     )
 
 
-def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_own_method(
+    optimizer: ShardedOptimizer, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a method of the user's optimizer, and bring what it writes into every rank's parameters.
 
     Args:

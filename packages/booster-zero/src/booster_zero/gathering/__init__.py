@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 from booster_zero.gathering.hooks import LeafModules, ParameterHooks, check_modules
-from booster_zero.gathering.model import GatheringModel
 
 __all__ = [
-    "GatheringModel",
     "LeafModules",
     "ParameterHooks",
     "check_modules",
