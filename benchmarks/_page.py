@@ -37,10 +37,10 @@ _HEAD = """\
 
 <!-- Written by `nox -s bench`; do not edit. -->
 
-Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...), so that other
-load on the machine affects both: the median over the rounds. Below 1 ours is faster or smaller, except for speeds and
-savings, whose bars say "at least". [Every figure, with quartiles and absolute values](tables/performance.csv).
-`nox -s bench -- zero` measures those of one benchmark.
+Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...): the median over
+the rounds. Below 1 ours is faster or smaller, except for speeds and savings, whose bars say "at least".
+[Every figure, with quartiles and absolute values](tables/performance.csv). `nox -s bench -- zero` measures those of one
+benchmark.
 
 ![Time and memory of a step, compared with other libraries](assets/peers.png#only-light)
 ![Time and memory of a step, compared with other libraries](assets/peers-dark.png#only-dark)
@@ -71,7 +71,10 @@ PEERS = (
     *("Accelerate", "DeepSpeed", "Lightning Fabric", "transformers'", "torch.", "DCP"),
     *("DistributedDataParallel", "fully_shard", "parallelize_module"),
 )
-"""Yardsticks that the page shows even where there is no bar: how their names begin."""
+"""Yardsticks for which the page shows times and memory even where there is no bar: how their names begin."""
+_SHOWN = ("step of", "tp=", "ep=", "peak memory", "time of save_checkpoint", "time of load_checkpoint, warm")
+"""What it shows of them where there is no bar: how its name begins."""
+_FORMATS = (", fp32", ", bf16")
 _MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
 
 
@@ -176,7 +179,11 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
     if barred:
         lines = _shown("Every ratio that has a bar, with its quartiles and its bar", "performance")
         parts += ["\n", *(f"{line}\n" for line in lines[:-1])]
-    peers = [each for each in results if each.yardstick.startswith(PEERS) and not each.what.startswith("least")]
+    peers = [
+        each
+        for each in results
+        if each.yardstick.startswith(PEERS) and (each.bar is not None or each.what.startswith(_SHOWN))
+    ]
     others = [each for each in missed if each not in peers]
     for title, shown in (("torch and other libraries", peers), ("Other bars that are missed", others)):
         parts += [f"\n## {title}\n\n", *_table(shown)] if shown else []
@@ -184,15 +191,18 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def _table(results: Sequence[Result]) -> list[str]:
-    """Return lines of a table, with a row for each result."""
-    head = ["| measured | yardstick | ratio | bar |\n", "|---|---|---|---|\n"]
-    return [*head, *map(_row, results)] if results else []
-
-
-def _row(result: Result) -> str:
-    bar = "" if result.bar is None else f"{'at least ' if result.at_least else ''}{result.bar:g}"
-    median = f"{result.median:.3f}" if result.is_met else f"**{result.median:.3f}, missed**"
-    return f"| {result.what} | {result.yardstick} | {median} | {bar} |\n"
+    """Return lines of a table, with a row for each result, or for those that differ in the number format alone."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for result in results:
+        form = result.what[-6:] if result.what.endswith(_FORMATS) else ""
+        bar = "" if result.bar is None else f"{'at least ' if result.at_least else ''}{result.bar:g}"
+        median = f"{result.median:.3f}" if result.is_met else f"**{result.median:.3f}, missed**"
+        key = (result.what.removesuffix(form), result.yardstick, bar)
+        rows.setdefault(key, []).append(f"{form[2:]} {median}".strip())
+    lines = [
+        f"| {what} | {yardstick} | {', '.join(medians)} | {bar} |\n" for (what, yardstick, bar), medians in rows.items()
+    ]
+    return ["| measured | yardstick | ratio | bar |\n", "|---|---|---|---|\n", *lines] if lines else []
 
 
 def write_figures(results: Sequence[Result], path: Path) -> None:
