@@ -46,7 +46,9 @@ def imports(packages: Path = ROOT / "packages") -> dict[str, set[str]]:
     """Return the distributions that each distribution imports."""
     names = {path.name.replace("-", "_"): path.name for path in sorted(packages.iterdir()) if path.is_dir()}
     return {
-        name: {names[each] for path in (packages / name / "src").rglob("*.py") for each in _imported(path) & names.keys()}
+        name: {
+            names[each] for path in (packages / name / "src").rglob("*.py") for each in _imported(path) & names.keys()
+        }
         - {name}
         for name in names.values()
     }
@@ -74,7 +76,9 @@ def _rows(graph: dict[str, set[str]]) -> list[list[str]]:
     def level(name: str) -> int:
         return 1 + max((level(each) for each in graph[name]), default=-1)
 
-    return [[name for name in sorted(graph) if level(name) == row] for row in reversed(range(1 + max(map(level, graph))))]
+    return [
+        [name for name in sorted(graph) if level(name) == row] for row in reversed(range(1 + max(map(level, graph))))
+    ]
 
 
 def draw(graph: dict[str, set[str]], colors: tuple[str, str, str, str, str]) -> str:
@@ -88,22 +92,19 @@ def draw(graph: dict[str, set[str]], colors: tuple[str, str, str, str, str]) -> 
         for number, row in enumerate(rows)
         for column, name in enumerate(row)
     }
+    text = f"text {{ font: 12px system-ui, sans-serif; fill: {ink}; text-anchor: middle; }}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'aria-label="The distributions and their imports">',
-        f"<style>text {{ font: 12px system-ui, sans-serif; fill: {ink}; text-anchor: middle; }} "
-        ".name { font-size: 14px; font-weight: bold; }</style>",
-        '<defs><marker id="head" markerWidth="10" markerHeight="8" refX="9" refY="4" orient="auto">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="Imports">',
+        f"<style>{text} .name {{ font-size: 14px; font-weight: bold; }}</style>",
+        '<defs><marker id="head" markerWidth="10" markerHeight="8" refX="9" refY="4" orient="auto">',
         f'<path d="M0 0 L10 4 L0 8 z" fill="{arrow}"/></marker></defs>',
         f'<rect width="{width}" height="{height}" fill="{background}"/>',
     ]
     for name, other in arrows(graph):
-        (left, top), (to_left, to_top) = places[name], places[other]
-        half, start = WIDTH // 2, top + HEIGHT
-        lines.append(
-            f'<path d="M{left + half} {start} C{left + half} {start + 30} {to_left + half} {to_top - 30} {to_left + half} '
-            f'{to_top}" fill="none" stroke="{arrow}" marker-end="url(#head)"/>'
-        )
+        (left, top), (to_left, end) = places[name], places[other]
+        x, y, to_x = left + WIDTH // 2, top + HEIGHT, to_left + WIDTH // 2
+        curve = f"M{x} {y} C{x} {y + 30} {to_x} {end - 30} {to_x} {end}"
+        lines.append(f'<path d="{curve}" fill="none" stroke="{arrow}" marker-end="url(#head)"/>')
     for name, (left, top) in places.items():
         lines += [
             f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{HEIGHT}" rx="8" fill="{box}" stroke="{border}"/>',

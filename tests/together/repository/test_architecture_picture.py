@@ -1,6 +1,7 @@
 """The picture of docs/architecture.md shows the imports that there are."""
 
 import pytest
+
 from architecture import COLORS, ROOT, arrows, draw, imports
 
 
@@ -16,7 +17,10 @@ def test_an_import_that_others_imply_has_no_arrow():
 
 
 def test_imports_are_read_from_the_sources(tmp_path):
-    for name, text in {"booster-a": "import torch\n", "booster-b": "def late():\n    from booster_a.x import y\n"}.items():
+    for name, text in {
+        "booster-a": "import torch\n",
+        "booster-b": "def late():\n    from booster_a.x import y\n",
+    }.items():
         source = tmp_path / name / "src" / name.replace("-", "_")
         source.mkdir(parents=True)
         (source / "__init__.py").write_text(text)
