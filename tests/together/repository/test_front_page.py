@@ -39,10 +39,13 @@ LLAMA = "Llama 25M, fp32"
         ),
         (
             "transformers' `DistributedConfig`",
-            "tensor parallelism: {} and {} of DTensor's time; experts: {} of theirs",
+            "tensor parallelism: {} and {} of DTensor's time, {} and {} of its memory ({} in bf16); experts: {} of theirs",
             [
                 ("tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
                 ("tp=2, Llama of 6 layers, hidden 1024, fp32", "parallelize_module"),
+                ("peak memory, tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
+                ("peak memory, tp=2, Llama of 6 layers, hidden 1024, fp32", "parallelize_module"),
+                ("peak memory, tp=2, Llama of 6 layers, hidden 1024, bf16", "parallelize_module"),
                 ("ep=2", "transformers' AllToAllEP"),
             ],
         ),
