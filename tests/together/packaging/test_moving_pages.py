@@ -113,6 +113,17 @@ def test_everything_that_accelerator_and_fabric_have_is_ours_or_names_ours():
             getattr(Booster("cpu"), name)
 
 
+@pytest.mark.parametrize("library", ["accelerate", "fabric"])
+def test_arguments_of_accelerator_and_fabric_say_what_to_do(library):
+    if library == "accelerate":
+        arguments = {*inspect.signature(pytest.importorskip("accelerate").Accelerator).parameters}
+    else:  # Lightning 2.6, which is not among the packages of the tests
+        arguments = {"accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "callbacks", "loggers"}
+    for name in arguments - set(inspect.signature(Booster).parameters):
+        with pytest.raises(TypeError, match=rf"Booster has no argument `{name}`: \w+"):
+            Booster(**{name: 1})
+
+
 def test_what_deepspeeds_engine_has_is_told_by_the_boosted_model():
     text = (ROOT / "docs" / "moving-from-deepspeed.md").read_text(encoding="utf-8")
     cells = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `engine")]

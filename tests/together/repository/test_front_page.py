@@ -39,8 +39,10 @@ LLAMA = "Llama 25M, fp32"
         ),
         (
             "transformers' `DistributedConfig`",
-            "tensor parallelism: {} and {} of DTensor's time, {} and {} of its memory ({} in bf16); "
-            "experts: {} of theirs",
+            (
+                "tensor parallelism: {} and {} of DTensor's time, {} and {} of its memory ({} in bf16); "
+                "experts: {} of theirs"
+            ),
             [
                 ("tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
                 ("tp=2, Llama of 6 layers, hidden 1024, fp32", "parallelize_module"),

@@ -180,6 +180,39 @@ HINTS = {
     "world_size": "ask `DistCoordinator().world_size`",
     "zero_optimization_stage": _PLUGIN,
 }
+_TRACKERS = "pass trackers to `booster_tools.track(optimizer, ...)`"
+_CHOICE = 'name a plugin, such as `plugin="fsdp"`, or construct it with options'
+_START = "start the script by torchrun or `booster run`, which say how many processes there are"
+ARGUMENTS = {
+    "accelerator": "pass `device=`; by default it is this process's CUDA device where there is one",
+    "callbacks": "register hooks by `booster_core.plugin.register_hooks`",
+    "cpu": 'pass `device="cpu"`',
+    "dataloader_config": _LOADER,
+    "deepspeed_plugin": "pass `plugin=LowLevelZeroPlugin(...)`, or GeminiPlugin for stage 3",
+    "deepspeed_plugins": "make a Booster for each model",
+    "devices": _START,
+    "dynamo_backend": "call `torch.compile` before or after `boost`",
+    "dynamo_plugin": "call `torch.compile` before or after `boost`",
+    "fsdp_plugin": "pass `plugin=TorchFSDPPlugin(...)`",
+    "gradient_accumulation_plugin": _ACCUMULATE,
+    "gradient_accumulation_steps": _ACCUMULATE,
+    "kwargs_handlers": "options are those of the plugin, the loss scale that of a PrecisionPolicy",
+    "log_with": _TRACKERS,
+    "loggers": _TRACKERS,
+    "megatron_lm_plugin": "pass `plugin=HybridParallelPlugin(...)`",
+    "num_nodes": _START,
+    "parallelism_config": "pass `plugin=HybridParallelPlugin(...)`",
+    "plugins": _CHOICE,
+    "precision": "pass `mixed_precision=`",
+    "project_config": _FOLDER,
+    "project_dir": _FOLDER,
+    "rng_types": "nothing is to be done: random states are saved and loaded by `save_checkpoint`",
+    "split_batches": "batch sizes count samples of a rank: divide them yourself",
+    "step_scheduler_with_optimizer": "step the scheduler that `boost` returned where you step the optimizer",
+    "strategy": _CHOICE,
+    "torch_tp_plugin": "pass `plugin=HybridParallelPlugin(tp_size=...)`",
+}
+"""What to do in place of passing an argument of Accelerate's Accelerator or of Fabric to Booster."""
 OF_ENGINES = {
     *("allreduce_gradients", "backward", "deepspeed_io", "destroy", "eval_batch", "get_global_grad_norm", "get_lr"),
     *("global_rank", "global_samples", "global_steps", "gradient_accumulation_steps", "local_rank", "micro_steps"),
