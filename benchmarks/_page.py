@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -37,10 +38,10 @@ _HEAD = """\
 
 <!-- Written by `nox -s bench`; do not edit. -->
 
-Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...), so that other
-load on the machine affects both: the median over the rounds. Below 1 ours is faster or smaller, except for speeds and
-savings, whose bars say "at least". [Every figure, with quartiles and absolute values](tables/performance.csv).
-`nox -s bench -- zero` measures those of one benchmark.
+Each figure is a ratio of ours to a yardstick that was measured in the same run, in turns (A B A B ...): the median over
+the rounds. Below 1 ours is faster or smaller, except for speeds and savings, whose bars say "at least".
+[Every figure, with quartiles and absolute values](tables/performance.csv). `nox -s bench -- zero` measures those of one
+benchmark.
 
 ![Time and memory of a step, compared with other libraries](assets/peers.png#only-light)
 ![Time and memory of a step, compared with other libraries](assets/peers-dark.png#only-dark)
@@ -58,20 +59,34 @@ No report from a GPU has been made yet: all figures above are of CPUs. `python -
 `PYTHONPATH`, makes one in eight minutes on a machine with a GPU. Its `report.json` becomes
 `docs/assets/gpu-report.json`, of which `python benchmarks/_page.py docs` makes this section.
 """
-_PEERS = (
-    ("DDP plugin, to Accelerate", "step of the DDP plugin, Llama 25M, fp32", "Accelerate"),
-    ("ZeRO stage 1, to DeepSpeed", "step of the ZeRO plugin, stage 1, Llama 25M, fp32", "DeepSpeed"),
-    ("FSDP plugin, to FSDP2 by hand", "step of the FSDP plugin, Llama 25M, fp32", "fully_shard"),
-    ("Gemini, to FSDP2 by hand", "step of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
-    ("tensor parallel, to DTensor", "tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
-    ("Gemini, memory, to FSDP2 by hand", "peak memory of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
-)
-"""Bars of the first picture: their names, and what was measured against whom."""
+_PEERS = {
+    "time of a step of a Llama of 25M in fp32": (
+        ("DDP plugin, to Accelerate", "step of the DDP plugin, Llama 25M, fp32", "Accelerate"),
+        ("ZeRO stage 1, to DeepSpeed", "step of the ZeRO plugin, stage 1, Llama 25M, fp32", "DeepSpeed"),
+        ("FSDP plugin, to FSDP2 by hand", "step of the FSDP plugin, Llama 25M, fp32", "fully_shard"),
+        ("Gemini, to FSDP2 by hand", "step of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
+    ),
+    "peak memory of a step": (
+        ("Gemini, to FSDP2 by hand, fp32", "peak memory of the Gemini plugin, Llama 25M, fp32", "fully_shard"),
+        ("the same, bf16", "peak memory of the Gemini plugin, Llama 25M, bf16", "fully_shard"),
+        (
+            "tensor parallel, to DTensor, fp32",
+            "peak memory, tp=2, Llama of 6 layers, hidden 1024, fp32",
+            "parallelize_module",
+        ),
+        ("the same, bf16 ", "peak memory, tp=2, Llama of 6 layers, hidden 1024, bf16", "parallelize_module"),
+    ),
+}
+"""Charts of the first picture: their bars, and what was measured against whom."""
 PEERS = (
     *("Accelerate", "DeepSpeed", "Lightning Fabric", "transformers'", "torch.", "DCP"),
     *("DistributedDataParallel", "fully_shard", "parallelize_module"),
 )
-"""Yardsticks that the page shows even where there is no bar: how their names begin."""
+"""Yardsticks for which the page shows times and memory even where there is no bar: how their names begin."""
+_SHOWN = ("step of", "tp=", "ep=", "peak memory", "time of save_checkpoint", "time of load_checkpoint, warm")
+"""What it shows of them where there is no bar: how its name begins."""
+_DIFFERS = re.compile(r", (fp32|bf16)$| under ([\w ]+)(?=, Llama)")
+"""The part of a name by which results differ that share a row of a table: a number format, or a plugin."""
 _MET, _MISSED, _PLAIN = "#3f9d68", "#d1495b", "#3b7dbd"
 
 
@@ -111,17 +126,20 @@ def write(run: dict[str, Any], docs: Path) -> None:
         write_figures(gpu_figures(gpu), docs / "tables" / "gpu.csv")
     (docs / "performance.md").write_text(page(run["machine"], results, gpu), encoding="utf-8")
     barred = [result for result in results if result.bar is not None]
-    found = {
-        name: result
-        for name, what, yardstick in _PEERS
-        for result in results
-        if result.what == what and result.yardstick.startswith(yardstick)
+    charts = {
+        title: {
+            name: result
+            for name, what, yardstick in bars
+            for result in results
+            if result.what == what and result.yardstick.startswith(yardstick)
+        }
+        for title, bars in _PEERS.items()
     }
     for look, dark in (("", False), ("-dark", True)):
         if barred:
             draw_ratios(barred, assets / f"performance{look}.svg", dark=dark)
-        if len(found) == len(_PEERS):
-            draw_peers(found, assets / f"peers{look}.png", dark=dark)
+        if all(len(found) == len(_PEERS[title]) for title, found in charts.items()):
+            draw_peers(charts, assets / f"peers{look}.png", dark=dark)
         if on_gpus := gpu_ratios(gpu):
             draw_ratios(on_gpus, assets / f"gpu-report{look}.svg", dark=dark)
 
@@ -176,7 +194,11 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
     if barred:
         lines = _shown("Every ratio that has a bar, with its quartiles and its bar", "performance")
         parts += ["\n", *(f"{line}\n" for line in lines[:-1])]
-    peers = [each for each in results if each.yardstick.startswith(PEERS) and not each.what.startswith("least")]
+    peers = [
+        each
+        for each in results
+        if each.yardstick.startswith(PEERS) and (each.bar is not None or each.what.startswith(_SHOWN))
+    ]
     others = [each for each in missed if each not in peers]
     for title, shown in (("torch and other libraries", peers), ("Other bars that are missed", others)):
         parts += [f"\n## {title}\n\n", *_table(shown)] if shown else []
@@ -184,15 +206,19 @@ def _measured(machine: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def _table(results: Sequence[Result]) -> list[str]:
-    """Return lines of a table, with a row for each result."""
-    head = ["| measured | yardstick | ratio | bar |\n", "|---|---|---|---|\n"]
-    return [*head, *map(_row, results)] if results else []
-
-
-def _row(result: Result) -> str:
-    bar = "" if result.bar is None else f"{'at least ' if result.at_least else ''}{result.bar:g}"
-    median = f"{result.median:.3f}" if result.is_met else f"**{result.median:.3f}, missed**"
-    return f"| {result.what} | {result.yardstick} | {median} | {bar} |\n"
+    """Return lines of a table, with a row for each result, or for those that differ in format or plugin alone."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for result in results:
+        found = _DIFFERS.search(result.what)
+        what = result.what if found is None else result.what.replace(found[0], "", 1)
+        bar = "" if result.bar is None else f"{'at least ' if result.at_least else ''}{result.bar:g}"
+        median = f"{result.median:.3f}" if result.is_met else f"**{result.median:.3f}, missed**"
+        shown = median if found is None else f"{found[1] or found[2]} {median}"
+        rows.setdefault((what, result.yardstick, bar), []).append(shown)
+    lines = [
+        f"| {what} | {yardstick} | {', '.join(medians)} | {bar} |\n" for (what, yardstick, bar), medians in rows.items()
+    ]
+    return ["| measured | yardstick | ratio | bar |\n", "|---|---|---|---|\n", *lines] if lines else []
 
 
 def write_figures(results: Sequence[Result], path: Path) -> None:
@@ -262,16 +288,17 @@ def draw_ratios(results: Sequence[Result], path: Path, *, dark: bool) -> None:
         axes.set(xlim=(0, 1.02 * highest), ylim=(len(results) - 0.5, -0.5))
 
 
-def draw_peers(found: Mapping[str, Result], path: Path, *, dark: bool) -> None:
+def draw_peers(charts: Mapping[str, Mapping[str, Result]], path: Path, *, dark: bool) -> None:
     """Draw what a step takes here, as a part of what it takes elsewhere."""
     title = "A step here, as a part of what it takes elsewhere; two CPU processes; shorter is better"
-    with picture(path, inches=(8.0, 0.8 + 0.34 * len(found)), title=title, dark=dark) as (axes,):
-        colors = [_PLAIN if "memory" in name else _MET for name in found]
-        bars = axes.barh([*found], [result.median for result in found.values()], color=colors)
-        axes.bar_label(bars, fmt=" {:.2f}")
-        axes.axvline(1, color=axes.xaxis.label.get_color(), linewidth=1.5)
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
+    with picture(path, inches=(8.0, 3.8), title=title, rows=len(charts), dark=dark) as panels:
+        for axes, (what, found) in zip(panels, charts.items(), strict=True):
+            bars = axes.barh([*found], [result.median for result in found.values()], color=_MET, height=0.6)
+            axes.bar_label(bars, fmt=" {:.2f}")
+            axes.axvline(1, color=axes.xaxis.label.get_color(), linewidth=1.5)
+            axes.grid(visible=False, axis="y")
+            axes.invert_yaxis()
+            axes.set_title(what, loc="left", fontsize=9)
 
 
 def _shown(words: str, name: str) -> list[str]:

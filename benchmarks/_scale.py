@@ -1,6 +1,6 @@
 """Print what a launch and a boost cost one rank of thousands, and how soon ranks learn who is missing.
 
-Not one of the benchmarks of ``nox -s bench``: there is no yardstick. `docs/clusters.md` has the table.
+Not one of the benchmarks of ``nox -s bench``: there is no yardstick. `docs/clusters.md` has the result.
 
 One process plays one rank of many. Its store counts requests and answers as if all other ranks had come. Rank 0 is the
 last to come, which does the most. Process groups are torch's fake ones: time is what this rank computes, with a small

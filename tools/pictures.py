@@ -93,10 +93,9 @@ def main() -> None:
             return str(path)
 
         if "memory" in wanted:
-            for plugin in ("ddp", "fsdp", "zero", "gemini"):
-                run(script("memory", MEMORY), plugin, str(home / plugin), ranks=2)
-                (home / plugin / "step-memory-rank0.trace.json").rename(home / f"step-memory-{plugin}.trace.json")
-                draw("plot", str(home / f"step-memory-{plugin}.trace.json"))
+            run(script("memory", MEMORY), "zero", str(home / "zero"), ranks=2)
+            (home / "zero" / "step-memory-rank0.trace.json").rename(home / "step-memory-zero.trace.json")
+            draw("plot", str(home / "step-memory-zero.trace.json"))
         if "curve" in wanted:
             run(script("curve", CURVE), str(home / "metrics.jsonl"))
             draw("plot", str(home / "metrics.jsonl"), "loss")

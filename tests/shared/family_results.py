@@ -48,21 +48,21 @@ KINDS = {
 }
 """Why cells are refused: a pattern of the reason, and how the page words it. Other reasons are shown as they are."""
 _LONGEST = 240
+_RARE = 4
+"""Of how many cells a reason is shown by itself."""
 _HEAD = """# Families: which transformers models can be split, and how
 
 Tiny models with random weights of every family of transformers with a causal language model, split by the hybrid plugin
-over two ranks (gloo, fp32, CPU). `nox -s families` measures every cell. **[All cells, with the reason of each that is
-refused](tables/families.csv)**; this page has their totals.
+over two ranks (gloo, fp32, CPU). `nox -s families` measures them: **[all cells, with the reason of each that is
+refused](tables/families.csv)**.
 
 - **exact**: outputs, losses, each gradient and the parameters after a step equal those of one process, as compared by
   `booster_tools.verify`: within 1e-4 of each tensor's norm in fp32, or else 1e-5 in fp64.
 - **refused**: `boost` raises a `ConfigError` on every rank and names the reason; nothing was trained.
 - **WRONG** and **crash** are faults: another result than that of one process, and any other error.
 
-`tp` is `tp_size=2`; `pp` is `pp_size=2` with two microbatches; `split_gather` is
-`sequence_parallelism_mode="split_gather"` with `tp_size=2`; `ulysses` and `ring` are `"all_to_all"` and `"ring_attn"`
-with `sp_size=2`; `ep` is `ep_size=2`, for mixtures of experts. `boost` is given a batch, as `example_batch` under `pp`
-and by a data loader under `ulysses` and `ring`.
+`tp`, `pp` and `ep` have that size 2, `pp` with two microbatches; `split_gather` has `tp_size=2`, and `ulysses`
+(`"all_to_all"`) and `ring` (`"ring_attn"`) have `sp_size=2`. `boost` is given a batch.
 """
 
 
@@ -143,6 +143,9 @@ def _reasons(rows: list[dict[str, str]]) -> str:
     if not found:
         return ""
     lines = ["| reason | cells |", "|---|---|"]
+    rare = [kind for kind, counts in found.items() if counts.total() < _RARE]
+    if len(rare) > 1:
+        found["other reasons"] = sum((found.pop(kind) for kind in rare), Counter())
     for kind, counts in sorted(found.items(), key=lambda each: (-each[1].total(), each[0])):
         lines.append(f"| {kind} | {', '.join(f'{counts[each]} {each}' for each in COLUMNS if counts[each])} |")
     return "\n".join(lines) + "\n"

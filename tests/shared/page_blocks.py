@@ -22,7 +22,7 @@ LANGUAGES = {"python", "bash", "text", "yaml", "toml", "json"}
 MARKS = {
     "not run": "why the block can't run on one machine without accelerators; its syntax is checked",
     "ranks": "how many ranks run it; 2 if it launches, else 1",
-    "continues": "the block follows the previous Python block, in the same script",
+    "continues": "the block follows the previous Python block, or the one of that number, in the same script",
     "slow": "why it is left out of the default run",
 }
 _BLOCK = re.compile(r"((?:^<!-- [^\n]+ -->\n)*)^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -73,7 +73,7 @@ def blocks_of(page: Path) -> list[Block]:
             raise ValueError(msg)
         same = [block for block in found if block.language == language]
         title = re.search(r'title="([^"]+)"', info)
-        whole = f"{same[-1].text}\n{text}" if "continues" in marks else text
+        whole = f"{same[int(marks['continues'] or -1)].text}\n{text}" if "continues" in marks else text
         found.append(Block(name, len(same), language, title and title[1], whole, marks))
     num_fences = len(re.findall(r"^ *```", page_text, re.MULTILINE))
     if num_fences != 2 * len(found):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
@@ -27,19 +28,16 @@ _HEAD = """# Compatibility: which models train under which plugin
 
 Tiny models with random weights under each plugin on two ranks (gloo, fp32, CPU): transformers, timm, torchvision,
 diffusers, torchrec, and models of our own with what large ones have (tied, frozen, unused, sparse, hooked parameters).
-`nox -s zoo` measures every cell. **[All cells](tables/compatibility.csv)**; this page has their totals. A cell is
-**ok** if all of these hold:
+`nox -s zoo` measures them: **[all cells](tables/compatibility.csv)**. A cell is **ok** if
 
-- the gradient of each parameter equals that of one process in each of three steps, and so do the parameters after them;
-- the checkpoint (model and optimizer) loads on one process with the same bits, and the other way round, and the next
-  step equals that of one process;
+- the gradient of each parameter equals that of one process in each of three steps, and so do the parameters after them,
+  within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64 (with batch norm
+  over few values: in fp64, within 1e-12);
+- the checkpoint loads on one process with the same bits, and the other way round, and the next step equals its step;
 - a model that is built lazily has the same bits as one that is built eagerly.
 
-"Equals": within 1e-5 of the tensor's largest value, or four times the distance of one process in fp32 to fp64; models
-with batch norm over few values are trained in fp64, within 1e-12. **refused** is a documented error on every rank.
-
-`zero` is stage 2; `hybrid` has `tp_size=2` where transformers has a plan for the model or we have a policy, else
-`zero_stage=1`.
+**refused** is a documented error on every rank. `zero` is stage 2; `hybrid` has `tp_size=2` where there is a plan or a
+policy, else `zero_stage=1`.
 """
 
 
@@ -123,15 +121,23 @@ def page(rows: list[dict[str, str]]) -> str:
     refused: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for model, column, text in cells:
         if text.startswith("refused"):
-            refused[text.partition(": ")[2]][model].append(column)
+            refused[_first_sentence(text.partition(": ")[2])][model].append(column)
     if refused:
         lines = ["| model | plugins | refused with |", "|---|---|---|"]
         for reason, models in refused.items():
-            lines += [f"| {model} | {', '.join(columns)} | {reason} |" for model, columns in models.items()]
+            alike: dict[str, list[str]] = defaultdict(list)
+            for model, columns in models.items():
+                alike[", ".join(columns)].append(model)
+            lines += [f"| {', '.join(names)} | {columns} | {reason} |" for columns, names in alike.items()]
         parts += ["## What is refused\n", "\n".join(lines) + "\n"]
     if rest:
         parts.append(f"Not measured yet ({len(rest)}): {', '.join(rest)}.\n")
     return "\n".join(parts)
+
+
+def _first_sentence(text: str) -> str:
+    """Return what is wrong; the remedies that follow are in the table of all cells."""
+    return re.split(r"(?<=[a-z0-9)'`])\. (?=[A-Z`'])", text)[0].rstrip(".")
 
 
 def write_table(rows: list[dict[str, str]], path: Path) -> None:

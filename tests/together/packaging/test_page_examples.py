@@ -118,7 +118,10 @@ def test_syntax_of_examples_that_need_other_machines(block):
 
 TYPED = """
 from booster_core import Booster
-from booster_core.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_zero import LowLevelZeroPlugin
 import torch
 
 for plugin in (LowLevelZeroPlugin(stage=2), GeminiPlugin(max_norm=1.0), TorchFSDPPlugin(max_norm=1.0)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch import nn
 
-from booster_core.attribute_hints import no_attribute
+from booster_core.attribute_hints import ARGUMENTS, no_attribute
 from booster_core.checkpoint_io import (
     CheckpointIO,
     GlobalPosition,
@@ -39,6 +39,7 @@ from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin,
 from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.placement import gradient_norm_dtype
+from booster_core.plugin.renamed import refuse_renamed
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset
-    from typing_extensions import TypeVar
+    from typing_extensions import Self, TypeVar
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
     from booster_core.precision import PrecisionPolicy
@@ -85,7 +86,20 @@ class LossWeight:
         self.is_used = False
 
 
-class Booster:
+class _Entry:
+    """Refuses arguments of other libraries' entry objects; a base, so that signatures are those of constructors."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raise for an argument that Booster does not take, with what stands for it.
+
+        Raises:
+            TypeError: Naming the argument and the remedy.
+        """
+        refuse_renamed(cls, ARGUMENTS, args, kwargs)
+        return super().__new__(cls)
+
+
+class Booster(_Entry):
     """Makes a training script distributed by the strategy of a plugin.
 
     Functions of other packages take a Booster first. Of booster_runtime: ``train_batch``, ``evaluate_batch``,

@@ -35,7 +35,21 @@ class WriteStream(Protocol):
 
 @runtime_checkable
 class Storage(Protocol):
-    """Files at URLs of one scheme, used by all ranks and by several threads at a time."""
+    """Files at URLs of one scheme, used by all ranks and by several threads at a time.
+
+    All files of a save are closed at its end: until then a stream should hold little memory.
+
+    Errors are `OSError`, or `booster_core.errors.CheckpointError` if there is more to say, and are raised on every
+    rank. `FileNotFoundError` says that nothing is there, and only then does a load go back to an older step;
+    `PermissionError` says that it is refused, any other error that the storage gave no answer.
+
+    More methods are used where a storage has them. ``read_whole(url)`` returns the content of a small file, and
+    ``size(url)`` the size of a file; both return ``None`` where there is none. ``children(url)`` returns the names
+    directly below a URL, with the sizes of files, and ``None`` for folders; without it all that is below a root is
+    listed. ``unfinished(start)`` returns the uploads that killed processes have left, of files whose URLs begin with
+    ``start``: pairs of such a URL and anything else; ``abort(uploads)`` gets the second parts of some, and deletes
+    them.
+    """
 
     def list(self, url: str) -> Mapping[str, int]:
         """Return the sizes of files at and below a URL, by their path below it (``""`` for a file at the URL)."""

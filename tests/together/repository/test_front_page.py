@@ -1,0 +1,108 @@
+"""README and the pages say what there is: figures are those of the tables, and pages are found by the field's words."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUN = json.loads((ROOT / "docs" / "assets" / "performance.json").read_text(encoding="utf-8"))
+FIGURES = {(each["what"], each["yardstick"]): each["median"] for each in RUN["results"]}
+
+
+def figure(measured, yardstick):
+    (found,) = [
+        ratio for (what, whose), ratio in FIGURES.items() if what.startswith(measured) and whose.startswith(yardstick)
+    ]
+    return f"{found:.2f}"
+
+
+LLAMA = "Llama 25M, fp32"
+
+
+@pytest.mark.parametrize(
+    ("peer", "claim", "figures"),
+    [
+        ("Accelerate", "DDP: {} of its time", [(f"step of the DDP plugin, {LLAMA}", "Accelerate")]),
+        ("DeepSpeed", "ZeRO-1: {} of its time", [(f"step of the ZeRO plugin, stage 1, {LLAMA}", "DeepSpeed")]),
+        (
+            "FSDP2 by hand",
+            "`fsdp`: {}, `gemini`: {} of its time and {} of its memory",
+            [
+                (f"step of the FSDP plugin, {LLAMA}", "fully_shard"),
+                (f"step of the Gemini plugin, {LLAMA}", "fully_shard"),
+                (f"peak memory of the Gemini plugin, {LLAMA}", "fully_shard"),
+            ],
+        ),
+        (
+            "transformers' `DistributedConfig`",
+            (
+                "tensor parallelism: {} and {} of DTensor's time, {} and {} of its memory ({} in bf16); "
+                "experts: {} of theirs"
+            ),
+            [
+                ("tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
+                ("tp=2, Llama of 6 layers, hidden 1024, fp32", "parallelize_module"),
+                ("peak memory, tp=2, Llama of 6 layers, hidden 384, fp32", "parallelize_module"),
+                ("peak memory, tp=2, Llama of 6 layers, hidden 1024, fp32", "parallelize_module"),
+                ("peak memory, tp=2, Llama of 6 layers, hidden 1024, bf16", "parallelize_module"),
+                ("ep=2", "transformers' AllToAllEP"),
+            ],
+        ),
+    ],
+)
+def test_figures_beside_peers_are_those_of_the_table(peer, claim, figures):
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {peer} |")]
+    assert row.split(" | ")[-1].rstrip(" |") == claim.format(*(figure(*each) for each in figures))
+
+
+def test_the_status_is_that_of_the_report_from_a_gpu():
+    report = json.loads((ROOT / "docs" / "assets" / "gpu-report.json").read_text(encoding="utf-8"))
+    passed = sum(case["status"] == "passed" for case in report["cases"])
+    assert f"One H100 ran {passed} of {len(report['cases'])} cases" in README.replace("\n", " ")
+
+
+def test_the_first_script_has_twelve_lines():
+    script = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    assert sum(bool(line.strip()) for line in script.splitlines()) == 12
+
+
+def test_the_image_runs_the_commands_of_the_readme():
+    first, second = re.search(r"^(python -m pip install nox) && (nox -s demo)$", README, re.MULTILINE).groups()
+    steps = dict(line.split(" ", 1) for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines())
+    assert steps["RUN"] == f"{first} && {second} --install-only"
+    assert json.loads(steps["CMD"]) == shlex.split(second)
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("FP8", "low-bits"),
+        ("EMA", "checkpoints"),
+        ("HSDP", "plugins/fsdp"),
+        ("MoE", "experts"),
+        ("gradient checkpointing", "training-loops"),
+        ("context", "long-sequences"),
+        ("ring attention", "long-sequences"),
+        ("Streaming", "streaming"),
+        ("IterableDataset", "streaming"),
+        ("MFU", "training-loops"),
+        ("QLoRA", "lora"),
+        ("DPO", "trainer"),
+        ("GRPO", "trainer"),
+        ("vLLM", "serving"),
+        ("OOM", "training-loops"),
+        ("Deterministic", "debugging"),
+        ("elastic", "fault-tolerance"),
+        ("zero bubble", "plugins/hybrid"),
+    ],
+)
+def test_a_word_of_the_field_is_in_a_page_s_title_or_first_paragraph(word, page):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    title, first = [part for part in text.split("\n\n") if not part.startswith("---")][:2]
+    assert word.lower() in f"{title} {first}".replace("\n", " ").lower()
+    terms = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").lower()
+    assert word.lower() in terms
