@@ -89,7 +89,7 @@ def plainly(optimizer_name, world_size, steps=5):
     return gradients, norms, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def boosted(optimizer_name, options, steps=5):
+def boosted(optimizer_name, options, steps=5, num_synced=1):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     booster = Booster(plugin=LowLevelZeroPlugin(**options))
     model = make_net()
@@ -99,7 +99,7 @@ def boosted(optimizer_name, options, steps=5):
     for step in range(steps):
         for micro in range(len(MICROS)):
             x, y = data(step, micro, world_size)
-            with booster.no_sync(model) if micro < len(MICROS) - 1 else contextlib.nullcontext():
+            with booster.no_sync(model) if micro < len(MICROS) - num_synced else contextlib.nullcontext():
                 loss = loss_of(model, x[rank::world_size], y[rank::world_size], sum(MICROS))
                 booster.backward(loss, optimizer)
         gradients.append({n: full_gradient(booster, model, n) for n in names})
@@ -134,9 +134,11 @@ def test_any_number_of_ranks_equals_one_process(world_size, options):
         assert_same_run(actual, expected, "sgd")
 
 
-def test_replicas_equal_one_process():
-    expected = plainly("adamw", 4)
-    for actual in run_on_ranks(boosted, 4, "adamw", {"stage": 2, "replica_size": 2, "bucket_bytes": 300}):
+@pytest.mark.parametrize("num_synced", [1, 0], ids=["the last synced", "none synced"])
+def test_replicas_equal_one_process(num_synced):
+    """Also where the step has to average what no backward did, which the first step has laid out again."""
+    expected, options = plainly("adamw", 4), {"stage": 2, "replica_size": 2, "bucket_bytes": 300}
+    for actual in run_on_ranks(boosted, 4, "adamw", options, 5, num_synced):
         assert_same_run(actual, expected, "adamw")
 
 
