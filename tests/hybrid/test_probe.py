@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import types
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
@@ -272,6 +275,90 @@ def test_ranks_that_call_different_collectives_are_told():
 
     with pytest.raises(ConfigError, match="different collectives"):
         on_ranks(2, run)
+
+
+class Summed(torch.autograd.Function):
+    """Sums over ranks, and sums gradients over them."""
+
+    @staticmethod
+    def forward(ctx, value, rank):
+        ctx.rank = rank
+        total = value.clone()
+        rank.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        ctx.rank.all_reduce(total).wait()
+        return total, None
+
+
+def test_ranks_within_a_process_meet_in_backward():
+    def run(rank):
+        value = torch.tensor(1.0 + rank.rank, requires_grad=True)
+        (Summed.apply(value, rank) * (rank.rank + 1)).backward()
+        return value.grad.item()
+
+    assert on_ranks(3, run) == [6.0] * 3
+
+
+def test_each_rank_within_a_process_finds_what_it_has_changed():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layer, names = model[0], [*vars(model[0])]
+    layer.notes = ["first"]
+
+    def run(rank):
+        assert (layer.notes, len(layer._forward_hooks), layer.out_features) == (["first"], 0, 2)
+        layer.notes.append(rank.rank)
+        layer.out_features = rank.rank
+        handle = layer.register_forward_hook(lambda *_: rank.rank)
+        for key in model._modules:  # goes on although others run
+            rank.all_reduce(torch.zeros(1)).wait()
+            assert model._modules[key] is model[int(key)]
+        found = layer.notes[1:], layer.out_features, model[0](torch.zeros(2))
+        handle.remove()
+        return found
+
+    assert on_ranks(3, run, model.modules()) == [([rank], rank, rank) for rank in range(3)]
+    assert (layer.notes, len(layer._forward_hooks), layer.out_features) == (["first"], 0, 2)
+    assert [*vars(layer)] == [*names, "notes"]
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it():
+    left, error = [], ValueError("of the layer")
+
+    def run(rank):
+        if rank.rank == 2:
+            raise error
+        try:
+            rank.all_reduce(torch.zeros(1)).wait()
+        except BaseException:  # noqa: BLE001 - as a layer may
+            left.append(rank.rank)
+            rank.all_reduce(torch.zeros(1)).wait()
+            left.append("went on")
+
+    before = threading.enumerate()
+    with pytest.raises(ValueError, match="of the layer"):
+        on_ranks(3, run)
+    assert left == [0, 1]
+    assert threading.enumerate() == before
+
+
+def test_ranks_within_a_process_leave_torchs_modes_as_they_were():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def run(rank):
+        with Mode(), torch.compiler.set_stance("force_eager"):
+            rank.all_reduce(torch.zeros(1)).wait()
+        return is_in_torch_dispatch_mode(), torch.get_default_device()
+
+    with torch.device("meta"):
+        assert on_ranks(2, run) == [(True, torch.device("meta"))] * 2
+    assert not is_in_torch_dispatch_mode()
+    assert sys.modules["torch._dynamo.eval_frame"]._stance.stance == "default"
 
 
 def test_parameters_may_be_cut_while_an_earlier_loss_is_alive():

@@ -256,7 +256,7 @@ def without_check():
 def without_skip_checks():
     always = property(lambda _: True, lambda _, __: None)
     with (
-        mock.patch("booster_hybrid.boosting.check_no_layer_is_skipped"),
+        mock.patch("booster_hybrid.pipeline.stages.check_no_layer_is_skipped"),
         mock.patch.object(StagedModel, "_has_begun", always, create=True),
     ):
         yield

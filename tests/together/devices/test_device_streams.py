@@ -10,6 +10,7 @@ from simulated_device import NAME, run_on_devices, streams_made
 from torch import nn
 
 from booster_core import Booster
+from booster_hybrid.probe.in_process import on_ranks as probed_on_ranks
 
 CASES = {
     "zero, offload": ("zero", {"stage": 2, "offload": "cpu", "bucket_bytes": 1 << 14}),
@@ -52,3 +53,35 @@ def test_streams_are_made_once_and_pools_stay_small(name, simulated_device):
         assert streams[-1] <= MOST_STREAMS.get(name, 4), f"{streams[-1]} streams"
         assert reserved[-1] == reserved[1], f"memory that pools hold after each two steps: {reserved}"
         assert reserved[-1] <= 1.25 * allocated, f"{reserved[-1]} bytes in pools, {allocated} at the peak"
+
+
+class Summed(torch.autograd.Function):
+    """Sums over ranks, and sums gradients over them."""
+
+    @staticmethod
+    def forward(ctx, value, rank):
+        ctx.rank = rank
+        total = value.clone()
+        rank.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        ctx.rank.all_reduce(total).wait()
+        return total, None
+
+
+def ranks_within_the_process():
+    def run(rank):
+        value = torch.tensor(1.0 + rank.rank, device=NAME, requires_grad=True)
+        (Summed.apply(value, rank) * (rank.rank + 1)).backward()
+        return value.grad.item(), torch.accelerator.current_stream() == stream
+
+    stream = torch.Stream(NAME)
+    with stream:
+        return probed_on_ranks(2, run, device=torch.device(NAME))
+
+
+def test_ranks_within_a_process_meet_in_backward_on_the_callers_stream(simulated_device):
+    assert run_on_devices(ranks_within_the_process, 1, simulated_device, timeout_seconds=60) == [[(3.0, True)] * 2]

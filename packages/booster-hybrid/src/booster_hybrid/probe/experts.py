@@ -161,7 +161,10 @@ class _Probe:
         self, runners: Sequence[Runner], values: Mapping[int, Tensor], whole: Sequence[Result], setting: Setting
     ) -> None:
         try:
-            found = on_ranks(_RANKS, lambda rank: self._on_rank(runners[rank.rank], values, rank))
+            modules = self._experts.module.modules()
+            found = on_ranks(
+                _RANKS, lambda rank: self._on_rank(runners[rank.rank], values, rank), modules, self._device
+            )
         except Exception as error:  # noqa: BLE001 - whatever a module raises that counts its experts otherwise
             self._refuse(f"with some of its experts it fails with {type(error).__name__}: {error}")
         trained = [key for key, each in values.items() if each.requires_grad]

@@ -1,50 +1,100 @@
 """`on_ranks`: run split layers for all ranks of a group within one process, without communication.
 
-A rank runs until its first collective, where it stops. Once every rank has stopped there, the result is known, and all
-of them run again from the start, up to the second one. So a function with n collectives runs n + 1 times for each rank:
-cheap for a layer on a few numbers, and no rank can wait for another.
+Each rank has a thread, of which one runs at a time: until its next collective, where the next rank goes on. Once every
+rank has come there, the result is known. What a rank has changed in the model is taken out while others run, so that
+all of them work on one and the same model: the user's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from booster_core.errors import ConfigError
+from booster_hybrid.probe.calls import eager
+from booster_hybrid.probe.values import ModuleState
 from booster_hybrid.rank_group import RankGroup
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+class _AbandonedError(BaseException):
+    """Ends a rank that waits, as another one has failed; not an `Exception`, which layers may catch."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A collective that a rank takes part in.
+
+    Args:
+        kind: Its name.
+        given: What the rank gives.
+        bounds: Where in it the part for each rank starts and ends.
+    """
+
+    kind: str
+    given: Tensor
+    bounds: tuple[int, ...] = ()
+
+    @property
+    def form(self) -> tuple[str, torch.Size | None]:
+        """What all ranks have to agree on."""
+        return self.kind, None if self.kind == "all_to_all" else self.given.shape
 
 
 @dataclass
-class _Script:
-    """Results of the collectives that a rank has come past, and where it is among them."""
+class _Place:
+    """Where a rank is.
 
-    results: list[Tensor] = field(default_factory=list)
-    position: int = 0
-    stopped: _StoppedError | None = None
+    Attributes:
+        call: The collective at which it waits; ``None`` before the first one, and at its end.
+        answer: The result of that collective.
+        may_run: Set while it is this rank's turn.
+        has_stopped: Set at the end of its turn.
+        is_abandoned: Whether it is to end where it waits.
+    """
 
+    call: _Call | None = None
+    answer: Tensor | None = None
+    may_run: threading.Event = field(default_factory=threading.Event)
+    has_stopped: threading.Event = field(default_factory=threading.Event)
+    is_abandoned: bool = False
 
-class _StoppedError(BaseException):
-    """Stops a rank at a collective whose result is not known; not an `Exception`, which layers may catch."""
+    def wait(self) -> None:
+        """End the turn of this rank, whose thread calls it, and wait for the next one."""
+        self.may_run.clear()
+        self.has_stopped.set()
+        self.may_run.wait()
 
-    def __init__(self, kind: str, given: Tensor, bounds: Sequence[int] = ()) -> None:
-        super().__init__(kind)
-        self.kind, self.given, self.bounds = kind, given, tuple(bounds)
+    def meet(self, call: _Call) -> Tensor:
+        """Wait at a collective, and return its result; this rank's thread calls it."""
+        if self.is_abandoned:
+            raise _AbandonedError
+        self.call = call
+        self.wait()
+        self.call, answer, self.answer = None, self.answer, None
+        if answer is None:
+            raise _AbandonedError
+        return answer
 
-    @property
-    def call(self) -> tuple[str, torch.Size | None]:
-        """What all ranks have to agree on."""
-        return self.kind, None if self.kind == "all_to_all" else self.given.shape
+    def run(self) -> None:
+        """Let the rank run until it waits or ends; the caller's thread waits."""
+        self.has_stopped.clear()
+        self.may_run.set()
+        self.has_stopped.wait()
 
 
 @dataclass(frozen=True)
@@ -55,10 +105,10 @@ class InProcessRank(RankGroup):
         group: Always ``None``.
         rank: The rank's index.
         size: Number of ranks.
-        script: What the rank's collectives return.
+        place: Where it is among its collectives.
     """
 
-    script: _Script = field(default_factory=_Script, compare=False)
+    place: _Place = field(default_factory=_Place, compare=False)
 
     def all_reduce(self, tensor: Tensor) -> collectives.Pending:
         """Fill in the sum over ranks."""
@@ -86,49 +136,140 @@ class InProcessRank(RankGroup):
         return collectives.Pending()
 
     def _result(self, kind: str, given: Tensor, bounds: Sequence[int] = ()) -> Tensor:
-        script = self.script
-        if script.position == len(script.results):
-            with _disable_current_modes():  # selective checkpointing would expect the copy in the recomputation
-                script.stopped = _StoppedError(kind, given.detach().clone(), bounds)
-            raise script.stopped
-        script.position += 1
-        return script.results[script.position - 1]
+        with _disable_current_modes():  # selective checkpointing would expect the copy in the recomputation
+            call = _Call(kind, given.detach().clone(), tuple(bounds))
+        return self.place.meet(call)
 
 
-def on_ranks(size: int, run: Callable[[InProcessRank], T]) -> list[T]:
+def on_ranks(
+    size: int,
+    run: Callable[[InProcessRank], T],
+    modules: Iterable[nn.Module] = (),
+    device: torch.device = _CPU,
+) -> list[T]:
     """Run a function for every rank of a group within this process, and return what it gives.
 
     Args:
         size: Number of ranks.
-        run: Called with a rank, several times; it must be deterministic, and not change its inputs.
+        run: Called with each rank.
+        modules: What it changes, which each rank finds as it is now, and which is put back at the end.
+        device: Where it computes.
 
     Raises:
         ConfigError: If ranks take part in different collectives, which would wait for each other.
         Exception: What the function raises for any rank.
     """
-    ranks = [InProcessRank(None, rank, size) for rank in range(size)]
+    # What torch keeps for the process and not for a thread is set before the first rank and reset after the last one.
+    with eager(), _Around():  # type: ignore[no-untyped-call]
+        here = _Here(device)
+        runs = [_Run(InProcessRank(None, rank, size), run, here) for rank in range(size)]
+        before = ModuleState(modules)
+        try:
+            return _results(runs, before)
+        finally:
+            for each in runs:
+                each.abandon()
+            before.put_back()
+
+
+def _results(runs: Sequence[_Run[T]], before: ModuleState) -> list[T]:
+    states = [before for _ in runs]
     while True:
-        results = []
-        for rank in ranks:
-            rank.script.position, rank.script.stopped = 0, None
-            try:
-                results.append(run(rank))
-            except _StoppedError as stop:
-                stop.__traceback__ = None  # its frames hold all that the run has made
-                continue
-            if rank.script.stopped is not None:
-                msg = "a layer catches `BaseException`, so that it can't be stopped where ranks would wait"
-                raise ConfigError(msg)
-        stopped = [rank.script.stopped for rank in ranks if rank.script.stopped is not None]
+        for index, each in enumerate(runs):
+            states[index].put_back()
+            each.go_on()
+            states[index] = before.now()
+        stopped = [each.rank.place.call for each in runs if each.rank.place.call is not None]
         if not stopped:
-            return results
-        if results or len({each.call for each in stopped}) > 1:
+            return [each.result() for each in runs]
+        if len(stopped) < len(runs) or len({call.form for call in stopped}) > 1:
             _refuse_different_collectives()
-        for rank, result in zip(ranks, _answers(stopped), strict=True):
-            rank.script.results.append(result)
+        for each, answer in zip(runs, _answers(stopped), strict=True):
+            each.rank.place.answer = answer
 
 
-def _answers(stopped: Sequence[_StoppedError]) -> list[Tensor]:
+class _Run(Generic[T]):
+    """A function that runs for one rank, in a thread of its own.
+
+    Args:
+        rank: The rank.
+        function: The function.
+        here: What its thread has.
+    """
+
+    def __init__(self, rank: InProcessRank, function: Callable[[InProcessRank], T], here: _Here) -> None:
+        self.rank, self._function = rank, function
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        run, name = contextvars.copy_context().run, f"booster-rank-{rank.rank}"
+        self._thread = threading.Thread(target=run, args=(self._work, here), name=name, daemon=True)
+
+    def go_on(self) -> None:
+        """Let the rank run until its next collective or its end; raise what it raises."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self.rank.place.run()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def result(self) -> T:
+        """Return what the function has returned."""
+        return self._results[0]
+
+    def abandon(self) -> None:
+        """End the rank where it waits."""
+        if self._thread.ident is None:
+            return
+        self.rank.place.is_abandoned, self.rank.place.answer = True, None
+        self.rank.place.may_run.set()
+        self._thread.join()
+
+    def _work(self, here: _Here) -> None:
+        self.rank.place.may_run.wait()
+        try:
+            if not self.rank.place.is_abandoned:
+                with here.entered():
+                    self._results.append(self._function(self.rank))
+        except _AbandonedError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - whoever waits for this rank raises it
+            self._error = error
+        finally:
+            self.rank.place.has_stopped.set()
+
+
+class _Here:
+    """What torch keeps for a thread, of the thread that makes this.
+
+    Args:
+        device: Where it computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._default = torch.get_default_device()
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this thread have the same, and run backward itself: a thread for all ranks would wait for itself."""
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        device = contextlib.nullcontext() if self._default == torch.get_default_device() else self._default
+        with device, torch.autograd.set_multithreading_enabled(False):
+            yield
+
+
+class _Around(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does nothing: while it is entered, other modes find the process alike, in whatever order threads leave them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+def _answers(stopped: Sequence[_Call]) -> list[Tensor]:
     """Return what a collective gives to each rank."""
     if stopped[0].kind == "all_to_all":
         return [

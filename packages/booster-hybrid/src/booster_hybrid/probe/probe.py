@@ -109,7 +109,7 @@ def check_policy(
         with restored(plan.model, device):
             return _Probe(plan, device, batch, split_sequence, lengths or Lengths()).run()
     finally:
-        return_memory()
+        return_memory(size)
 
 
 class _Probe:
@@ -369,7 +369,7 @@ class _Comparison:
         device: torch.device,
         splits: Mapping[str, Any],
     ) -> None:
-        self._plan, self._unit, self._setting = plan, unit, setting
+        self._plan, self._unit, self._setting, self._device = plan, unit, setting, device
         own = {id(parameter) for parameter in unit.module.parameters()}
         inside = {
             id(parameter): splits[name]
@@ -399,7 +399,7 @@ class _Comparison:
         run = functools.partial(self._on_rank, whole, called, split_sequence)
         try:
             with told_by_math():
-                differences = on_ranks(self._plan.size, run)
+                differences = on_ranks(self._plan.size, run, self._plan.model.modules(), self._device)
         except ConfigError:
             raise
         except Exception as error:

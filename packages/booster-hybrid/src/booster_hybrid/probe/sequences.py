@@ -182,11 +182,10 @@ class _Probe:
 
     def _compare(self, whole: Result, runner: Runner, values: Mapping[int, Tensor], setting: Setting) -> None:
         def run(rank: InProcessRank) -> tuple[Result, list[int]]:
-            with restored(self._model, self._device):
-                stacks = self._split(rank)
-                result = runner.run(values)
-                self.heads |= {heads for stack in stacks for heads in stack.heads}
-                return result, [stack.length for stack in stacks]
+            stacks = self._split(rank)
+            result = runner.run(values)
+            self.heads |= {heads for stack in stacks for heads in stack.heads}
+            return result, [stack.length for stack in stacks]
 
         what = f"`sequence_parallelism_mode={self._mode!r}` changes what {type(self._model).__name__} computes"
         remedy = (
@@ -196,7 +195,7 @@ class _Probe:
         )
         try:
             with told_by_math():
-                found = on_ranks(self.size, run)
+                found = on_ranks(self.size, run, self._model.modules(), self._device)
         except ConfigError:
             raise
         except Exception as error:

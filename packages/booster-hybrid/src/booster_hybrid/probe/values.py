@@ -7,6 +7,8 @@ import ctypes
 import gc
 import itertools
 import math
+import mmap
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from booster_hybrid.layer_plan import Changes
 from booster_hybrid.tensor_parallel.split import is_repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -27,6 +29,8 @@ _PERIOD = 1_000_003
 _LARGE = 1 << 16
 """Split matrices with more elements share one buffer, and get no gradient: one that is wrong shows in the input's."""
 _SHIFT = 997
+_POWERS = range(17, 25)
+"""Of sizes of blocks, in bytes: together 32 MiB. The C library takes those beyond a limit elsewhere."""
 
 
 class NoValuesError(Exception):
@@ -126,6 +130,35 @@ def _copied(buffer: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return buffer.detach().to(device, dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
 
 
+class ModuleState:
+    """The attributes of modules, and what containers among these hold, one level deep.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*modules]
+        self._kept = [(vars(each), dict(vars(each))) for each in self._modules]
+        self._containers: list[tuple[Any, Any]] = [
+            (each, each.copy()) for each in self.values() if isinstance(each, (dict, list, set))
+        ]
+
+    def now(self) -> ModuleState:
+        """Return what the same modules have now."""
+        return ModuleState(self._modules)
+
+    def values(self) -> Iterator[Any]:
+        """Yield the attributes."""
+        for _, values in self._kept:
+            yield from values.values()
+
+    def put_back(self) -> None:
+        """Let the modules have all of it again."""
+        for container, content in (*self._kept, *self._containers):
+            _put_back(container, content)
+
+
 @contextlib.contextmanager
 def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Put back what running a module changes: random states, attributes, what these hold one level deep, buffers.
@@ -134,10 +167,8 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
         module: The module.
         device: Whose generator is put back, next to the host's.
     """
-    kept = [(vars(each), dict(vars(each))) for each in module.modules()]
-    inside = [value for _, values in kept for value in values.values()]
-    containers: list[tuple[Any, Any]] = [(each, each.copy()) for each in inside if isinstance(each, (dict, list, set))]
-    plain = [each for each in inside if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
+    state = ModuleState(module.modules())
+    plain = [each for each in state.values() if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
     known = [each for each in itertools.chain(plain, module.buffers()) if not is_repeated(each)]
     tensors = [(each, each.detach().clone()) for each in known]
     is_host = device.type == "cpu"
@@ -147,28 +178,51 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
             warnings.simplefilter("ignore")  # a run may warn of what it lacks here; the first step does again
             yield
     finally:
-        for container, content in (*kept, *containers):
-            _put_back(container, content)
+        state.put_back()
         for tensor, before in tensors:
             if not torch.equal(tensor, before):
                 tensor.data = before
 
 
-def return_memory() -> None:
-    """Give freed memory back to the system: a model's values need it next, and the C library may keep it in pieces."""
+def return_memory(num_threads: int) -> None:
+    """Give freed memory back to the system: a model's values need it next, and the C library may keep it in pieces.
+
+    Args:
+        num_threads: How many threads have run, and ended: each had a part of memory of its own, which new ones get.
+    """
     gc.collect()  # what has just been made, and refers to itself
+    everybody = threading.Barrier(num_threads)
+    threads = [threading.Thread(target=_return_end, args=(everybody,)) for _ in range(num_threads)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
     with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _return_end(everybody: threading.Barrier) -> None:
+    """Give back the end of this thread's part, which `malloc_trim` leaves."""
+    blocks = [torch.empty(1 << power, dtype=torch.uint8) for power in _POWERS]  # are where the end is
+    with contextlib.suppress(OSError, AttributeError):  # as above
+        for each in blocks:
+            start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            # Their contents are not needed.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    everybody.wait()
 
 
 def _put_back(container: Any, before: Any) -> None:
     """Put back what was in a list, set or dictionary, where it is not there as it was."""
     if isinstance(container, list):
         container[:] = before
-        return
-    is_same = list(container) == list(before)
-    if is_same and isinstance(container, dict):
-        is_same = all(one is other for one, other in zip(container.values(), before.values(), strict=True))
-    if not is_same:
+    elif isinstance(container, dict):
+        if list(container) != list(before):
+            container.clear()
+        for key, value in before.items():  # in place, as somebody may be going through the keys
+            if key not in container or container[key] is not value:
+                container[key] = value
+    elif container != before:
         container.clear()
         container.update(before)

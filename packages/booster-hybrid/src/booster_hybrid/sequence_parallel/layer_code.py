@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -10,8 +11,21 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_running: list[None] = []
-_whole: list[None] = []
+
+
+class _Here(threading.local):
+    """Of a thread: ranks within a process have one each.
+
+    Attributes:
+        num_apart: How many functions run which are not the layer's.
+        is_whole: Whether what runs gets whole sequences.
+    """
+
+    num_apart = 0
+    is_whole = False
+
+
+_here = _Here()
 
 
 def not_of_the_layer(function: Callable[P, T]) -> Callable[P, T]:
@@ -23,11 +37,11 @@ def not_of_the_layer(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def apart(*args: P.args, **kwargs: P.kwargs) -> T:
-        _running.append(None)
+        _here.num_apart += 1
         try:
             return function(*args, **kwargs)
         finally:
-            _running.pop()
+            _here.num_apart -= 1
 
     return apart
 
@@ -38,9 +52,9 @@ def give_whole_sequences(*, to_what_follows: bool) -> None:
     Args:
         to_what_follows: Whether it does.
     """
-    _whole[:] = [None] if to_what_follows else []
+    _here.is_whole = to_what_follows
 
 
 def is_of_the_layer() -> bool:
     """Return whether the layer's own code runs, on this rank's positions."""
-    return not (_running or _whole)
+    return not (_here.num_apart or _here.is_whole)
