@@ -73,8 +73,8 @@ def _train(options: argparse.Namespace) -> None:
     booster = Booster(mixed_precision=options.precision, plugin=GeminiPlugin(**where))
     boosted, wrapped, *_ = booster.boost(model, optimizer)
     tokens = torch.randint(8000, (options.batch, 128), generator=torch.Generator().manual_seed(0))
-    home = boosted.manager.home  # type: ignore[attr-defined]
-    store = getattr(home, "store", None)
+    memory = boosted.gatherer.memory  # type: ignore[attr-defined]
+    store = getattr(memory, "store", None)
     for number, _ in enumerate(sys.stdin):
         if number == _WARM and not options.folder:
             give_back_freed()
@@ -91,7 +91,7 @@ def _train(options: argparse.Namespace) -> None:
             "parameters": num_parameters,
             "budget": budget,
             "resident": _status("VmRSS") - before,
-            "on_disk": home.bytes_by_place()["disk"] if store else 0,
+            "on_disk": memory.bytes_by_place()["disk"] if store else 0,
             "peak": _status("VmHWM") - before,
         }
         print(json.dumps(result), flush=True)

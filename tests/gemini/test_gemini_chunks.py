@@ -77,7 +77,7 @@ def test_a_budget_holds_the_state_of_three_chunks(working, shard_size, state_byt
         master=torch.float32,
         wire=working,
         device=torch.device("cpu"),
-        home=torch.device("cpu"),
+        step_device=torch.device("cpu"),
         is_trained=True,
     )
     config = GeminiConfig(placement_policy="auto", memory_budget_bytes=3 * state_bytes * 1000)

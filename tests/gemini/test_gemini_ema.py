@@ -63,9 +63,9 @@ def averages(options, precision):
     reference.module.eval()
     with torch.no_grad():
         wanted = reference.module(probe)
-    home = model.manager.home
-    if home.moves:
-        home.close()
+    memory = model.gatherer.memory
+    if memory.moves:
+        memory.close()
     return (output.float() - wanted).abs().max().item()
 
 

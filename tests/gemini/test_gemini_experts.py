@@ -116,12 +116,12 @@ def boosted(how, direct, options):
         model.train()
         loss = model(tokens_of(step, dist.get_rank()))
         loss.backward() if direct else booster.backward(loss, optimizer)
-        kept.append(sum(chunk.pins for chunk in model.manager.layout.buckets))
+        kept.append(sum(chunk.pins for chunk in model.gatherer.layout.buckets))
         whole = {name: full_gradient(booster, model, name) for name in names}
         gradients.append({name: gradient for name, gradient in whole.items() if gradient is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return gradients, kept, len(model.manager.layout.buckets)
+    return gradients, kept, len(model.gatherer.layout.buckets)
 
 
 LEAVES = {

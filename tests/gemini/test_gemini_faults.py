@@ -59,7 +59,7 @@ def full_disk(offset):
 def run_into_a_full_disk(folder, bad_rank, saved):
     """Fill the disk of one rank at the first step; save what there is, and go on."""
     booster, model, optimizer = boost(folder, **DISK)
-    store = model.manager.home.store
+    store = model.gatherer.memory.store
     limit = store._end + 30_000 if dist.get_rank() == bad_rank else resource.RLIM_INFINITY
     # States are made in the first step, and found no room for.
     with full_disk(limit), pytest.raises(OffloadError, match=r"needs \d+ more bytes, and .*Nothing is lost"):
@@ -68,7 +68,7 @@ def run_into_a_full_disk(folder, bad_rank, saved):
     booster.save_optimizer(optimizer, f"{saved}/optimizer", shard=True)
     losses = [step(booster, model, optimizer, number) for number in (1, 2)]
     state = model.state_dict()
-    model.manager.home.close()
+    model.gatherer.memory.close()
     return losses, state
 
 
@@ -125,7 +125,7 @@ def remove_the_folder(folder):
         shutil.rmtree(folder)
     dist.barrier()
     losses = [step(booster, model, optimizer, number) for number in range(3)]
-    model.manager.home.close()
+    model.gatherer.memory.close()
     return files, losses
 
 
@@ -141,9 +141,9 @@ def test_a_folder_that_is_removed_takes_nothing_along(tmp_path):
 def losses_of(folder, options):
     run = boost(folder, **options)
     losses = [step(*run, number) for number in range(3)]
-    home = run[1].manager.home
-    if home.moves:
-        home.close()
+    memory = run[1].gatherer.memory
+    if memory.moves:
+        memory.close()
     return losses
 
 
@@ -151,7 +151,7 @@ def cut_the_file(folder):
     run = boost(folder, **DISK)
     for number in range(2):
         step(*run, number)
-    os.ftruncate(run[1].manager.home.store._file, 0)
+    os.ftruncate(run[1].gatherer.memory.store._file, 0)
     for number in range(2, 4):
         step(*run, number)
 
@@ -169,7 +169,7 @@ def least_budget(folder):
     run = boost(folder, placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=512)
     with pytest.raises(BudgetError, match=r"is too small: .* needs \d+ bytes at once") as caught:
         steps(run, 4)
-    run[1].manager.home.close()
+    run[1].gatherer.memory.close()
     return caught.value.least_bytes, str(caught.value)
 
 
@@ -194,7 +194,7 @@ def descriptors_after(folder):
     run = boost(folder, **DISK)
     during = count()
     step(*run)
-    run[1].manager.home.close()
+    run[1].gatherer.memory.close()
     closed = count()
     run = boost(folder, **DISK)
     step(*run)
@@ -264,8 +264,8 @@ def change_lawfully(folder, options, saved):
     losses.append(step(booster, model, optimizer, 3))
     booster.load_model(model, f"{saved}/model")
     losses.append(step(booster, model, optimizer, 4))
-    if model.manager.home.moves:
-        model.manager.home.close()
+    if model.gatherer.memory.moves:
+        model.gatherer.memory.close()
     return losses
 
 

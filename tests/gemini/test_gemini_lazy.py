@@ -33,9 +33,9 @@ PLACES = {
 
 
 def close(model):
-    home = model.manager.home
-    if home.moves:
-        home.close()
+    memory = model.gatherer.memory
+    if memory.moves:
+        memory.close()
 
 
 def values_and_first_step(name, lazily, precision, options):

@@ -47,11 +47,11 @@ def trained(options, limit, precision=None, batch=BATCH):
         torch.simulated.reset_peak_memory_stats()
         losses += [step(booster, model, optimizer, number, batch) for number in range(2, 5)]
         peak = torch.simulated.max_memory_allocated() - before
-    home = model.manager.home
-    if not home.moves:
+    memory = model.gatherer.memory
+    if not memory.moves:
         return losses, peak, None, None
-    places, budget = home.bytes_by_place(), home.rooms[0].budget_bytes
-    home.close()
+    places, budget = memory.bytes_by_place(), memory.rooms[0].budget_bytes
+    memory.close()
     return losses, peak, places, budget
 
 
@@ -120,7 +120,7 @@ def begun(folder):
         step(booster, model, optimizer, 0, BATCH // 8)
         booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
         losses = [step(booster, model, optimizer, number, BATCH // 8) for number in range(1, 5)]
-    model.manager.home.close()
+    model.gatherer.memory.close()
     return losses
 
 
@@ -128,10 +128,10 @@ def resumed(folder):
     with sim.memory_limit(torch.simulated.memory_allocated() + 2 * STATE_BYTES):
         booster, model, optimizer = boost(AUTO)
         booster.load_checkpoint(folder, model=model, optimizer=optimizer)
-        loaded = model.manager.home.bytes_by_place()
+        loaded = model.gatherer.memory.bytes_by_place()
         losses = [step(booster, model, optimizer, number, BATCH // 8) for number in range(1, 5)]
-    places = model.manager.home.bytes_by_place()
-    model.manager.home.close()
+    places = model.gatherer.memory.bytes_by_place()
+    model.gatherer.memory.close()
     return losses, loaded, places
 
 
@@ -159,17 +159,17 @@ def failing_to_read(folder):
     options = {**AUTO, "offload_dir": folder, "host_budget_bytes": 2 * LAYER_BYTES}
     with sim.memory_limit(torch.simulated.memory_allocated() + 2 * STATE_BYTES):
         run = boost(options)
-        home = run[1].manager.home
+        memory = run[1].gatherer.memory
 
         def raise_block(block):
             msg = "the disk can't be read"
             raise OffloadError(msg)
 
         if dist.get_rank() == 1:
-            home._raise = raise_block
+            memory._raise = raise_block
         with pytest.raises(OffloadError, match="the disk can't be read"):
             step(*run, 0, BATCH // 8)
-    home.close()
+    memory.close()
     return True
 
 

@@ -32,11 +32,11 @@ def train(precision, options, steps=4, min_chunk_bytes=40_000):
         seen.append((loss.item(), float(optimizer.clip_grad_by_norm(0.5))))
         optimizer.step()
         optimizer.zero_grad()
-    home = model.manager.home
-    peak = home.rooms[0].peak_bytes if home.moves else 0  # of the steps: whole parameters take what they take
+    memory = model.gatherer.memory
+    peak = memory.rooms[0].peak_bytes if memory.moves else 0  # of the steps: whole parameters take what they take
     state = model.state_dict()
-    if home.moves:
-        home.close()
+    if memory.moves:
+        memory.close()
     return seen, state, peak
 
 
@@ -89,8 +89,8 @@ def trained_by_closure(options):
 
         optimizer.step(closure)
     state = model.state_dict()
-    if model.manager.home.moves:
-        model.manager.home.close()
+    if model.gatherer.memory.moves:
+        model.gatherer.memory.close()
     return state, all(not torch.equal(state[name], tensor) for name, tensor in before.items())
 
 

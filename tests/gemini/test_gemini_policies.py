@@ -58,10 +58,10 @@ def train(options, policy):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    state, home = model.state_dict(), model.manager.home
-    places = home.bytes_by_place() if home.moves else {}
-    if home.moves:
-        home.close()
+    state, memory = model.state_dict(), model.gatherer.memory
+    places = memory.bytes_by_place() if memory.moves else {}
+    if memory.moves:
+        memory.close()
     return losses, state, places, getattr(policy, "num_plans", 0)
 
 

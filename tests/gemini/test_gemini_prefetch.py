@@ -26,13 +26,13 @@ def most_ahead(folder, budget):
         offload_dir=folder,
     )
     model, optimizer, *_ = Booster("cpu", plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
-    manager = model.manager
+    gatherer = model.gatherer
     seen = [(0, 0)]
     start = Bucket.start_gather
 
     def counted(chunk):
         start(chunk)
-        seen.append((len(manager._ahead), sum(each.whole_bytes for each in manager._ahead.values())))
+        seen.append((len(gatherer._ahead), sum(each.whole_bytes for each in gatherer._ahead.values())))
 
     Bucket.start_gather = counted
     try:
@@ -42,8 +42,8 @@ def most_ahead(folder, budget):
             optimizer.zero_grad()
     finally:
         Bucket.start_gather = start
-    peak = manager.home.rooms[0].peak_bytes
-    manager.home.close()
+    peak = gatherer.memory.rooms[0].peak_bytes
+    gatherer.memory.close()
     return max(count for count, _ in seen), max(size for _, size in seen), peak
 
 

@@ -12,7 +12,7 @@ from booster_testing import run_on_ranks
 
 
 def train(steps=3, **options):
-    """Train, and return the name of the home's class."""
+    """Train, and return the name of the class of its memory."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     plugin = GeminiPlugin(min_chunk_bytes=1 << 14, **options)
@@ -21,10 +21,10 @@ def train(steps=3, **options):
         optimizer.backward(model(torch.ones(4, 64)).sum())
         optimizer.step()
         optimizer.zero_grad()
-    home = model.manager.home
-    if home.moves:
-        home.close()
-    return type(home).__name__
+    memory = model.gatherer.memory
+    if memory.moves:
+        memory.close()
+    return type(memory).__name__
 
 
 def test_each_rank_records_its_moves_within_its_budget(tmp_path):
@@ -78,5 +78,5 @@ def traces_of_recording(folder):
 
 
 def test_recording_makes_no_object_when_off(tmp_path):
-    assert run_on_ranks(train, 1) == ["Home"]
+    assert run_on_ranks(train, 1) == ["Memory"]
     assert run_on_ranks(traces_of_recording, 1, tmp_path) == [0]

@@ -32,8 +32,8 @@ def train(precision, options):
         optimizer.backward(model(torch.ones(4, WIDTH)).mean())
         optimizer.step()
         optimizer.zero_grad()
-    home = model.manager.home
-    on_disk = home.bytes_by_place()["disk"] if home.moves else 0
+    memory = model.gatherer.memory
+    on_disk = memory.bytes_by_place()["disk"] if memory.moves else 0
     return status_bytes("RssAnon"), status_bytes("VmHWM"), on_disk
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from booster_core.plugin import Capability, place_model, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_runtime.sharding import RanksOfWorld, agree_on_values
 from booster_runtime.strategy import STRATEGY_TRAINING, Strategy
-from booster_zero import ShardedStateAdapter, ZeroModel
-from booster_zero.engine import Home, ListedParameters, ShardedEngine, ShardingOptions, ZeroOptimizer, engine_of
-from booster_zero.gathering import (
-    ChunkManager,
-    GatheringModel,
-    ParameterHooks,
-    check_modules,
+from booster_zero import ShardedModel, ShardedStateAdapter
+from booster_zero.engine import (
+    Gatherer,
+    ListedParameters,
+    Memory,
+    ShardedEngine,
+    ShardedOptimizer,
+    ShardingOptions,
+    engine_of,
 )
+from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,33 +29,18 @@ if TYPE_CHECKING:
 REMEDY = "Let every rank run the same modules, or pass `leaf_class`."
 
 
-class GatheredModel(GatheringModel, ZeroModel):
-    """The user's model, whose parameters are gathered by hooks."""
-
-    def __init__(self, module, manager, leaves, *, precision, sharded):
-        super().__init__(module, precision=precision, sharded=sharded)
-        self.attach_chunks(manager)
-        self.hooks = ParameterHooks(
-            module,
-            manager,
-            self._before_forward,
-            self._after_forward,
-            leaves,
-            on_passed=None if sharded is None else sharded.reducer.leave_out,
-        )
-
-
 class GatheringPlugin(Strategy):
     """ZeRO-3 in chunks.
 
     Args:
-        chunk_bytes: As for `ChunkManager`, like the next three.
+        chunk_bytes: As for `Gatherer`, like the next three.
         max_prefetch: The same.
         max_ahead_bytes: The same.
-        shard_param_frac: The same.
+        release_fraction: The same.
         debug: The same.
         leaf_class: A class of modules whose parameters are gathered as one.
-        home: A class of homes, as for `ChunkManager`.
+        memory: A class of memories, as for `Gatherer`.
+        offload: Step on the host, as `ZeroConfig` says.
         partition: As for `ShardingOptions`.
         replica_size: As for `ShardingOptions`.
         precision: As for `Booster`.
@@ -66,10 +56,11 @@ class GatheringPlugin(Strategy):
         chunk_bytes: int = 256,
         max_prefetch: int = 1,
         max_ahead_bytes: int | None = None,
-        shard_param_frac: float = 1.0,
+        release_fraction: float = 1.0,
         debug: bool = False,
         leaf_class: type[nn.Module] | None = None,
-        home: type[Home] = Home,
+        memory: type[Memory] = Memory,
+        offload: bool = False,
         partition: str = "auto",
         replica_size: int = 1,
         precision: str | None = None,
@@ -80,10 +71,11 @@ class GatheringPlugin(Strategy):
             "chunk_bytes": chunk_bytes,
             "max_prefetch": max_prefetch,
             "max_ahead_bytes": max_ahead_bytes,
-            "shard_param_frac": shard_param_frac,
+            "release_fraction": release_fraction,
             "debug": debug,
         }
-        self.leaf_class, self.home = leaf_class, home
+        self.leaf_class, self.memory = leaf_class, memory
+        self.step_device = torch.device("cpu") if offload else None
         self._ranks = RanksOfWorld(replica_size)
 
     def resolve_precision(self, policy):
@@ -98,15 +90,22 @@ class GatheringPlugin(Strategy):
         if self.leaf_class is not None:
             leaves = {each: [*each.parameters()] for each in model.modules() if isinstance(each, self.leaf_class)}
         listed = ListedParameters(given, self.config.partition)
-        format_of = self.config.formats(model, context.precision, context.device, listed=listed, lays_out_all=True)
-        manager = ChunkManager(
+        format_of = self.config.formats(
+            model,
+            context.precision,
+            context.device,
+            listed=listed,
+            lays_out_all=True,
+            step_device=self.step_device,
+        )
+        options = dict(self.chunks)
+        gatherer = Gatherer(
             model,
             self._ranks.get(gathers_apart=bool(leaves)),
-            format_of,
-            home=self.home(),
-            remedy=REMEDY,
-            **self.chunks,
+            memory=self.memory(),
+            bucket_bytes=options.pop("chunk_bytes"),
         )
+        gatherer.shard_all(format_of, remedy=REMEDY, **options)
         engine = optimizer = None
         if given:
             engine = ShardedEngine(
@@ -114,21 +113,22 @@ class GatheringPlugin(Strategy):
                 given,
                 config=self.config,
                 listed=listed,
-                layout=manager.layout,
+                gatherer=gatherer,
                 format_of=format_of,
-                home=manager.home,
-                gathers=manager,
                 device=context.device,
             )
-            optimizer = ZeroOptimizer(engine, offloads=manager.home.moves, context=context)
+            optimizer = ShardedOptimizer(
+                engine, offloads=gatherer.memory.moves or self.step_device is not None, context=context
+            )
             # A rank that waited for reductions would not gather what others wait for, before they start theirs.
             engine.reducer.waits_in_backward = not leaves
-        wrapped = GatheredModel(model, manager, leaves, precision=context.precision, sharded=engine)
+        wrapped = ShardedModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+        wrapped.gather_on_use(leaves, on_passed=None if engine is None else engine.reducer.leave_out)
         return objects._replace(model=wrapped, optimizer=optimizer)
 
     def state_adapter(self, model, context):
         engine = engine_of(model.boosted_optimizers)
-        return ShardedStateAdapter(model, engine, context.coordinator, chunks=model.manager)
+        return ShardedStateAdapter(model, engine, context.coordinator, gatherer=model.gatherer)
 
     def full_gradient(self, model, name):
         optimizer = model.boosted_optimizer

@@ -52,9 +52,9 @@ def trained_on_a_disk(folder, name, precision):
     """Train as `trained` does, by what the error about ``offload="disk"`` advises."""
     plugin = GeminiPlugin(min_chunk_bytes=2048, shard_param_frac=0.0, offload_optim_frac=1.0, offload_dir=folder)
     model = train(plugin, name, precision)
-    home = model.manager.home
-    found, on_disk = model.state_dict(), home.store._end
-    home.close()
+    memory = model.gatherer.memory
+    found, on_disk = model.state_dict(), memory.store._end
+    memory.close()
     return found, on_disk
 
 

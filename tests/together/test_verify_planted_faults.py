@@ -226,13 +226,13 @@ def of_logits(outputs, batch):
 
 
 def wrong_view(self, note):
-    """Find saved values as if they were in the format of the chunk."""
-    manager = self._manager
-    chunk = manager.chunk_of(note.number)
-    manager.use(chunk)
-    slot = next(slot for slot in chunk.plan.slots if slot.index == note.number)
+    """Find saved values as if they were in the format of the bucket."""
+    gatherer = self._gatherer
+    bucket = gatherer.layout.bucket_of(note.number)
+    gatherer.use(bucket)
+    slot = next(slot for slot in bucket.plan.slots if slot.index == note.number)
     found = torch.empty(0, dtype=note.dtype)
-    return found.set_(chunk.whole.untyped_storage(), slot.offset // 4, note.shape, note.strides)
+    return found.set_(bucket.whole.untyped_storage(), slot.offset // 4, note.shape, note.strides)
 
 
 def patched(target, *args, **kwargs):

@@ -150,7 +150,7 @@ def give_own_copies(options, is_kept):
 
 @pytest.mark.parametrize("options", [{}, {"debug": True}], ids=["default", "debug"])
 def test_a_frozen_parameter_may_have_other_memory_with_its_values(options):
-    (expected,) = run_on_ranks(give_own_copies, 1, {"shard_param_frac": 0.0}, True)
+    (expected,) = run_on_ranks(give_own_copies, 1, {"release_fraction": 0.0}, True)
     assert run_on_ranks(give_own_copies, 2, options, True) == [pytest.approx(expected)] * 2
     expect_on_ranks(ConfigError, "'2.weight' was given other memory", give_own_copies, 2, options, False)
 
@@ -244,7 +244,7 @@ def uses_another_module_later():
         expert = 2 * dist.get_rank() if number == 7 else 0
         booster.backward(model(torch.ones(1, WIDTH), [expert]).sum(), optimizer)
         if number == 7:
-            assert not model.manager.order.is_on
+            assert not model.gatherer.order.is_on
             with pytest.raises(ConfigError, match="would gather, or have gathered, different ones together"):
                 optimizer.step()
             return

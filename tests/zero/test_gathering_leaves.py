@@ -84,7 +84,7 @@ def boosted():
         with torch.no_grad():
             model(*batch_of(step + 2, rank))
         booster.backward(model(*batch_of(step, rank)), optimizer)
-        held.append(sum(chunk.pins for chunk in model.manager.layout.buckets))
+        held.append(sum(chunk.pins for chunk in model.gatherer.layout.buckets))
         whole = {name: full_gradient(booster, model, name) for name in names}
         gradients.append({name: gradient for name, gradient in whole.items() if gradient is not None})
         optimizer.step()
@@ -115,7 +115,7 @@ def reductions_by_the_middle():
         return Bucket.start_reduction(chunk, *args)
 
     for numbers in ([0, *range(EXPERTS)], [0, dist.get_rank()]):
-        for chunk in model.manager.layout.buckets:
+        for chunk in model.gatherer.layout.buckets:
             chunk.start_reduction = partial(start, chunk)
         booster.backward(model(batch_of(0, 0)[0], numbers), optimizer)
         optimizer.step()

@@ -38,13 +38,13 @@ class Layers(nn.Module):
 class Counts:
     """Counts gathers, and uses of chunks that nobody had begun to bring."""
 
-    def __init__(self, manager):
+    def __init__(self, gatherer):
         self.gathers = self.waits = 0
-        for chunk in manager.layout.buckets:
+        for chunk in gatherer.layout.buckets:
             chunk.start_gather = lambda chunk=chunk: self.gather(chunk)
-        use, use_whole = manager.use, manager.use_whole
-        manager.use = lambda chunk: self.use(use, chunk)
-        manager.use_whole = lambda chunk: self.use(use_whole, chunk)
+        use, use_whole = gatherer.use, gatherer.use_whole
+        gatherer.use = lambda chunk: self.use(use, chunk)
+        gatherer.use_whole = lambda chunk: self.use(use_whole, chunk)
 
     def gather(self, chunk):
         self.gathers += 1
@@ -93,7 +93,7 @@ def run(events):
             optimizer.step()
             optimizer.zero_grad()
         if counts is None:
-            counts = Counts(model.manager)  # after the first step, which lays chunks out again
+            counts = Counts(model.gatherer)  # after the first step, which lays chunks out again
         counted.append(counts.take())
     assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
     return counted
@@ -137,7 +137,7 @@ def gathers_when_checkpointed():
         booster.backward(model(batch(step, 2), FORWARDS).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        counts = counts or Counts(model.manager)
+        counts = counts or Counts(model.gatherer)
         counted = counts.take()
     return counted
 
@@ -154,16 +154,16 @@ def most_ahead(**options):
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     plugin = GatheringPlugin(chunk_bytes=LAYER_BYTES, **options)
     model, optimizer, *_ = Booster(plugin=plugin).boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
-    manager = model.manager
+    gatherer = model.gatherer
     seen = [(0, 0)]
 
     def counted(chunk):
         Bucket.start_gather(chunk)
-        seen.append((len(manager._ahead), sum(each.whole_bytes for each in manager._ahead.values())))
+        seen.append((len(gatherer._ahead), sum(each.whole_bytes for each in gatherer._ahead.values())))
 
     for step in range(3):
         if step:  # the first step lays chunks out again
-            for chunk in manager.layout.buckets:
+            for chunk in gatherer.layout.buckets:
                 chunk.start_gather = lambda chunk=chunk: counted(chunk)
         optimizer.backward(model(torch.ones(2, WIDTH)).sum())
         optimizer.step()
@@ -191,11 +191,11 @@ def stop_looking_ahead():
     waited, said, counts = [], [], None
     for step in range(4):
         if step == 3:
-            said = [model.manager.stop_looking_ahead() for _ in range(2)]
+            said = [model.gatherer.stop_looking_ahead() for _ in range(2)]
         optimizer.backward(model(torch.ones(2, WIDTH)).sum())
         optimizer.step()
         optimizer.zero_grad()
-        counts = counts or Counts(model.manager)  # after the first step, which lays chunks out again
+        counts = counts or Counts(model.gatherer)  # after the first step, which lays chunks out again
         waited.append(counts.take()[1])
     return waited[2:], said
 

@@ -259,7 +259,7 @@ def rows_of(step, replica):
 
 
 def gathered(_booster, model, _optimizer):
-    return [chunk.is_gathered for chunk in model.manager.layout.buckets]
+    return [chunk.is_gathered for chunk in model.gatherer.layout.buckets]
 
 
 @matrix(
@@ -477,17 +477,17 @@ def gathers_of_a_step(frac):
     with torch.no_grad():
         for layer in model:
             layer.weight.copy_(torch.eye(16))
-    booster, wrapped, optimizer = boost(model, chunk_bytes=16 * 16 * 4, shard_param_frac=frac)
+    booster, wrapped, optimizer = boost(model, chunk_bytes=16 * 16 * 4, release_fraction=frac)
     counted = []
     gather = Bucket.start_gather
     for _ in range(2):
         counted.clear()
-        for chunk in wrapped.manager.layout.buckets:
+        for chunk in wrapped.gatherer.layout.buckets:
             chunk.start_gather = lambda chunk=chunk: (counted.append(chunk), gather(chunk))
         booster.backward(wrapped(torch.ones(2, 16)).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return len(counted), len(wrapped.manager.layout.buckets), wrapped.state_dict()
+    return len(counted), len(wrapped.gatherer.layout.buckets), wrapped.state_dict()
 
 
 def test_parameters_that_are_not_sharded_are_gathered_once_a_step():
@@ -506,14 +506,14 @@ def memory_between_uses():
     counted = []
     for layer in model:
         layer.register_forward_hook(
-            lambda *_: counted.append(sum(chunk.whole is not None for chunk in wrapped.manager.layout.buckets))
+            lambda *_: counted.append(sum(chunk.whole is not None for chunk in wrapped.gatherer.layout.buckets))
         )
     for _ in range(2):
         loss = wrapped(torch.randn(2, 64)).square().mean()
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return max(counted), len(wrapped.manager.layout.buckets)
+    return max(counted), len(wrapped.gatherer.layout.buckets)
 
 
 def test_few_chunks_are_whole_at_a_time():

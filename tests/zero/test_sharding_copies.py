@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -13,18 +15,19 @@ from booster_zero.engine import Format, Layout
 def plans_of_copies(kind, bucket_bytes, others):
     cpu = torch.device("cpu")
     dtypes = {"working": torch.float32, "master": torch.float32, "wire": torch.float32}
-    plain = Format(**dtypes, device=cpu, home=cpu, is_trained=True, partition=kind)
-    copied = Format(**dtypes, device=cpu, home=cpu, is_trained=True, copies=(0, 3), partition=kind)
+    plain = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, partition=kind)
+    copied = Format(**dtypes, device=cpu, step_device=cpu, is_trained=True, copies=(0, 3), partition=kind)
     layout = Layout(
+        nn.Module(),
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=2),
-        lambda plan, parameters, format_, ranks: (plan, format_),
+        lambda plan, parameters, format_, ranks: SimpleNamespace(plan=plan, format=format_),
         bucket_bytes=bucket_bytes,
     )
     own = {10 + index: nn.Parameter(torch.zeros(size)) for index, size in enumerate(others)}
     layout.add(own, dict.fromkeys(own, plain))
     shared = {index: nn.Parameter(torch.zeros(size)) for index, size in ((3, 40), (2, 7), (1, 300))}
     layout.add(shared, dict.fromkeys(shared, copied))
-    return [plan for plan, format_ in layout.buckets if format_.copies]
+    return [bucket.plan for bucket in layout.buckets if bucket.format.copies]
 
 
 @pytest.mark.parametrize("kind", ["flat", "parameter"])

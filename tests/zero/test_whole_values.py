@@ -1,4 +1,4 @@
-"""The life cycle of a bucket's whole values, and memory for them that is used again."""
+"""The two lives of a bucket, of its values and of its gradient, and memory for values that is used again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from booster_zero.engine import BufferPool, WholeState
-from booster_zero.engine.whole import TRANSITIONS, check_transition
+from booster_zero.engine.states import GRADIENT_TRANSITIONS, TRANSITIONS, GradientState, check_transition
+
+STEPS = [(before, after) for states in (WholeState, GradientState) for before in states for after in states]
 
 
-@pytest.mark.parametrize("before", list(WholeState))
-@pytest.mark.parametrize("after", list(WholeState))
-def test_a_chunk_goes_only_where_the_table_leads(before, after):
-    if after in TRANSITIONS[before]:
+@pytest.mark.parametrize(("before", "after"), STEPS)
+def test_a_bucket_goes_only_where_its_tables_lead(before, after):
+    if after in {**TRANSITIONS, **GRADIENT_TRANSITIONS}[before]:
         check_transition(before, after)
     else:
         with pytest.raises(RuntimeError, match=f"that is {before.value} can't become {after.value}"):

@@ -195,7 +195,7 @@ def parameters_while_laid_out_again(stage):
     booster, model, optimizer = boost(model, stage=stage, bucket_bytes=256 * 256 * 4)
     layout, held = optimizer.layout, []
     refs = [weakref.ref(bucket.whole.untyped_storage()) for bucket in layout.buckets]
-    made = layout._make
+    made = layout.make
 
     def counting(*args):
         bucket = made(*args)
@@ -203,7 +203,7 @@ def parameters_while_laid_out_again(stage):
         held.append(sum(storage.nbytes() for storage in (ref() for ref in refs) if storage is not None))
         return bucket
 
-    layout._make = counting
+    layout.make = counting
     train(booster, model, optimizer, 256)
     left = sum(storage.nbytes() for storage in (ref() for ref in refs) if storage is not None)
     return max(held) / (12 * 256 * 256 * 4), left / (12 * 256 * 256 * 4)

@@ -4,6 +4,7 @@ import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
 from matrix import matrix
 from simulated_device import run_on_devices
 from torch import nn
@@ -58,6 +59,22 @@ def test_offload_from_a_device_changes_no_bit(precision, simulated_device):
 def test_whole_parameters_are_offloaded_too(name, simulated_device):
     plain = run_on_devices(trained, 2, simulated_device, {}, "bf16", name)[0]
     for parameters in run_on_devices(trained, 2, simulated_device, {"offload": "cpu"}, "bf16", name):
+        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+
+
+def gathered(options):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    booster = Booster("simulated", None, GatheringPlugin(chunk_bytes=2 * WIDTH * WIDTH * 4, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    for number in range(3):
+        step(booster, model, optimizer, number, micro_batches=2)
+    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
+
+
+def test_parameters_that_are_gathered_for_each_use_come_from_the_host(simulated_device):
+    plain = run_on_devices(gathered, 2, simulated_device, {})[0]
+    for parameters in run_on_devices(gathered, 2, simulated_device, {"offload": True}):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from booster_runtime.sharding.ranks import ShardingRanks
 from booster_testing import run_on_ranks
-from booster_zero.engine import Bucket, Format, Home, Layout
+from booster_zero.engine import Bucket, Format, Layout, Memory
 from booster_zero.engine.reducer import Reducer
 from booster_zero.engine.stand_ins import ShardedGradient
 
@@ -17,13 +17,14 @@ CPU = torch.device("cpu")
 
 def reduced(dtype=torch.float32, bucket_bytes=2**20):
     """Return three parameters, their layout on one rank, and its reducer."""
-    format_ = Format(working=dtype, master=torch.float32, wire=dtype, device=CPU, home=CPU, is_trained=True)
+    format_ = Format(working=dtype, master=torch.float32, wire=dtype, device=CPU, step_device=CPU, is_trained=True)
+    parameters = {index: nn.Parameter(torch.ones(3, 5, dtype=dtype)) for index in range(3)}
     layout = Layout(
+        nn.ParameterList(parameters.values()),
         ShardingRanks(shard_group=None, shard_rank=0, shard_size=1),
-        lambda *arguments: Bucket(*arguments, home=Home()),
+        lambda *arguments: Bucket(*arguments, memory=Memory()),
         bucket_bytes=bucket_bytes,
     )
-    parameters = {index: nn.Parameter(torch.ones(3, 5, dtype=dtype)) for index in range(3)}
     layout.add(parameters, dict.fromkeys(parameters, format_))
     reducer = Reducer(
         layout.buckets, {index: str(index) for index in range(3)}, overlap=True, agree_on_record=lambda *_: set()

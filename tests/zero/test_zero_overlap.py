@@ -237,7 +237,7 @@ def trained(model_class, options, precision, hides):
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
             if options.get("overlap_allgather"):
-                assert optimizer.engine.gathers.is_underway
+                assert optimizer.engine.gatherer.is_underway
         return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -341,7 +341,7 @@ def reads(how):
         for _ in range(2):
             booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
             optimizer.step()
-        assert optimizer.engine.gathers.is_underway
+        assert optimizer.engine.gatherer.is_underway
         return all(bool(value.isfinite().all()) for value in READS[how](booster, model, optimizer))
 
 
@@ -361,7 +361,7 @@ def saves(folder):
             booster.backward(model(torch.ones(2, WIDTH)).float().square().mean(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            assert optimizer.engine.gathers.is_underway
+            assert optimizer.engine.gatherer.is_underway
             if step == 1:
                 booster.save_model(model, f"{folder}/model")
             if step == 2:
@@ -444,7 +444,7 @@ def ends_with_gathers_underway():
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     booster.backward(model(torch.ones(2, 512)).square().mean(), optimizer)
     optimizer.step()
-    return optimizer.engine.gathers.is_underway
+    return optimizer.engine.gatherer.is_underway
 
 
 def test_a_run_may_end_with_gathers_underway():

@@ -97,7 +97,7 @@ def stay_within_a_fraction(setting: Setting) -> None:
         losses = moves.train(STEPS)
     assert losses == expected, (losses, expected)
     assert_same_bits(moves.parameters(), parameters, "auto")
-    places = moves.model.manager.home.bytes_by_place()
+    places = moves.model.gatherer.memory.bytes_by_place()
     assert min(places["cpu"], places["cuda"]) > 0, f"not everything fits, and something does: {places}"
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from booster_core.plugin import Boosted, Capability, GradientScaling, like, unwrap_model
 from booster_core.precision import PrecisionPolicy
 from booster_gemini.config import GeminiConfig
+from booster_gemini.engine import GeminiEngine
 from booster_gemini.leaves import find_leaves
-from booster_gemini.memory.make import make_home, max_ahead_bytes, most_chunk_numel
-from booster_gemini.module import GeminiModel
-from booster_gemini.optimizer import GeminiEngine, GeminiOptimizer
+from booster_gemini.memory.make import make_memory, max_ahead_bytes, most_chunk_numel
 from booster_gemini.search import search_chunk_numel
 from booster_runtime.sharding import (
     RanksOfWorld,
@@ -22,9 +21,9 @@ from booster_runtime.sharding import (
     refuse_renormalized,
 )
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
-from booster_zero import ShardedStateAdapter, fill_model
-from booster_zero.engine import ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
-from booster_zero.gathering import ChunkManager, check_modules
+from booster_zero import ShardedModel, ShardedOptimizer, ShardedStateAdapter, fill_model
+from booster_zero.engine import Gatherer, ListedParameters, engine_of, holder_of, keeping_shards, set_gradient
+from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -193,15 +192,17 @@ class GeminiPlugin(Strategy):
         lazy = {index for index, parameter in enumerate(model.parameters()) if id(parameter) in hollow}
         listed = ListedParameters(given, self.config.partition)
         format_of = self.config.formats(model, context.precision, context.device, listed=listed, lays_out_all=True)
-        manager = ChunkManager(
+        gatherer = Gatherer(
             model,
             ranks,
+            memory=make_memory(self.config, context),
+            bucket_bytes=self._chunk_bytes(model, ranks, format_of),
+        )
+        gatherer.shard_all(
             format_of,
-            chunk_bytes=self._chunk_bytes(model, ranks, format_of),
             max_prefetch=self.config.max_prefetch,
             max_ahead_bytes=max_ahead_bytes(self.config),
-            shard_param_frac=self.config.shard_param_frac,
-            home=make_home(self.config, context),
+            release_fraction=self.config.shard_param_frac,
             lazy=lazy,
             remedy=_REMEDY,
             debug=self.config.debug,
@@ -212,46 +213,45 @@ class GeminiPlugin(Strategy):
                 model,
                 given,
                 chosen={
-                    manager.index_of[id(parameter)]
+                    gatherer.layout.index_of[id(parameter)]
                     for inside in leaves.values()
                     for leaf in inside
                     for parameter in leaf.parameters()
                 },
                 config=self.config,
                 listed=listed,
-                layout=manager.layout,
+                gatherer=gatherer,
                 format_of=format_of,
-                home=manager.home,
-                gathers=manager,
                 device=context.device,
             )
             scaling = GradientScaling(context.precision)
             optimizers = [
-                GeminiOptimizer(engine, number, offloads=manager.home.moves, context=context, scaling=scaling)
+                ShardedOptimizer(engine, number, offloads=gatherer.memory.moves, context=context, scaling=scaling)
                 for number in range(len(given))
             ]
-            trained = [chunk.format.wire for chunk in manager.layout.buckets if chunk.format.is_trained]
+            trained = [chunk.format.wire for chunk in gatherer.layout.buckets if chunk.format.is_trained]
             note_reductions(model, trained, context.device)
         else:
             refuse_all_gradients(model)
-        adapter = ShardedStateAdapter(model, engine, context.coordinator, chunks=manager)
+        adapter = ShardedStateAdapter(model, engine, context.coordinator, gatherer=gatherer)
         if values is not None:
-            fill_model(model, values, adapter.shards_to_fill(), context, manager.layout)
+            fill_model(model, values, adapter.shards_to_fill(), context, gatherer.layout)
         with raised_on_all("boost", context.device):
-            if problem := manager.home.problem():
+            if problem := gatherer.memory.problem():
                 raise problem
         gathered = {
             module: [parameter for leaf in inside for parameter in leaf.parameters()]
             for module, inside in leaves.items()
         }
-        wrapped = GeminiModel(model, manager, precision=context.precision, sharded=engine, leaves=gathered)
+        wrapped = ShardedModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+        wrapped.gather_on_use(gathered)
         return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))
 
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> StateAdapter:
         """Return the view of this rank's slices of parameters, masters and optimizer state."""
-        assert isinstance(model, GeminiModel), "Booster passes what `configure` returned"
+        assert isinstance(model, ShardedModel), "Booster passes what `configure` returned"
         engine = engine_of(model.boosted_optimizers)
-        return ShardedStateAdapter(model, engine, context.coordinator, chunks=model.manager)
+        return ShardedStateAdapter(model, engine, context.coordinator, gatherer=model.gatherer)
 
     def no_sync(self, model: ModelWrapper) -> AbstractContextManager[None]:
         """Return a context in which gradients are reduced into chunks; the last backward averages over replicas."""

@@ -34,7 +34,6 @@ from booster_hybrid.probe.experts import check_experts
 from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
-from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
@@ -433,8 +432,8 @@ class HybridSetup:
             split_hook=self._options.split_batch,
             run_options={"split": cut.split_backward, "record": self._record()},
         )
-        if isinstance(model, ShardedHybridModel):
-            engine.gathered, engine.written = model.gathered, model.manager.take_changes
+        if model.gatherer is not None:
+            engine.gathered, engine.written = model.gathered, model.gatherer.take_changes
         return engine
 
     def make_gathering(self) -> None:

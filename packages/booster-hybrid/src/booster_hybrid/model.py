@@ -12,7 +12,7 @@ from booster_core.ranks import NamedCall
 from booster_hybrid.rank_group import refuse_copy
 from booster_hybrid.same_batch import check_same_batch
 from booster_runtime.local_state import refuse_pickle
-from booster_zero import ZeroModel
+from booster_zero import ShardedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from booster_hybrid.same_training import OutsideReads, TrainedAlike
 
 
-class HybridModel(ZeroModel):
-    """The user's model, whose parameters are views of buckets; see `ZeroModel`.
+class HybridModel(ShardedModel):
+    """The user's model, whose parameters are views of buckets; see `ShardedModel`.
 
     Attributes:
         local: What of the model this rank holds; the plugin sets this and the following.

@@ -20,7 +20,7 @@ from booster_hybrid.user_optimizer import check_elementwise
 from booster_hybrid.whole_matrices import Part, WholeMatrices
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
-from booster_zero import ZeroOptimizer
+from booster_zero import ShardedOptimizer
 from booster_zero.engine import ShardedEngine
 
 if TYPE_CHECKING:
@@ -108,13 +108,13 @@ class HybridEngine(ShardedEngine):
         return sorted(held, key=lambda item: (item[1], self.names[item[0].plan.slots[0].index]))
 
 
-class HybridOptimizer(ZeroOptimizer):
+class HybridOptimizer(ShardedOptimizer):
     """Counts what is split over ranks on each of them, and what is whole or copied on the first alone.
 
     Args:
-        engine: As for `ZeroOptimizer`.
-        *args: As for `ZeroOptimizer`.
-        **kwargs: As for `ZeroOptimizer`.
+        engine: As for `ShardedOptimizer`.
+        *args: As for `ShardedOptimizer`.
+        **kwargs: As for `ShardedOptimizer`.
 
     Attributes:
         check_training: Raises if ranks would not train alike from a loss; see `HybridModel.check_loss`.
@@ -156,7 +156,7 @@ class HybridOptimizer(ZeroOptimizer):
         return self._matrices.step(parts, super().step_inside)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step on this rank's pieces, then share them; see `ZeroOptimizer.update_parameters`.
+        """Step on this rank's pieces, then share them; see `ShardedOptimizer.update_parameters`.
 
         Raises:
             ConfigError: If the optimizer inside is to evaluate the model while parts of matrices are together.
@@ -202,7 +202,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     def begin_batch(self) -> None:
         """Make ready for the backwards of one batch."""
-        self.engine.gathers.wait()
+        self.engine.gatherer.wait()
         self.reducer.watch()
         self._rescale_gradients()
         # What has been added up is on every copy: from now on it counts on the first alone.

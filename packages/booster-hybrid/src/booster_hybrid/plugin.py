@@ -44,7 +44,6 @@ from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
 from booster_hybrid.sharded.apply import shard_parameters
-from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
@@ -289,7 +288,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         boosted = self._shard(setup, objects, context, copies, frozenset() if recording is None else recording.name_of)
         hybrid: Any = boosted.model
         hybrid.local, hybrid.replica, hybrid.callers = local, axes["pp", "sp", "tp"], axes["ep", "pp", "sp", "tp"]
-        if isinstance(hybrid, ShardedHybridModel):  # a forward gathers over the data parallel ranks, too
+        if hybrid.gatherer is not None:  # a forward gathers over the data parallel ranks, too
             hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
         hybrid.streams = split.streams
         engine = engine_of(boosted.optimizers)
@@ -325,7 +324,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
             if not metrics["skipped"]:
                 stepped.on_step.remove(compare)
-                optimizers[0].engine.gathers.wait()
+                optimizers[0].engine.gatherer.wait()
                 check_copies(module, local, replica)
 
         for optimizer in optimizers:
@@ -458,8 +457,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         data, alike = axes["dp", "sp"], axes["edp", "sp"]
         held_by = dict.fromkeys(local.expert_splits, Replica(alike.index, alike.size))
         everyone = Replica(data.index, data.size)
-        chunks = boosted.manager if isinstance(boosted, ShardedHybridModel) else None
-        inner = ShardedStateAdapter(model, engine, everyone, held_by, chunks=chunks)
+        inner = ShardedStateAdapter(model, engine, everyone, held_by, gatherer=boosted.gatherer)
         adapter = HybridStateAdapter(
             inner,
             local.splits,

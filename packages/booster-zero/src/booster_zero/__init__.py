@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from booster_zero.config import ZeroConfig
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.lazy import fill_model
-from booster_zero.model import ZeroModel
+from booster_zero.model import ShardedModel
 from booster_zero.plugin import LowLevelZeroPlugin
 
-__all__ = ["LowLevelZeroPlugin", "ShardedStateAdapter", "ZeroConfig", "ZeroModel", "ZeroOptimizer", "fill_model"]
+__all__ = ["LowLevelZeroPlugin", "ShardedModel", "ShardedOptimizer", "ShardedStateAdapter", "ZeroConfig", "fill_model"]

@@ -10,7 +10,7 @@ import torch
 
 from booster_core.state import NamedTensors, TensorShard, full_box
 from booster_runtime.sharding import raised_on_all
-from booster_zero.engine.whole import Keep
+from booster_zero.engine.states import Keep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -98,8 +98,8 @@ class _Present(contextlib.ExitStack):
         bucket = self._bucket_of.get(shard.name)
         if bucket is not None and bucket is not self._bucket:
             self.close()
-            self.enter_context(bucket.in_use(changes=True))
             self.callback(bucket.round_values)
+            self.enter_context(bucket.in_use(changes=True))
             self._bucket = bucket
 
 

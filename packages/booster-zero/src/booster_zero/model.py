@@ -1,7 +1,8 @@
-"""`ZeroModel`: the user's model run in the working precision, which waits for its parameters."""
+"""`ShardedModel`: the user's model, whose parameters are in buckets: always whole, or gathered while they are used."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -10,31 +11,88 @@ from torch import nn
 
 from booster_core.plugin import ModelWrapper
 from booster_core.precision import cast_floating
-from booster_core.ranks import ObservedCall
-from booster_runtime.sharding import refuse_all_gradients
+from booster_core.ranks import NamedCall, ObservedCall
+from booster_runtime.local_state import refuse_pickle
+from booster_runtime.sharding import generate_together, refuse_all_gradients
+from booster_zero.gathering import ParameterHooks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from booster_core.precision import PrecisionPolicy
-    from booster_zero.engine.engine import ShardedEngine
+    from booster_zero.engine import Gatherer, ShardedEngine
+    from booster_zero.gathering import LeafModules
 
 
-class ZeroModel(ModelWrapper):
-    """The user's model, whose parameters are views of buckets.
+class ShardedModel(ModelWrapper):
+    """The user's model, whose parameters are views of buckets while they are whole.
 
     Args:
         module: The user's model.
         precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
             have that format: inputs and buffers may then be wider.
         sharded: The sharded parameters; ``None`` where nothing is trained.
+        gatherer: Gathers parameters for each use; ``None`` where they are always whole.
+
+    Where parameters are gathered for each use, ``forward``, ``state_dict`` and `whole_parameters` are collective.
     """
 
-    def __init__(self, module: nn.Module, *, precision: PrecisionPolicy | None, sharded: ShardedEngine | None) -> None:
+    gatherer: Gatherer | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        precision: PrecisionPolicy | None,
+        sharded: ShardedEngine | None,
+        gatherer: Gatherer | None = None,
+    ) -> None:
         super().__init__(module, precision=precision)
         self._sharded = sharded
+        self.gatherer = gatherer
+        self._parameter_hooks: ParameterHooks | None = None
+        if gatherer is not None:
+            generate_together(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroModel:
-        """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer."""
+    def gather_on_use(
+        self,
+        leaves: LeafModules,
+        *,
+        with_model: Sequence[nn.Parameter] = (),
+        on_passed: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """Gather parameters when the user's modules run; see `ParameterHooks`."""
+        assert self.gatherer is not None, "what is always whole is not gathered"
+        self._parameter_hooks = ParameterHooks(
+            self.module,
+            self.gatherer,
+            self._before_forward,
+            self._after_forward,
+            leaves,
+            with_model=with_model,
+            on_passed=on_passed,
+        )
+
+    def _before_forward(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reducer.watch()
+            self._sharded.reducer.hide_stand_ins()
+
+    def _after_forward(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reducer.show_stand_ins()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer.
+
+        Where parameters are gathered for each use it is a plain copy of the user's model.
+
+        Raises:
+            ConfigError: If they are, outside of `whole_parameters`: they have no values.
+        """
         module = copy.deepcopy(self.unwrap(), memo)
+        if self.gatherer is not None:
+            return module
         refuse_all_gradients(module)
         copied = type(self)(module, precision=self.precision, sharded=None)
         copied.training = self.training
@@ -42,27 +100,39 @@ class ZeroModel(ModelWrapper):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle, as by ``torch.save``, the user's model, which is whole here, without the optimizer."""
+        """Pickle, as by ``torch.save``, the user's model without the optimizer.
+
+        Raises:
+            CheckpointError: If parameters are gathered for each use: they are not whole here.
+        """
+        if self.gatherer is not None:
+            refuse_pickle()
         if self._sharded is None:
             return super().__reduce_ex__(protocol)
         plain = type(self)(self.unwrap(), precision=self.precision, sharded=None)
         plain.training = self.training
         return plain.__reduce_ex__(protocol)
 
+    # ---- forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``."""
+        """Run the model; floating outputs of a narrow compute format come back in the policy's ``output_dtype``.
+
+        Collective: every rank of the world, where parameters are gathered for each use; else none.
+        """
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        with ObservedCall("forward"):  # not counted: replicas may evaluate on more or fewer batches than others
+        # Else not counted: replicas may evaluate on more or fewer batches than others.
+        with ObservedCall("forward") if self.gatherer is None else NamedCall("forward"):
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sharded is None:
+        if self._sharded is None or self.gatherer is not None:
             return self._run(*args, **kwargs)
         self._sharded.reducer.watch()
-        if not self._sharded.gathers.is_underway:
+        if not self._sharded.gatherer.is_underway:
             return self._run(*args, **kwargs)
-        with self._sharded.gathers.during_forward(self.module):
+        with self._sharded.gatherer.during_forward(self.module):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,3 +148,84 @@ class ZeroModel(ModelWrapper):
         super().zero_grad(set_to_none)
         for optimizer in self.boosted_optimizers:
             optimizer.zero_grad(set_to_none)
+
+    # ---- whole values
+
+    @contextlib.contextmanager
+    def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters of the user's model whole on every rank for the block.
+
+        Args:
+            writes: Keep what the block writes into them in place; it must write the same on every rank. Needed where
+                they are gathered for each use.
+
+        Raises:
+            ConfigError: If they are, and the block writes without ``writes``, or gives a parameter other memory.
+
+        Memory: the whole model on every rank.
+
+        Collective: every rank of the world.
+        """
+        with self.gathered(writes=writes):
+            yield
+        if self.gatherer is not None and not writes:
+            self.gatherer.tell_changes()
+
+    @contextlib.contextmanager
+    def gathered(self, *, writes: bool = False) -> Iterator[None]:
+        """Have all parameters whole for the block, as `whole_parameters` does, whose end no rank waits for.
+
+        What a block without ``writes`` has written, `Gatherer.take_changes` returns after it.
+
+        Args:
+            writes: As for `whole_parameters`.
+
+        Collective: every rank of the world at the beginning; none at the end.
+        """
+        gatherer = self.gatherer
+        if gatherer is None:
+            if self._sharded is not None:
+                self._sharded.gatherer.wait()
+            yield
+            return
+        buckets = gatherer.layout.buckets
+        for bucket in buckets:
+            bucket.pins += 1
+        try:
+            for bucket in buckets:
+                gatherer.use(bucket)
+            yield
+            if writes:
+                for bucket in buckets:
+                    bucket.write_back()
+                    bucket.mark_changed()
+        finally:
+            for bucket in buckets:
+                bucket.pins = max(bucket.pins - 1, 0)
+            gatherer.end()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the user's model's whole state, on every rank; see `Booster.save_model` for files.
+
+        Copies, where parameters are gathered for each use.
+
+        Collective: every rank of the world in that case; else none.
+        """
+        if self.gatherer is None:
+            return super().state_dict(*args, **kwargs)
+        with NamedCall("state_dict"), self.whole_parameters():
+            state = super().state_dict(*args, **kwargs)
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.detach().clone()
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        """Load a whole state, the same on every rank, into the user's model; see `Booster.load_model` for files.
+
+        Collective: every rank of the world, where parameters are gathered for each use; else none.
+        """
+        if self.gatherer is None:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        with NamedCall("load_state_dict"), self.whole_parameters(writes=True):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)

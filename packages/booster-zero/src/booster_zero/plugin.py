@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -29,18 +28,16 @@ from booster_runtime.sharding import (
 )
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero.config import ZeroConfig
-from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.engine import ShardedEngine, engine_of
-from booster_zero.engine.gathers import Gathers
+from booster_zero.engine.gatherer import Gatherer
 from booster_zero.engine.gradients import holder_of, keeping_gradients, keeping_shards, set_gradient
-from booster_zero.engine.home import Home
-from booster_zero.engine.layout import Layout
 from booster_zero.engine.listed import ListedParameters
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.memory import Memory
+from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.partition import default_bucket_bytes
 from booster_zero.engine.state import ShardedStateAdapter
 from booster_zero.lazy import fill_model
-from booster_zero.model import ZeroModel
+from booster_zero.model import ShardedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -176,8 +173,8 @@ class LowLevelZeroPlugin(Strategy):
         context: BoostContext,
         ranks: ShardingRanks,
         engine_class: type[ShardedEngine] = ShardedEngine,
-        optimizer_class: type[ZeroOptimizer] = ZeroOptimizer,
-        model_class: type[ZeroModel] = ZeroModel,
+        optimizer_class: type[ShardedOptimizer] = ShardedOptimizer,
+        model_class: type[ShardedModel] = ShardedModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
         ranks_of: Mapping[int, ShardingRanks] | None = None,
     ) -> Boosted:
@@ -200,30 +197,29 @@ class LowLevelZeroPlugin(Strategy):
 
         Collective: every rank of the world.
         """
-        home = Home()
         model, config, given = objects.model, self.config, objects.optimizers
         host = torch.device("cpu") if config.offload else None
         listed = ListedParameters(given, config.partition)
         format_of = config.formats(
-            model, context.precision, context.device, listed=listed, home=host, copies=copies, ranks=ranks_of
+            model, context.precision, context.device, listed=listed, step_device=host, copies=copies, ranks=ranks_of
         )
         engine, optimizers = None, []
         if given:
             reduced = [each for each in model.parameters() if each.requires_grad or each in listed]
             gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in reduced)
-            gathers = Gathers(overlaps=config.overlap_allgather)
             bucket_bytes = config.bucket_bytes or default_bucket_bytes(
                 gradient_bytes, ranks.shard_size, stage=config.stage
+            )
+            gatherer = Gatherer(
+                model, ranks, memory=Memory(), bucket_bytes=bucket_bytes, overlaps=config.overlap_allgather
             )
             engine = engine_class(
                 model,
                 given,
                 config=config,
                 listed=listed,
-                layout=Layout(ranks, partial(Bucket, home=home, user=gathers), bucket_bytes=bucket_bytes),
+                gatherer=gatherer,
                 format_of=format_of,
-                home=home,
-                gathers=gathers,
                 device=context.device,
             )
             scaling = GradientScaling(context.precision)

@@ -1,4 +1,4 @@
-"""What a home knows of one block: where its bytes are, and on which way."""
+"""What a memory knows of one buffer: where its bytes are, and on which way."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
 
     from booster_gemini.memory.buffers import Buffers
     from booster_gemini.memory.disk import Transfer
-    from booster_zero.engine import Key
+    from booster_zero.engine import FlatBuffer, Key
 
 
 @dataclass(eq=False)
@@ -21,6 +21,7 @@ class Block:
     """One block, and on which of its ways it is.
 
     Attributes:
+        owner: The buffer whose bytes they are.
         room: The memory where it is used.
         buffer: Its bytes, where they are in a memory; still there while they are being written out.
         place: The memory that the buffer is in.
@@ -36,12 +37,11 @@ class Block:
         users: How many uses are going on.
     """
 
-    key: Key
+    owner: FlatBuffer
     numel: int
     dtype: torch.dtype
     num_bytes: int
     room: Buffers
-    rebind: Callable[[Tensor | None], None]
     buffer: Tensor | None = None
     offset: int | None = None
     below: Tensor | None = None
@@ -55,6 +55,11 @@ class Block:
     users: int = 0
     is_bound: bool = False
     last_use: int = field(default=0)
+
+    @property
+    def key(self) -> Key:
+        """What policies know it by."""
+        return self.owner.key
 
     @property
     def is_here(self) -> bool:

@@ -1,4 +1,4 @@
-"""Making the home that a configuration asks for: which memories there are, and who decides what is where."""
+"""Making the memory that a configuration asks for: which memories there are, and who decides what is where."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import DiskStore
 from booster_gemini.memory.ferry import Ferry
 from booster_gemini.memory.free_memory import FreeMemory
-from booster_gemini.memory.measured import MeasuredHome
-from booster_gemini.memory.on_device import DeviceHome
+from booster_gemini.memory.measured import MeasuredMemory
 from booster_gemini.memory.record_file import MemoryRecord
-from booster_gemini.memory.tiered import TieredHome
+from booster_gemini.memory.tiered import TieredMemory
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.policy import PlacementPolicy
 from booster_gemini.placement.static import StaticPlacement
 from booster_runtime.sharding import raised_on_all
-from booster_zero.engine import Home, Role
+from booster_zero.engine import Memory, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,8 +39,8 @@ _STATES = 2
 """Elementwise states that an optimizer is taken to keep of each element, as Adam does."""
 
 
-def make_home(config: GeminiConfig, context: BoostContext) -> Home:
-    """Return the home of a model's chunks.
+def make_memory(config: GeminiConfig, context: BoostContext) -> Memory:
+    """Return the memory of a model's chunks.
 
     Args:
         config: Options.
@@ -91,7 +90,7 @@ def max_ahead_bytes(config: GeminiConfig) -> int | None:
     return None if config.memory_budget_bytes is None else config.memory_budget_bytes // _AHEAD_PART
 
 
-def _make(config: GeminiConfig, context: BoostContext) -> Home:
+def _make(config: GeminiConfig, context: BoostContext) -> Memory:
     device = context.device
     budget = config.memory_budget_bytes
     moves = budget is not None or config.offload_param_frac > 0 or config.offload_optim_frac > 0
@@ -106,7 +105,7 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
             )
             raise ConfigError(msg)
     if not moves and config.memory_record is None:
-        return Home()
+        return Memory()
     if moves and device.type == "cpu" and config.offload_dir is None:
         msg = (
             "On CPU runs, disk is the only offload target, and `offload_dir=None` names none. Pass a folder on a disk "
@@ -127,11 +126,9 @@ def _make(config: GeminiConfig, context: BoostContext) -> Home:
         facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
         record = MemoryRecord(config.memory_record, context.coordinator.rank, facts, device)
     store = None if config.offload_dir is None else DiskStore(config.offload_dir)
-    if ferry is None:
-        return TieredHome(rooms, store, policy, record)
     if is_measured:
-        return MeasuredHome(rooms, store, policy, record, ferry=ferry, agree=partial(_least, context.coordinator))
-    return DeviceHome(rooms, store, policy, record, ferry=ferry)
+        return MeasuredMemory(rooms, store, policy, record, ferry, agree=partial(_least, context.coordinator))
+    return TieredMemory(rooms, store, policy, record, ferry)
 
 
 def _least(coordinator: DistCoordinator, number: int) -> int:

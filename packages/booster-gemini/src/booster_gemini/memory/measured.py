@@ -1,4 +1,4 @@
-"""A home that finds its budget itself: the first step shows what else a device's memory has to hold."""
+"""A memory that finds its budget itself: the first step shows what else a device's memory has to hold."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import BudgetError, ConfigError, OffloadError
 from booster_gemini.memory.free_memory import FreeMemory
-from booster_gemini.memory.on_device import DeviceHome
+from booster_gemini.memory.tiered import TieredMemory
 from booster_zero.engine import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
     from booster_gemini.memory.block import Block
     from booster_runtime.collectives import Pending
-    from booster_zero.engine import Key
+    from booster_zero.engine import FlatBuffer
 
 _FIRST_PART = 5
 """In the first step, blocks may take one part in so many of the device's memory, as with Colossal-AI's Gemini."""
 
 
-class MeasuredHome(DeviceHome):
+class MeasuredMemory(TieredMemory):
     """Keeps blocks within what activations leave of a device's memory.
 
     The first step gets by with a fifth of the memory, and what everything else takes meanwhile is measured. From then
     on blocks may take the rest, on every rank what the fullest has left.
 
     Args:
-        *args: As for `DeviceHome`.
+        *args: As for `TieredMemory`.
         agree: Returns the least of the ranks' numbers. Collective: every rank of the world.
-        **kwargs: As for `DeviceHome`.
+        **kwargs: As for `TieredMemory`.
     """
 
     def __init__(self, *args: Any, agree: Callable[[int], int], **kwargs: Any) -> None:
@@ -43,33 +41,33 @@ class MeasuredHome(DeviceHome):
         self._is_running = False
         self.rooms[0].budget_bytes = self._memory.reachable_bytes // _FIRST_PART
 
-    def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
-        """Take over a block; see `Home.add`."""
+    def add(self, buffer: FlatBuffer) -> None:
+        """Take over a buffer; see `Memory.add`."""
         with self._changing():
-            super().add(key, flat, rebind)
+            super().add(buffer)
 
-    def drop(self, key: Key) -> None:
-        """Forget a block altogether; see `Home.drop`."""
+    def drop(self, buffer: FlatBuffer) -> None:
+        """Forget a buffer altogether; see `Memory.drop`."""
         with self._changing():
-            super().drop(key)
+            super().drop(buffer)
 
-    def fetch(self, key: Key) -> Pending:
-        """Begin a use of a block; see `Home.fetch`."""
+    def fetch(self, buffer: FlatBuffer) -> Pending:
+        """Begin a use of a buffer; see `Memory.fetch`."""
         with self._changing():
-            return super().fetch(key)
+            return super().fetch(buffer)
 
-    def release(self, key: Key, *, changed: bool) -> None:
-        """End a use; see `Home.release`."""
+    def release(self, buffer: FlatBuffer, *, changed: bool) -> None:
+        """End a use; see `Memory.release`."""
         with self._changing():
-            super().release(key, changed=changed)
+            super().release(buffer, changed=changed)
 
-    def forget(self, key: Key) -> None:
-        """Give up a block's values; see `Home.forget`."""
+    def forget(self, buffer: FlatBuffer) -> None:
+        """Give up a buffer's values; see `Memory.forget`."""
         with self._changing():
-            super().forget(key)
+            super().forget(buffer)
 
     def reserve(self, num_bytes: int) -> None:
-        """Count memory that is taken for something else; see `Home.reserve`."""
+        """Count memory that is taken for something else; see `Memory.reserve`."""
         with self._changing():
             super().reserve(num_bytes)
 
@@ -79,7 +77,7 @@ class MeasuredHome(DeviceHome):
             super().free(num_bytes)
 
     def moment(self, name: str) -> None:
-        """Say what the model is doing; see `Home.moment`. What took memory before it ran is over."""
+        """Say what the model is doing; see `Memory.moment`. What took memory before it ran is over."""
         super().moment(name)
         if self._memory is not None and not self._is_running:
             self._is_running = True

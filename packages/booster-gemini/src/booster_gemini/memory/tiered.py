@@ -1,8 +1,8 @@
-"""Blocks over a list of memories: device, host, disk, of which there are two or three.
+"""Flat buffers over a list of memories: device, host, disk, of which there are two or three.
 
-Blocks are moved as a plan says, which a placement policy makes from the record of the last step; what the plan did not
-foresee is fetched when it is needed. The disk is read and written during computation. All calls come from the
-training thread; the disk's threads touch nothing but buffers.
+Their blocks are moved as a plan says, which a placement policy makes from the record of the last step; what the plan
+did not foresee is fetched when it is needed. The disk is read and written during computation. All calls come from the
+training thread; the disk's threads touch nothing but bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from booster_gemini.memory.buffers import give_back_freed
 from booster_gemini.memory.recorder import StepRecorder
 from booster_gemini.placement.policy import Event, Kind
 from booster_runtime.collectives import Pending
-from booster_zero.engine import Home, Role
+from booster_zero.engine import Memory, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
     from torch import Tensor
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from booster_gemini.memory.ferry import Ferry
     from booster_gemini.memory.record_file import MemoryRecord
     from booster_gemini.placement.policy import Moves, PlacementPolicy
-    from booster_zero.engine import Key
+    from booster_runtime.memory import CopyStream
+    from booster_zero.engine import FlatBuffer, Key
 
 
 _MOST_LEAVING = 4
 """Blocks that are being written out at once where no budget says how much memory they may go on taking."""
 
 
-class TieredHome(Home):
-    """Keeps blocks in several memories.
+class TieredMemory(Memory):
+    """Keeps buffers in several memories: an accelerator's, its host's and a disk, or the host's and a disk.
 
     Args:
         rooms: The device's memory (the host's, where the host computes), and the host's beneath it, if there is one.
@@ -73,19 +74,28 @@ class TieredHome(Home):
         self._wanted: deque[Key] = deque()
         self._ferry = ferry
         self._landing: list[tuple[int, Tensor, torch.Event | None]] = []
+        self._stays: dict[Key, bool] = {}  # of the blocks that there are, as far as it was asked for
 
-    # ---- blocks
+    def copy_stream(self, device: torch.device, *, up: bool) -> CopyStream:
+        """Return the stream of all copies from the host to a device, or of all from it; see `Memory.copy_stream`."""
+        if self._ferry is None:
+            return super().copy_stream(device, up=up)
+        return self._ferry.up if up else self._ferry.down
 
-    def add(self, key: Key, flat: Tensor, rebind: Callable[[Tensor | None], None]) -> None:
-        """Take over a block; see `Home.add`. Where the disk is full it stays in memory, see `problem`."""
+    # ---- buffers
+
+    def add(self, buffer: FlatBuffer) -> None:
+        """Take over a buffer; see `Memory.add`. Where the disk is full it stays in memory, see `problem`."""
+        key, flat = buffer.key, buffer.tensor
         assert key not in self._blocks, "a key names one block"
-        num_bytes = flat.numel() * flat.element_size()
-        block = Block(key, flat.numel(), flat.dtype, num_bytes, self._room_for(key, num_bytes), rebind)
+        self._stays.clear()
+        room = next(each for each in self.rooms if each.device.type == flat.device.type)
+        block = Block(buffer, flat.numel(), flat.dtype, buffer.num_bytes, room)
         self._blocks[key] = block
         if self._may_leave(block):
             self._allocate(block)  # a full disk shows now, when nothing has moved there
-        self._make_room(block.room, num_bytes)
-        block.buffer = block.room.take(num_bytes)
+        self._make_room(block.room, block.num_bytes)
+        block.buffer = block.room.take(block.num_bytes)
         self._fill(block, None)
         self._arrive(block)
         block.flat.copy_(flat)
@@ -93,15 +103,22 @@ class TieredHome(Home):
         self._advance(Event(Kind.RELEASE, key))
         self._leave_if_it_may_not_stay(block)
 
-    def _room_for(self, key: Key, num_bytes: int) -> Buffers:
-        """Return the memory in which a block is used: an optimizer's state may be used where it is."""
-        if len(self.rooms) == 1 or key[1] is not Role.OPTIM:
-            return self.rooms[0]
+    def step_device(self, number: int, num_bytes: int, preferred: torch.device) -> torch.device:
+        """Return where a bucket's optimizer state is stepped on; see `Memory.step_device`.
+
+        What is there stays where it is, unless more comes.
+        """
+        if len(self.rooms) == 1:
+            return preferred
+        key = number, Role.OPTIM
+        block = self._blocks.get(key)
+        if block is not None and num_bytes <= block.num_bytes:
+            return block.room.device
         sizes = {**self.sizes(), key: num_bytes}
         budget = self.rooms[0].budget_bytes
         if not self._policy.may_stay(key, sizes) or (budget is not None and sum(sizes.values()) > budget):
-            return self.rooms[1]
-        return self.rooms[0]
+            return self.rooms[1].device
+        return self.rooms[0].device
 
     def _may_leave(self, block: Block) -> bool:
         """Return whether a block may ever go to the disk."""
@@ -124,9 +141,10 @@ class TieredHome(Home):
         lower = self.rooms[-1].device.type if len(self.rooms) > 1 else "disk"
         return {key: (block.place(lower), block.num_bytes) for key, block in self._blocks.items()}
 
-    def drop(self, key: Key) -> None:
-        """Forget a block altogether; what of it is in memory stays with those who have views of it."""
-        block = self._blocks.pop(key)
+    def drop(self, buffer: FlatBuffer) -> None:
+        """Forget a buffer altogether; what of it is in memory stays with those who have views of it."""
+        self._stays.clear()
+        block = self._blocks.pop(buffer.key)
         block.is_bound = False
         self._empty(block)
         if block.offset is not None and self.store is not None:
@@ -134,10 +152,10 @@ class TieredHome(Home):
 
     # ---- uses
 
-    def fetch(self, key: Key) -> Pending:
-        """Begin a use of a block; see `Home.fetch`."""
-        block = self._blocks[key]
-        self._advance(Event(Kind.USE, key))
+    def fetch(self, buffer: FlatBuffer) -> Pending:
+        """Begin a use of a buffer; see `Memory.fetch`."""
+        block = self._blocks[buffer.key]
+        self._advance(Event(Kind.USE, buffer.key))
         block.users += 1
         self._clock += 1
         block.last_use = self._clock
@@ -160,17 +178,38 @@ class TieredHome(Home):
             ready.wait()
         if not block.is_bound:
             block.is_bound = True
-            block.rebind(block.flat)
+            block.owner.point(block.flat)
 
-    def release(self, key: Key, *, changed: bool) -> None:
-        """End a use; see `Home.release`."""
-        block = self._blocks[key]
+    def release(self, buffer: FlatBuffer, *, changed: bool) -> None:
+        """End a use; see `Memory.release`."""
+        block = self._blocks[buffer.key]
         block.users -= 1
         if changed:
             block.is_saved = False
             block.has_values = True
-        self._advance(Event(Kind.RELEASE, key))
+        self._advance(Event(Kind.RELEASE, buffer.key))
         self._leave_if_it_may_not_stay(block)
+
+    def write(self, buffer: FlatBuffer, values: Tensor, *, accumulate: bool = False) -> Pending:
+        """Start setting a buffer, or adding to it; see `Memory.write`. What is on the host is written to there."""
+        block = self._blocks[buffer.key]
+        if values.device.type != "cpu" or not self._is_on_device(block) or not self._is_used_below(block):
+            return super().write(buffer, values, accumulate=accumulate)
+        self._unbind(block)
+        self._drop(block)
+        block.flat_below().copy_(values)
+        return Pending()
+
+    def _is_used_below(self, block: Block) -> bool:
+        """Whether the host has a block's values, which leave the device after each use."""
+        key = block.key
+        if key not in self._stays:
+            self._stays[key] = self._policy.may_stay(key, self.sizes())
+        return not self._stays[key] and block.is_below
+
+    def note_arrival(self, buffer: FlatBuffer, event: torch.Event | None) -> None:
+        """Let the next use of a buffer on a device come after a copy; see `Memory.note_arrival`."""
+        self._blocks[buffer.key].ready = event
 
     def _leave_if_it_may_not_stay(self, block: Block) -> None:
         if not block.users and block.is_here and not self._recorder.has_plan and block.room is self.rooms[0]:
@@ -180,15 +219,15 @@ class TieredHome(Home):
         elif not block.users and block.is_here and block.room is not self.rooms[0] and not block.room.has(0):
             self._send_away(block)  # the host beneath a device follows no plan: what does not fit goes on to the disk
 
-    def forget(self, key: Key) -> None:
-        """Give up a block's values; see `Home.forget`."""
-        block = self._blocks[key]
-        self._advance(Event(Kind.FORGET, key))
+    def forget(self, buffer: FlatBuffer) -> None:
+        """Give up a buffer's values; see `Memory.forget`."""
+        block = self._blocks[buffer.key]
+        self._advance(Event(Kind.FORGET, buffer.key))
         self._empty(block)
         block.has_values = block.is_saved = False
 
     def reserve(self, num_bytes: int) -> None:
-        """Count memory that is taken for something else; see `Home.reserve`."""
+        """Count memory that is taken for something else; see `Memory.reserve`."""
         self._advance(Event(Kind.RESERVE, None, num_bytes))
         self._make_room(self.rooms[0], num_bytes)
         self.rooms[0].count(num_bytes)
@@ -215,7 +254,7 @@ class TieredHome(Home):
         mine = {key: block.num_bytes for key, block in self._blocks.items() if block.room is room}
         here = frozenset(key for key in mine if self._blocks[key].is_here)
         away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
-        has_chosen = len(self.rooms) > 1  # see `_room_for`
+        has_chosen = len(self.rooms) > 1  # see `step_device`
         staying = frozenset(key for key in mine if has_chosen and key[1] is Role.OPTIM)
         self._wanted.clear()
         self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes, staying)])
@@ -236,7 +275,7 @@ class TieredHome(Home):
             for transfer in (block.coming, block.going):
                 if transfer is not None:
                     transfer.abandon()
-            block.rebind(None)
+            block.owner.point(None)
         self._blocks.clear()
         for room in self.rooms:
             room.clear()
@@ -463,7 +502,7 @@ class TieredHome(Home):
     def _unbind(self, block: Block) -> None:
         if block.is_bound:
             block.is_bound = False
-            block.rebind(None)
+            block.owner.point(None)
 
     def _drop(self, block: Block) -> None:
         buffer, block.buffer, block.ready = block.buffer, None, None

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.plugin import GradientScaling, like
+from booster_hybrid.model import HybridModel
 from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
-from booster_hybrid.sharded.model import ShardedHybridModel
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
-from booster_zero.engine import Home, ListedParameters, default_bucket_bytes
-from booster_zero.gathering import ChunkManager, check_modules
+from booster_zero.engine import Gatherer, ListedParameters, Memory, default_bucket_bytes
+from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -47,7 +47,8 @@ def shard_parameters(
         copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
         ranks_of: For parameters that others share than ``ranks``, by ``id``.
         without_values: The ``id`` of parameters of a lazy model, which get their values later.
-        is_pipeline: Whether the model is cut into stages.
+        is_pipeline: Whether the model is cut into stages. Parameters are gathered once for each batch then, by
+            `ShardedModel.whole_parameters`: data parallel ranks may have different numbers of microbatches.
 
     Raises:
         ConfigError: If the optimizer or a parameter can't be sharded, or a module is scripted.
@@ -65,20 +66,17 @@ def shard_parameters(
         context.device,
         listed=listed,
         lays_out_all=True,
-        home=host,
+        step_device=host,
         copies=copies,
         ranks=ranks_of,
     )
     units = find_units(model, copies)
     gradient_bytes = sum(parameter.numel() * format_of(parameter).wire.itemsize for parameter in model.parameters())
-    manager = ChunkManager(
-        model,
-        ranks,
+    bucket_bytes = config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage)
+    gatherer = Gatherer(model, ranks, memory=Memory(), bucket_bytes=bucket_bytes)
+    gatherer.shard_all(
         format_of,
-        chunk_bytes=config.bucket_bytes or default_bucket_bytes(gradient_bytes, ranks.shard_size, stage=config.stage),
         max_prefetch=1,
-        shard_param_frac=1.0,
-        home=Home(),
         lazy=frozenset(index for index, each in enumerate(model.parameters()) if id(each) in without_values),
         units=units.order,
         remedy=_REMEDY,
@@ -90,10 +88,8 @@ def shard_parameters(
             given,
             config=config,
             listed=listed,
-            layout=manager.layout,
+            gatherer=gatherer,
             format_of=format_of,
-            home=manager.home,
-            gathers=manager,
             device=context.device,
             waits_in_backward=not ranks_of,
         )
@@ -104,12 +100,11 @@ def shard_parameters(
         ]
     else:
         refuse_all_gradients(model)
-    wrapped = ShardedHybridModel(
-        model,
-        manager,
-        units,
-        precision=context.precision,
-        sharded=engine,
-        gathers_on_use=not is_pipeline,
-    )
+    wrapped = HybridModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+    if not is_pipeline:
+        wrapped.gather_on_use(
+            units.layers,
+            with_model=units.rest,
+            on_passed=None if engine is None else engine.reducer.leave_out,
+        )
     return objects._replace(model=wrapped, optimizer=like(objects.optimizer, optimizers))

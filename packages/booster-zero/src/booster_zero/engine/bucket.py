@@ -1,14 +1,27 @@
-"""Parameters that are gathered and reduced together: their whole values, and the sum of their gradients.
+"""Parameters that are gathered and reduced together: their values, the sum of their gradients, and this rank's slice.
 
-A bucket is laid out flat; each rank owns a slice of it (`booster_zero.engine.shard`). `Keep` says how long a rank has
-the whole values. Where they are gathered, parameters are views of them, so that a gather of slices arrives in the
-parameters. Elsewhere parameters are absent: see `booster_runtime.memory.absent`. Buffers of whole values live as long
-as anything refers to them, so a bucket may be released at any time: what still reads it keeps its own view.
+A bucket is laid out flat; each rank owns a slice of it. Two ranks, three parameters; the cut falls into ``b``::
+
+    all       |  a  a  a  a  .  |  b  b  b  b  b  b |  c  c  .  |
+    rank 0    |<--------- slice of rank 0 --->|                       pieces: a, start of b
+    rank 1                                    |<--- of rank 1 ------>|     pieces: rest of b, c
+
+Its values go through the states of `WholeState`, its gradient through those of `GradientState`. `Keep` says how long a
+rank has the whole values. Where they are gathered, parameters are views of them, so that a gather of slices arrives in
+the parameters. Elsewhere parameters are absent: see `booster_runtime.memory.absent`. Whole values live as long as
+anything refers to them, so a bucket may be released at any time: what still reads it keeps its own view.
+
+The slice is in up to three flat buffers, which a `Memory` may move: working values, the gradient, and what the
+optimizer updates where that is a copy (fp32 masters, or values on the host), with its elementwise state. The gradient
+is where the optimizer steps; where that is not forward's device, a copy of the values is there too. So sums go down
+once, new values come up once, and nothing else moves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,22 +33,30 @@ from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
 from booster_runtime.collectives import Pending, sum_into
 from booster_runtime.memory import AbsentTensors
-from booster_zero.engine.home import Role, zeros_in_memory
+from booster_zero.engine.formats import cut_pieces, is_elementwise
+from booster_zero.engine.memory import FlatBuffer, Role
 from booster_zero.engine.outgoing import Outgoing
-from booster_zero.engine.shard import Shard
-from booster_zero.engine.whole import Keep, WholeState, check_transition
+from booster_zero.engine.states import GradientState, Keep, WholeState, check_transition
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Container, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
-    from booster_runtime.sharding import ShardingRanks
-    from booster_zero.engine.home import Home
+    from booster_runtime.sharding import ShardingRanks, State
+    from booster_zero.engine.buffer_pool import BufferPool
+    from booster_zero.engine.formats import BucketPiece, Format
+    from booster_zero.engine.memory import Memory
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.shard import BucketPiece, Format
-    from booster_zero.engine.whole import BufferPool
+
+_ALIGNMENT_BYTES = 64
+"""What tensors in one buffer begin at multiples of."""
+
+_BLOCK_NUMEL = 1 << 20
+"""Values are compared in blocks of this many elements, which need little memory."""
+
+_numbers = itertools.count()
 
 
 class User(Protocol):
@@ -51,7 +72,7 @@ class User(Protocol):
         """Take note of a bucket whose parameters are about to lose them."""
 
 
-class Bucket(Shard):
+class Bucket:
     """Parameters that are reduced and gathered together.
 
     Args:
@@ -59,7 +80,7 @@ class Bucket(Shard):
         parameters: The model's parameters by number; those of the plan become views of this bucket, or absent.
         format: Formats and devices.
         ranks: The ranks that share the bucket.
-        home: Keeps this rank's slice.
+        memory: Keeps this rank's slice.
         pool: Lends memory for whole values; ``None`` keeps them always.
         user: Gathers it; it is not kept alive. ``None`` where nobody does.
         valued: Numbers of the parameters whose values are taken; ``None`` for all. The others are zero at first.
@@ -67,10 +88,13 @@ class Bucket(Shard):
     Attributes:
         keep: How long this rank has the whole values.
         whole: Those values; ``None`` where they are not here.
-        has_masters: Whether the optimizer updates a copy in another format.
         state: What is here of them.
-        pins: How many users there are that need them to stay.
-        awaits_average: Whether the gradient has been reduced since `start_average` averaged it over the replicas.
+        gradient_state: What is here of this rank's part of the gradient.
+        pins: How many users there are that need the whole values to stay.
+        has_masters: Whether the optimizer updates a copy in another format.
+        has_copy: Whether it updates a copy, in another format or on another device than forward's.
+        pieces: The parts of parameters that the slice is made of; the optimizer steps on their ``values``.
+        piece_of: The same by the parameter's number.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -82,63 +106,222 @@ class Bucket(Shard):
         format: Format,  # noqa: A002 - the noun for it
         ranks: ShardingRanks,
         *,
-        home: Home,
+        memory: Memory,
         pool: BufferPool | None = None,
         user: User | None = None,
         valued: Container[int] | None = None,
     ) -> None:
-        low, high = plan.bounds[ranks.shard_rank : ranks.shard_rank + 2]
+        self.plan = plan
+        self.parameters = [parameters[slot.index] for slot in plan.slots]
+        self.format = format
+        self.ranks = ranks
+        self.memory = memory
         self.keep = Keep.ALWAYS if pool is None else Keep.IN_USE
+        self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
+        self.gradient_state = GradientState.NONE
+        self.pins = 0
+        self.has_masters = format.working != format.master
+        self._pool = pool
+        self._user = _nobody if user is None else weakref.ref(user)
+        self._arriving: Pending | None = None  # the whole values
+        self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
+        self._added: set[int] = set()
+        self._versions: list[int] = []
+        self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
+        self._used: Mapping[int, bool] = {}
+        self._number = next(_numbers)
+        self._uses: dict[Role, int] = {}  # of the buffers that the memory may move
+        self._sent = Pending()  # values on their way from the host to the device
+        self._gradient: FlatBuffer | None = None
+        self._states: dict[int, State] = {}
+        self._packed: list[tuple[int, str, Tensor]] = []
+
+        low, high = plan.bounds[ranks.shard_rank : ranks.shard_rank + 2]
         self.whole: Tensor | None = None
         if pool is None:
             self.whole = torch.zeros(plan.numel, dtype=format.working, device=format.device)
             own = self.whole[low:high]
         else:
-            own = zeros_in_memory(high - low, format.working, format.device, format.device)
-        members = [parameters[slot.index] for slot in plan.slots]
-        super().__init__(plan, members, format, ranks, home=home, own=own)
-        self.has_masters = format.working != format.master
-        self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
-        self.pins = 0
-        self._pool = pool
-        self._user = _nobody if user is None else weakref.ref(user)
-        self._pending: Pending | None = None
-        self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
-        self._added: set[int] = set()
-        self._is_averaged = False
-        self.awaits_average = False
-        self._versions: list[int] = []
-        self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
+            own = memory.zeros(high - low, format.working, format.device, format.device)
+        self._own = FlatBuffer(self._number, Role.PARAM, own)
+        self._optim: FlatBuffer | None = None
+        if format.has_copy:
+            num_bytes = (high - low) * format.master.itemsize
+            copy = memory.zeros(num_bytes, torch.uint8, format.step_device, format.device)
+            self._optim = FlatBuffer(self._number, Role.OPTIM, copy)
+        self.has_copy = format.has_copy
+        self.pieces = list(cut_pieces(plan, self.parameters, ranks.shard_rank, self.values))
+        self.piece_of = {piece.index: piece for piece in self.pieces}
+        self._follow_values()
+        self._take_values(valued)
+
+    def _take_values(self, valued: Container[int] | None) -> None:
+        """Take the parameters' values, and let these be views of the whole ones, or absent."""
         taken = [piece for piece in self.pieces if valued is None or piece.index in valued]
         for piece in taken:
             part = piece.parameter.data.reshape(-1)[piece.start : piece.stop]
             piece.values.data.copy_(part.view(piece.values.shape))
         if self.whole is not None:
-            self._show_whole(self.whole)
+            for (begin, end, shape), parameter in zip(self._places, self.parameters, strict=True):
+                place = self.whole[begin:end].view(shape)
+                place.copy_(parameter.data)
+                parameter.data = place
             self.note_versions()
             return
-        if taken:
-            self.round_values()
-        self.hand_to_home()
+        if taken and self.has_copy:
+            self.own.copy_(self.values)
+        self._add(self._own)
+        if self.has_copy and self.memory.moves:
+            self._pack({})
         self._absent.hide()
 
-    def _show_whole(self, whole: Tensor) -> None:
-        """Let the parameters be views of the whole values, which take the parameters'."""
-        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
-            place = whole[slot.offset : slot.offset + slot.numel]
-            place.copy_(parameter.data.reshape(-1))
-            parameter.data = place.view(parameter.shape)
+    # ---- this rank's slice
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of this rank's slice."""
+        low, high = self.plan.bounds[self.ranks.shard_rank : self.ranks.shard_rank + 2]
+        return high - low
+
+    @property
+    def own(self) -> Tensor:
+        """The slice in the working format, shape ``(numel,)``. It is in use."""
+        return self._own.tensor
+
+    @property
+    def values(self) -> Tensor:
+        """What the optimizer updates, shape ``(numel,)``: the slice itself, or a copy. It is in use."""
+        if not self.has_copy:
+            return self._own.tensor
+        assert self._optim is not None, "what has a copy has a buffer for it"
+        return self._optim.tensor[: self.numel * self.format.master.itemsize].view(self.format.master)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient, shape ``(numel,)``; ``None`` where there was none yet. It is in use."""
+        return None if self._gradient is None else self._gradient.tensor
+
+    def slice_of(self, tensor: Tensor, piece: BucketPiece) -> Tensor:
+        """Return a piece's part of a 1-D tensor that covers this rank's slice, in the shape of the piece's values."""
+        return tensor[piece.begin : piece.begin + piece.stop - piece.start].view(piece.values.shape)
+
+    @contextlib.contextmanager
+    def in_use(self, *roles: Role, changes: bool) -> Iterator[None]:
+        """Have buffers where they can be computed with, for the block of code.
+
+        Args:
+            *roles: Which; none for all. Those that are not there are left out.
+            changes: Whether the code writes to them.
+        """
+        present = [role for role in roles or Role if role in self._uses]
+        for pending in [self._fetch(role) for role in present]:
+            pending.wait()
+        try:
+            yield
+        finally:
+            for role in present:
+                self._release(role, changed=changes)
+
+    def free(self) -> None:
+        """Give up all memory, because other buckets have taken this one's place; others may still hold the object."""
+        for buffer in (self._own, self._gradient, self._optim):
+            if buffer is not None:
+                self._drop(buffer)
+                buffer.point(None)
+        self._gradient = None
+
+    def _buffer(self, role: Role) -> FlatBuffer | None:
+        return {Role.PARAM: self._own, Role.GRAD: self._gradient, Role.OPTIM: self._optim}[role]
+
+    def _fetch(self, role: Role) -> Pending:
+        buffer = self._buffer(role)
+        if buffer is None:
+            return Pending()
+        if role in self._uses:
+            self._uses[role] += 1
+        elif self.memory.moves:  # a rank may own nothing of a bucket
+            return Pending()
+        return self.memory.fetch(buffer)
+
+    def _release(self, role: Role, *, changed: bool) -> None:
+        buffer = self._buffer(role)
+        if buffer is not None and role in self._uses:
+            self._uses[role] -= 1
+            self.memory.release(buffer, changed=changed)
+
+    def _add(self, buffer: FlatBuffer, uses: int = 0) -> None:
+        """Let the memory move a buffer, if it moves any, and begin so many uses of it."""
+        if not self.memory.moves or not buffer.num_bytes:
+            return
+        role = buffer.key[1]
+        self._uses[role] = 0
+        self.memory.add(buffer)
+        for _ in range(uses):
+            self._fetch(role).wait()
+
+    def _drop(self, buffer: FlatBuffer) -> int:
+        """Take a buffer from the memory, and return how many uses of it were going on."""
+        role = buffer.key[1]
+        if role not in self._uses:
+            return 0
+        for _ in range(self._uses[role]):
+            self.memory.release(buffer, changed=False)
+        self.memory.drop(buffer)
+        return self._uses.pop(role)
+
+    # ---- values
+
+    def round_values(self) -> Pending:
+        """Start bringing the slice in the working format up to date with what the optimizer updated.
+
+        The slice's next use finds it; wait before the optimizer's values change again.
+        """
+        if not self.has_copy:
+            return Pending()
+        assert self._optim is not None, "what has a copy has a buffer for it"
+        if self._own.device.type == self._optim.device.type:
+            with self.in_use(Role.PARAM, Role.OPTIM, changes=True):
+                self.own.copy_(self.values)
+            return Pending()
+        with self.in_use(Role.OPTIM, changes=False):
+            if self.numel:
+                self._sent = self.memory.write(self._own, self.values)
+        return self._sent
+
+    def take_working_values(self) -> None:
+        """Bring the optimizer's values up to date with the slice in the working format. Both are in use.
+
+        Where a master rounds to the working value that is there, it is the truer of the two, and stays.
+        """
+        if not self.has_copy:
+            return
+        self._sent.wait()
+        every = self.values
+        for start in range(0, self.numel, _BLOCK_NUMEL):
+            values = every[start : start + _BLOCK_NUMEL]
+            own = self.own[start : start + _BLOCK_NUMEL].to(values.device)
+            is_stale = values.to(own.dtype) != own
+            values.copy_(torch.where(is_stale, own.to(values.dtype), values))
+
+    def _follow_values(self) -> None:
+        """Let the pieces that the optimizer steps on follow what it updates."""
+        buffer = self._optim if self.has_copy else self._own
+        assert buffer is not None, "what has a copy has a buffer for it"
+        itemsize = (self.format.master if self.has_copy else self.format.working).itemsize
+        self._own.drop_views()
+        for piece in self.pieces:
+            buffer.add_view(piece.values, piece.begin * itemsize)
 
     # ---- whole values that are always here
 
     @property
     def moves_values(self) -> bool:
         """Whether ``values`` must be moved when parameters are laid out again; not where the parameters hold them."""
-        return self.format.has_copy or self.keep is not Keep.ALWAYS
+        return self.has_copy or self.keep is not Keep.ALWAYS
 
     def note_versions(self) -> None:
         """Count the working values as those that the optimizer knows of, where they are always here."""
-        if not self.format.has_copy or self.keep is not Keep.ALWAYS:  # it has no others, or nobody else writes them
+        if not self.has_copy or self.keep is not Keep.ALWAYS:  # it has no others, or nobody else writes them
             return
         self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does
 
@@ -168,7 +351,7 @@ class Bucket(Shard):
         """
         if self.keep is Keep.ALWAYS:
             self.whole = None
-            self._rebind_own(None)
+            self._own.point(None)
 
     # ---- whole values for a time
 
@@ -195,11 +378,11 @@ class Bucket(Shard):
         if self.ranks.shard_size == 1:
             self.whole = self.own
             return
-        self.home.reserve(self.whole_bytes)
+        self.memory.reserve(self.whole_bytes)
         self.whole = self._pool.take(self.plan.numel, self.format.working, self.format.device)
         self.whole[bounds[rank] : bounds[rank + 1]].copy_(self.own)
         self._release(Role.PARAM, changed=False)
-        self._pending = collectives.all_gather(self.whole, bounds, self.ranks.gathering)
+        self._arriving = collectives.all_gather(self.whole, bounds, self.ranks.gathering)
 
     def finish_gather(self) -> None:
         """Wait for the whole values, and let the parameters be views of them.
@@ -223,9 +406,9 @@ class Bucket(Shard):
         return self.whole
 
     def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
 
     @functools.cached_property
     def _absent(self) -> AbsentTensors:
@@ -252,7 +435,7 @@ class Bucket(Shard):
 
     def await_gather(self, pending: Pending) -> None:
         """Let the parameters be absent until `finish_gather`: values that are always here are on their way."""
-        self._pending = pending
+        self._arriving = pending
         self._become(WholeState.ARRIVING)
         self._absent.hide()
 
@@ -279,7 +462,7 @@ class Bucket(Shard):
         if self.ranks.shard_size == 1:
             self._release(Role.PARAM, changed=False)
         else:
-            self.home.free(self.whole_bytes)
+            self.memory.free(self.whole_bytes)
             self._pool.give(whole)
 
     @functools.cached_property
@@ -326,34 +509,18 @@ class Bucket(Shard):
     # ---- updates
 
     def publish(self) -> Pending:
-        """Start bringing what the optimizer updated into every rank's parameters; into the slice if they are not whole.
+        """Start bringing what the optimizer updated into the slice and, if always whole, every rank's parameters.
 
         Collective: the shard group, where the whole values are always here; else none.
         """
-        if self.whole is None or self.keep is not Keep.ALWAYS:
-            self.round_values()
-            return Pending()
-        bounds, group = self.plan.bounds, self.ranks.shard_group
-        if self.format.home == self.format.device:
-            self.round_values()
-            if self.ranks.shard_size == 1:
-                return Pending()
-            return collectives.all_gather(self.whole, bounds, group)
-        values = self.values
-        if values.dtype != self.own.dtype:
-            taken = zeros_in_memory(values.numel(), self.own.dtype, values.device, self.own.device, is_kept=False)
-            values = taken.copy_(values)
-        copy_stream = self.home.copy_stream(self.format.device, up=True)
-        with copy_stream.after_compute():
-            self.own.copy_(values, non_blocking=True)
-            copied = copy_stream.record()
-            gathered = collectives.all_gather(self.whole, bounds, group)
-
-        def finish() -> None:
-            if copied is not None:
-                copied.synchronize()  # `values` may be changed again
-
-        return Pending([gathered], finish, keep=values)
+        sent = self.round_values()
+        if self.whole is None or self.keep is not Keep.ALWAYS or self.ranks.shard_size == 1:
+            return sent
+        if self.format.step_device == self.format.device:
+            return collectives.all_gather(self.whole, self.plan.bounds, self.ranks.shard_group)
+        with self.memory.copy_stream(self.format.device, up=True).own_order():
+            gathered = collectives.all_gather(self.whole, self.plan.bounds, self.ranks.shard_group)
+        return Pending([gathered, sent])
 
     def mark_changed(self) -> None:
         """Tell autograd that the parameters have other values: it refuses to run former graphs backward."""
@@ -363,12 +530,97 @@ class Bucket(Shard):
         elif self.is_gathered:
             self._tell_shown()
 
-    # ---- reduction
+    # ---- gradient
 
     @property
-    def is_active(self) -> bool:
-        """Whether any of the parameters is being trained; others take part in no communication."""
-        return any(parameter.requires_grad for parameter in self.parameters)
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient of any of the parameters."""
+        return self.gradient_state is not GradientState.NONE
+
+    @property
+    def awaits_average(self) -> bool:
+        """Whether the gradient has been summed since `start_average` averaged it over the replicas."""
+        is_averaged_later = self.ranks.replica_group is not None and not self.adds_at_once
+        return is_averaged_later and self.gradient_state in (GradientState.REDUCING, GradientState.SUMMED)
+
+    def make_gradient(self) -> Tensor:
+        """Return this rank's gradient to be written to, where the optimizer steps; zeros where there was none."""
+        device = self.format.step_device if self._optim is None else self._optim.device
+        if self._gradient is None or self._gradient.device.type != device.type:
+            self._place_gradient(device)
+            assert self._gradient is not None, "it was made"
+        return self._gradient.tensor
+
+    def _place_gradient(self, device: torch.device) -> None:
+        """Have memory for the gradient on a device, and move there what there is."""
+        made = self.memory.zeros(self.numel, self.format.master, device, self.format.device)
+        uses, before = 0, self._gradient
+        if before is not None:
+            if self.has_gradient:
+                with self.in_use(Role.GRAD, changes=False):
+                    made.copy_(before.tensor)
+            uses = self._drop(before)
+        self._gradient = FlatBuffer(self._number, Role.GRAD, made)
+        self._add(self._gradient, uses)
+
+    def take_gradient_state(self, other: Bucket) -> None:
+        """Have a gradient that comes from another bucket; a sum that is not averaged makes all of it such a one."""
+        self.make_gradient()
+        if other.awaits_average or not self.has_gradient:
+            self._become_gradient(GradientState.SUMMED if other.awaits_average else GradientState.AVERAGED)
+
+    def _become_gradient(self, state: GradientState) -> None:
+        if state is not self.gradient_state:
+            check_transition(self.gradient_state, state)
+            self.gradient_state = state
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient. Its memory is kept: asking for it again in each step takes longer than a sum."""
+        if self._gradient is not None and Role.GRAD in self._uses and self.has_gradient:
+            self.memory.forget(self._gradient)
+        self._become_gradient(GradientState.NONE)
+        self._added.clear()
+        for piece in self.pieces:
+            piece.values.grad = None
+
+    def zero_gradient(self) -> None:
+        """Set the gradient to zero, where there is one."""
+        if self.has_gradient:
+            with self.in_use(Role.GRAD, changes=True):
+                self.make_gradient().zero_()
+
+    def zero_gradient_of(self, index: int) -> None:
+        """Set this rank's part of one parameter's gradient to zero, where there is one."""
+        if self.has_gradient:
+            with self.in_use(Role.GRAD, changes=True):
+                for piece in self.pieces:
+                    if piece.index == index:
+                        self.slice_of(self.make_gradient(), piece).zero_()
+
+    def note_used(self, used: Mapping[int, bool]) -> None:
+        """Take note of which parameters were used: the optimizer leaves the others as they are."""
+        self._used = used
+
+    def used_pieces(self) -> list[tuple[BucketPiece, Tensor]]:
+        """Return the pieces whose parameters were used, and their gradients. The gradient is in use."""
+        if self._gradient is None or not self.has_gradient:
+            return []
+        used, gradients = self._used, self.gradients_by_parameter()
+        return [(piece, gradients[piece.index]) for piece in self.pieces if used.get(piece.index)]
+
+    def gradients_by_parameter(self) -> dict[int, Tensor]:
+        """Return each piece's part of the gradient, in the shape of its values. The gradient is there, and in use."""
+        buffer = self._gradient
+        assert buffer is not None, "asked for parts of a gradient that is not there"
+        if not buffer.parts:
+            buffer.parts = {piece.index: self.slice_of(buffer.tensor, piece) for piece in self.pieces}
+        return buffer.parts
+
+    def used_gradients(self) -> list[Tensor]:
+        """Return the gradients of pieces whose parameters were used. The gradient is in use."""
+        return [gradient for _, gradient in self.used_pieces() if gradient.numel()]
+
+    # ---- reduction
 
     @property
     def num_trained(self) -> int:
@@ -378,7 +630,7 @@ class Bucket(Shard):
     @functools.cached_property
     def adds_at_once(self) -> bool:
         """Whether a gradient is added to this rank's as it comes: all of it is here at all times."""
-        return not self.home.moves and self.ranks.shard_size == 1 and self.format.device == self.format.home
+        return not self.memory.moves and self.ranks.shard_size == 1 and self.format.device == self.format.step_device
 
     @property
     def averages_at_once(self) -> bool:
@@ -405,6 +657,7 @@ class Bucket(Shard):
         """
         if not self.has_gradient:
             self.make_gradient()
+            self._become_gradient(GradientState.SUMMED)
         target, added, num_shares = self.gradients_by_parameter()[index], self._added, self.ranks.num_shares
         if num_shares == 1 and index not in added:
             target.copy_(gradient)
@@ -422,12 +675,6 @@ class Bucket(Shard):
                 gradient[slot.offset : slot.offset + slot.numel] = 0
                 self._added.add(slot.index)
 
-    def drop_gradient(self) -> None:
-        """Forget the gradient; see `Shard.drop_gradient`."""
-        super().drop_gradient()
-        self._is_averaged = self.awaits_average = False
-        self._added.clear()
-
     def start_reduction(self, gradients: Mapping[int, Tensor], scratch: Tensor) -> Pending:
         """Start adding full gradients, averaged over the shard group, to this rank's gradient.
 
@@ -442,17 +689,20 @@ class Bucket(Shard):
         """
         if self.adds_at_once:
             self._clear_rest()
-            return self._start_average_of_wholes() if self.averages_at_once else Pending()
+            # What was averaged before would be rounded again in each further round.
+            is_averaged = self.gradient_state is GradientState.AVERAGED
+            self._become_gradient(GradientState.AVERAGED)
+            if self.ranks.replica_group is None:
+                return Pending()
+            return self._start_average(self.format.master if is_averaged else self.format.wire)
         is_first = not self.has_gradient
-        self.awaits_average = self.ranks.replica_group is not None
         self.make_gradient()
-        self._fetch(Role.GRAD).wait()
-        pending = self._start_sum(gradients, scratch, is_first=is_first)
-        return Pending([pending], self._end_reduction) if self.home.moves else pending
+        self._become_gradient(GradientState.REDUCING)
+        return Pending([self._start_sum(gradients, scratch, is_first=is_first)], self._end_reduction)
 
     def _end_reduction(self) -> None:
-        self.start_early_descent()
-        self._release(Role.GRAD, changed=True)
+        if self.gradient_state is GradientState.REDUCING:
+            self._become_gradient(GradientState.SUMMED)
 
     def start_average(self) -> Pending:
         """Start averaging over the replicas what `start_reduction` has added up since they did; nothing where none has.
@@ -463,64 +713,191 @@ class Bucket(Shard):
         """
         if not self.awaits_average:
             return Pending()
-        self.awaits_average = False
-        self.make_gradient()
+        self._become_gradient(GradientState.AVERAGED)
+        return self._start_average(self.format.master)
+
+    def _start_average(self, wire: torch.dtype) -> Pending:
+        """Start averaging the gradient over the replicas, which send it in a format."""
         self._fetch(Role.GRAD).wait()
-        average = collectives.all_reduce(self.make_gradient(), dist.ReduceOp.AVG, self.ranks.replica_group)
-        return Pending([average], lambda: self._release(Role.GRAD, changed=True)) if self.home.moves else average
+        gradient = self.make_gradient()
+        source = gradient.to(wire)
+        average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
+
+        def finish() -> None:
+            if source is not gradient:
+                gradient.copy_(source)
+            self._release(Role.GRAD, changed=True)
+
+        return Pending([average], finish)
 
     @functools.cached_property
     def _outgoing(self) -> Outgoing:
         return Outgoing(self.plan, self.format)
 
     def _start_sum(self, gradients: Mapping[int, Tensor], scratch: Tensor, *, is_first: bool) -> Pending:
-        target, group, bounds = self.make_gradient(), self.ranks.shard_group, self.plan.bounds
+        buffer, group, bounds = self._gradient, self.ranks.shard_group, self.plan.bounds
+        assert buffer is not None, "made before it is added to"
         scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares)
+        if buffer.device.type != self.format.device.type:
+            return self._start_sum_below(buffer, self._outgoing.joined(self.plan.slots, gradients), scale, is_first)
+        self._fetch(Role.GRAD).wait()
         if self.format.device.type == "cpu":
             parts = self._outgoing.parts(gradients)
             if self.format.is_table:
                 shapes = [parameter.shape for parameter in self.parameters]
                 parts = [(at, part.view(shape)) for (at, part), shape in zip(parts, shapes, strict=True)]
-            return collectives.reduce_scatter(
-                parts, bounds, target, group, scale=scale, accumulate=not is_first, scratch=scratch
+            pending = collectives.reduce_scatter(
+                parts, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
-        source = self._outgoing.joined(self.plan.slots, gradients)
-        if self.format.home == self.format.device:
-            return collectives.reduce_scatter(source, bounds, target, group, scale=scale, accumulate=not is_first)
-        # The copy to the host begins as soon as the sum is there, while the device goes on with backward.
-        landing = target
-        if not is_first:
-            landing = zeros_in_memory(target.numel(), target.dtype, target.device, source.device, is_kept=False)
-        copy_stream = self.home.copy_stream(self.format.device, up=False)
-        with copy_stream.after_compute():
-            staged = torch.empty(target.numel(), dtype=self.format.master, device=source.device)
-            collectives.reduce_scatter(source, bounds, staged, group, scale=scale).wait()
-            landing.copy_(staged, non_blocking=True)
-            arrived = copy_stream.record()
+        else:
+            source = self._outgoing.joined(self.plan.slots, gradients)
+            pending = collectives.reduce_scatter(
+                source, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first
+            )
+        return Pending([pending], lambda: self._release(Role.GRAD, changed=True)) if self.memory.moves else pending
 
-        def add_up() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            if landing is not target:
-                target.add_(landing)
+    def _start_sum_below(self, buffer: FlatBuffer, source: Tensor, scale: float, is_first: bool) -> Pending:  # noqa: FBT001
+        """Start adding to a gradient on the host: its copy begins as soon as the sum is there, and backward goes on."""
+        num_bytes = self.numel * self.format.master.itemsize
+        self.memory.reserve(num_bytes)
+        with self.memory.copy_stream(self.format.device, up=False).after_compute():
+            staged = torch.empty(self.numel, dtype=self.format.master, device=self.format.device)
+            collectives.reduce_scatter(source, self.plan.bounds, staged, self.ranks.shard_group, scale=scale).wait()
+            written = self.memory.write(buffer, staged, accumulate=not is_first) if self.numel else Pending()
+        return Pending([written], lambda: self.memory.free(num_bytes), keep=source)
 
-        return Pending(finish=add_up, keep=(source, staged))
+    # ---- steps
 
-    def _start_average_of_wholes(self) -> Pending:
-        """Start averaging over the replicas a gradient that is all here, of earlier rounds as well."""
-        gradient = self.make_gradient()
-        # What was averaged before would be rounded again in each further round.
-        wire = gradient.dtype if self._is_averaged else self.format.wire
-        self._is_averaged = True
-        source = gradient.to(wire)
-        average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
-        if source is gradient:
-            return average
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Have everything in use such that the optimizer can step on the pieces, where its state is."""
+        self._sent.wait()
+        with contextlib.ExitStack() as stack:
+            if self.memory.moves:
+                if self.has_gradient:
+                    self.make_gradient()
+                stack.enter_context(self.in_use(*self._updated_roles(), Role.GRAD, changes=True))
+                self._bring_whole_state()
+            shown = self.show_gradients()
+            try:
+                yield
+            finally:
+                self.show_again(shown)
 
-        def widen() -> None:
-            gradient.copy_(source)
+    def _updated_roles(self) -> tuple[Role, ...]:
+        """Return what the optimizer updates."""
+        return (Role.OPTIM,) if self.has_copy else (Role.PARAM, Role.OPTIM)
 
-        return Pending([average], widen)
+    def show_gradients(self) -> list[Tensor | None]:
+        """Give the pieces their gradients, those that no rank used none, and return what to pass to `show_again`.
+
+        All that the optimizer steps on is in use.
+        """
+        self._sent.wait()
+        pieces = self.pieces
+        shown = [piece.values.grad for piece in pieces]
+        found = self.used_pieces()
+        if len(found) == len(pieces):
+            for piece, gradient in found:
+                piece.values.grad = gradient
+            return shown
+        gradients = {piece.index: gradient for piece, gradient in found}
+        for piece in pieces:
+            piece.values.grad = gradients.get(piece.index)
+        return shown
+
+    def show_again(self, shown: Sequence[Tensor | None]) -> None:
+        """Give the pieces what they had for gradients before `show_gradients`."""
+        for piece, before in zip(self.pieces, shown, strict=True):
+            piece.values.grad = before
+
+    def _bring_whole_state(self) -> None:
+        """Move state that is not elementwise, and so in no buffer, to where the optimizer steps this time."""
+        device = self.values.device
+        for index, state in self._states.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device != device:
+                    is_step_on_host = key == "step" and value.device.type == "cpu"
+                    if not is_step_on_host and not is_elementwise(self.piece_of[index], key, value):
+                        state[key] = value.to(device)
+
+    def keep_state(self, states: Mapping[int, State]) -> None:
+        """Take this bucket's elementwise optimizer state into its buffer, where its memory moves buffers.
+
+        Args:
+            states: By parameter, what the optimizer keeps; entries become views of the buffer.
+        """
+        if self.memory.moves:
+            # A load brings them one by one.
+            self._states.update({index: state for index, state in states.items() if index in self.piece_of})
+            with self.in_use(*self._updated_roles(), changes=True):
+                self._pack(self._states)
+
+    def _pack(self, states: Mapping[int, State]) -> None:
+        """Copy what the optimizer updates and its elementwise state into one buffer, if they are not in it."""
+        entries = [
+            (piece.index, key, value)
+            for piece in self.pieces
+            for key, value in states.get(piece.index, {}).items()
+            if is_elementwise(piece, key, value) and value.numel()
+        ]
+        if self._is_packed(entries):
+            return
+        tensors = [value for _, _, value in entries]
+        state_bytes = sum(map(_aligned_bytes, tensors))
+        copy_bytes = _aligned_bytes(self.values) if self.format.has_copy else 0
+        if not state_bytes + copy_bytes:
+            return
+        device = self.memory.step_device(self._number, state_bytes + copy_bytes, self.format.step_device)
+        has_copy = self.format.has_copy or device.type != self.format.step_device.type
+        if self.has_copy and not has_copy:  # its state came to the device for good
+            with self.in_use(Role.PARAM, changes=True):
+                self.own.copy_(self.values)
+        kept = [self.values] if has_copy else []
+        starts = list(itertools.accumulate(map(_aligned_bytes, [*kept, *tensors]), initial=0))
+        made = FlatBuffer(
+            self._number, Role.OPTIM, self.memory.zeros(starts[-1], torch.uint8, device, self.format.device)
+        )
+        for tensor, start in zip([*kept, *tensors], starts, strict=False):
+            made.part(tensor, start).copy_(tensor)
+        uses = 0 if self._optim is None else self._drop(self._optim)
+        self._optim, self._packed, self.has_copy = made, entries, has_copy
+        for tensor, start in zip(tensors, starts[len(kept) :], strict=False):
+            made.add_view(tensor, start)
+        self._follow_values()
+        self._add(made, uses)
+
+    def _is_packed(self, entries: Sequence[tuple[int, str, Tensor]]) -> bool:
+        """Whether the buffer has just these tensors, and a copy of the values where it should."""
+        if self._optim is None or Role.OPTIM not in self._uses:
+            return False
+        known = {(index, key): value for index, key, value in self._packed}
+        needs_copy = self.format.has_copy or self._optim.device.type != self.format.step_device.type
+        return (
+            self.has_copy == needs_copy
+            and len(known) == len(entries)
+            and all(known.get((index, key)) is value for index, key, value in entries)
+        )
+
+
+@contextlib.contextmanager
+def stepping_on(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Have the pieces of many buckets ready for one step; see `Bucket.stepping`."""
+    with contextlib.ExitStack() as stack:
+        for bucket in buckets:
+            if bucket.memory.moves:
+                stack.enter_context(bucket.stepping())
+        shown = [(bucket, bucket.show_gradients()) for bucket in buckets if not bucket.memory.moves]
+        try:
+            yield
+        finally:
+            for bucket, before in shown:
+                bucket.show_again(before)
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a buffer, in which the next one begins at a multiple of 64."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _left(name: str, remedy: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """`ShardedEngine`: the sharded parameters of one model, their gradients, and the optimizers that step on them.
 
 Gradients come from the `Reducer`; how long whole values are kept, and when they are gathered, is a matter of the
-buckets and of `Wholes`. Reduction and norms go by model, steps by optimizer: each has buckets of its own.
+buckets and of the `Gatherer`. Reduction and norms go by model, steps by optimizer: each has buckets of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
-from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import (
     BufferWatch,
@@ -20,7 +19,7 @@ from booster_runtime.sharding import (
     raised_on_all,
     refuse_gradient,
 )
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.gathers import Wholes
-    from booster_zero.engine.home import Home
+    from booster_zero.engine.formats import Format
+    from booster_zero.engine.gatherer import Gatherer
     from booster_zero.engine.layout import Layout
     from booster_zero.engine.listed import ListedParameters
+    from booster_zero.engine.memory import Memory
     from booster_zero.engine.options import ShardingOptions
-    from booster_zero.engine.shard import Format
 
 
 class ShardedEngine:
@@ -48,13 +47,14 @@ class ShardedEngine:
         optimizers: The user's optimizers; their groups list this rank's pieces from now on.
         config: Options.
         listed: The parameters that the optimizers list.
-        layout: The buckets; parameters that are in none yet are added.
+        gatherer: Has the buckets; parameters that are in none yet are added.
         format_of: Formats and devices of a parameter.
-        home: Keeps this rank's part of the buckets.
-        gathers: Brings whole values to where they are used.
         device: Where forward runs.
 
     Attributes:
+        gatherer: As given.
+        layout: Its buckets.
+        memory: What keeps this rank's part of them.
         hosted: The optimizers.
         names: Names of the model's parameters by number.
         index_of: Numbers of the parameters by ``id``.
@@ -68,8 +68,6 @@ class ShardedEngine:
     Collective: every rank of the world.
     """
 
-    gathers: Any
-
     def __init__(
         self,
         model: nn.Module,
@@ -77,22 +75,17 @@ class ShardedEngine:
         *,
         config: ShardingOptions,
         listed: ListedParameters,
-        layout: Layout,
+        gatherer: Gatherer,
         format_of: Callable[[nn.Parameter], Format],
-        home: Home,
-        gathers: Wholes,
         device: torch.device,
     ) -> None:
-        named = NamedTensors.of(model)
-        parameters = {id(parameter): parameter for parameter in model.parameters()}
-        self.index_of = {key: index for index, key in enumerate(parameters)}
-        self.names = {index: named.name_of[key] for index, key in enumerate(parameters)}
+        self.gatherer = gatherer
+        self.layout: Layout = gatherer.layout
+        self.memory: Memory = gatherer.memory
+        self.ranks: ShardingRanks = gatherer.ranks
+        self.names, self.index_of = self.layout.names, self.layout.index_of
         self.config = config
         self.device = device
-        self.ranks: ShardingRanks = layout.ranks
-        self.layout = layout
-        self.home = home
-        self.gathers = gathers
         self._format_of = format_of
         self._listed = listed
         self.used_anywhere: dict[int, bool] = {}
@@ -107,7 +100,7 @@ class ShardedEngine:
         # Whether a group lists them or not: norms count their gradients, and a group may list them later.
         self._trained = {
             index: parameter
-            for index, parameter in enumerate(parameters.values())
+            for index, parameter in self.layout.every.items()
             if parameter.requires_grad and parameter.is_floating_point()
         }
         self._adopt([(hosted, group) for hosted in self.hosted for group in hosted.optimizer.param_groups])
@@ -115,7 +108,7 @@ class ShardedEngine:
         members = self.members()
         self._refused = {
             index: refuse_gradient(parameter, self.names[index])
-            for index, parameter in enumerate(parameters.values())
+            for index, parameter in self.layout.every.items()
             if not parameter.requires_grad and index not in members
         }
 
@@ -176,15 +169,15 @@ class ShardedEngine:
             indices = [self.index_of[id(parameter)] for parameter in group["params"]]
             own = {index: pieces[index] for index in indices if index in pieces}
             hosted.adopt(len(hosted.groups), indices, own)
-        self.offload_state(self.layout.buckets)
+        self.keep_state(self.layout.buckets)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
 
-    def offload_state(self, buckets: Sequence[Bucket]) -> None:
-        """Move state that optimizers have made to where the buckets' home keeps it."""
-        if self.home.moves:
+    def keep_state(self, buckets: Sequence[Bucket]) -> None:
+        """Move state that optimizers have made to where the buckets' memory keeps it."""
+        if self.memory.moves:
             states = [hosted.states() for hosted in self.hosted]
             for bucket in buckets:
-                bucket.offload_state(states[bucket.format.optimizer])
+                bucket.keep_state(states[bucket.format.optimizer])
 
     # ---- layout
 
@@ -194,7 +187,7 @@ class ShardedEngine:
         Args:
             number: Of the optimizer that steps on them; ``None`` for all buckets.
         """
-        buckets: Sequence[Bucket] = self.gathers.in_order_of_forward(self.layout.buckets)
+        buckets: Sequence[Bucket] = self.gatherer.in_order_of_forward(self.layout.buckets)
         return buckets if number is None else [each for each in buckets if each.format.optimizer == number]
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
@@ -212,7 +205,7 @@ class ShardedEngine:
 
         Collective: every rank that holds the same parameters.
         """
-        self.gathers.meet()
+        self.gatherer.meet()
         came = set(order)
         parameters = self.layout.parameters.items()
         unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
@@ -229,7 +222,7 @@ class ShardedEngine:
 
         Collective: every rank that holds the same parameters.
         """
-        wanted = self.gathers.order_to_lay_out(order, self.layout)
+        wanted = self.gatherer.order_to_lay_out(order)
         if wanted is not None:
             new = self.layout.order_with_copies_last(collectives.all_gather_object(wanted, self.ranks.holders)[0])
             if new != self.layout.order():
@@ -240,7 +233,7 @@ class ShardedEngine:
 
         Collective: every rank of the shard group.
         """
-        self.gathers.release_all()
+        self.gatherer.release_all()
         held = {index: state for hosted in self.hosted for index, state in hosted.states().items()}
         states = self.layout.rebuild(order, held)
         pieces = self.layout.pieces()
@@ -248,7 +241,7 @@ class ShardedEngine:
             hosted.replace(pieces, states)
         self.layout.note_used(self.used_anywhere)
         self.reducer.set_buckets(self.in_order_of_forward()[::-1])
-        self.gathers.after_laying_out()
+        self.gatherer.after_laying_out()
 
     # ---- gradients
 
@@ -262,13 +255,13 @@ class ShardedEngine:
         """
         is_new = self.reducer.num_rounds != self._agreed_rounds
         if is_new:
-            self.gathers.meet()
+            self.gatherer.meet()
         self.reducer.settle()
         self._leave_out_dropped()
         if self.reducer.num_rounds != self._agreed_rounds:
             self._agreed_rounds = self.reducer.num_rounds
             self._agree_on_used()
-            self.gathers.check_same_order()
+            self.gatherer.check_same_order()
 
     def _agree_on_used(self) -> None:
         indices, used = self.layout.order(), self.reducer.used
@@ -339,12 +332,9 @@ class ShardedEngine:
 
         Collective: the shard group.
         """
-        self.gathers.wait()
+        self.gatherer.wait()
         chosen = self.layout.buckets if buckets is None else buckets
-        published = {}
-        for bucket in chosen:
-            with bucket.in_use(changes=True):
-                published[bucket] = bucket.publish()
+        published = {bucket: bucket.publish() for bucket in chosen}
         for bucket, pending in published.items():
             pending.wait()
             bucket.mark_changed()
@@ -364,14 +354,14 @@ class ShardedEngine:
 
         Collective: every rank of the world, where blocks move; else none.
         """
-        self.raise_together(self.home.problem())
+        self.raise_together(self.memory.problem())
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank an error that any has, where blocks move.
 
         Collective: every rank of the world, where they are; else none.
         """
-        if self.home.moves:
+        if self.memory.moves:
             with raised_on_all("offload to disk", self.device):
                 if error is not None:
                     raise error
@@ -381,11 +371,11 @@ class ShardedEngine:
 
         Collective: every rank of the world, where they are; else none.
         """
-        if not self.home.moves:
+        if not self.memory.moves:
             return False
         return any(RaisedAnywhere(bytearray([error is not None]), self.device).wait())
 
 
 def engine_of(optimizers: Sequence[Optimizer]) -> ShardedEngine | None:
     """Return the engine that a model's boosted optimizers share; ``None`` where nothing is trained."""
-    return next((each.engine for each in optimizers if isinstance(each, ZeroOptimizer)), None)
+    return next((each.engine for each in optimizers if isinstance(each, ShardedOptimizer)), None)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from booster_core.plugin import write_gradient
 from booster_runtime.sharding import not_optimized
-from booster_zero.engine.home import Role
-from booster_zero.engine.optimizer import ZeroOptimizer
+from booster_zero.engine.memory import Role
+from booster_zero.engine.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def keeping_gradients(optimizer: Optimizer | None) -> Iterator[None]:
-    """Keep whole gradients here, inside, until the first backward after the body, or `ZeroOptimizer.settle`.
+    """Keep whole gradients here, inside, until the first backward after the body, or `ShardedOptimizer.settle`.
 
     Args:
         optimizer: The boosted optimizer; nothing changes where it is another.
 
     Collective: none; no backward inside is.
     """
-    if not isinstance(optimizer, ZeroOptimizer):
+    if not isinstance(optimizer, ShardedOptimizer):
         yield
         return
     reducer = optimizer.reducer
@@ -46,7 +46,7 @@ def keeping_shards(optimizer: Optimizer | None) -> Iterator[None]:
 
     Collective: none; each backward inside is, in the shard group.
     """
-    if not isinstance(optimizer, ZeroOptimizer):
+    if not isinstance(optimizer, ShardedOptimizer):
         yield
         return
     underway = optimizer.reducer.underway
@@ -82,6 +82,6 @@ def set_gradient(optimizers: Sequence[Optimizer], parameter: nn.Parameter, value
             write_gradient(bucket.slice_of(bucket.make_gradient(), piece), part, optimizer)
 
 
-def holder_of(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> ZeroOptimizer | None:
+def holder_of(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> ShardedOptimizer | None:
     """Return which of a model's boosted optimizers holds a parameter; ``None`` if none does."""
-    return next((each for each in optimizers if isinstance(each, ZeroOptimizer) and each.holds(parameter)), None)
+    return next((each for each in optimizers if isinstance(each, ShardedOptimizer) and each.holds(parameter)), None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from booster_core.state import NamedTensors
 from booster_runtime import collectives
 from booster_runtime.sharding import State, is_cut
 from booster_zero.engine.partition import assign_owners, plan_flat, plan_whole
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
+    from booster_zero.engine.formats import BucketPiece, Format
     from booster_zero.engine.partition import BucketPlan
-    from booster_zero.engine.shard import BucketPiece, Format
 
 
 _COPIED_BYTES = 25 * 2**20
@@ -30,30 +31,44 @@ class Layout:
     """The buckets of one model's parameters.
 
     Args:
+        model: The user's model.
         ranks: The ranks that share the buckets, but for formats that name others.
         make: Makes a bucket of a plan, from the values that the parameters hold.
         bucket_bytes: Size at which a bucket takes no further parameter.
 
     Attributes:
         buckets: In the order in which they are reduced.
-        parameters: The model's parameters by number.
+        parameters: Those of the model's parameters that are in buckets, by number.
+        every: All of them.
+        names: Their names in the user's model, by number.
+        index_of: Their numbers, by ``id``.
+        version: How often parameters have been laid out.
         ranks: As given.
+        make: As given.
+        bucket_bytes: As given.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         ranks: ShardingRanks,
         make: Callable[[BucketPlan, Mapping[int, nn.Parameter], Format, ShardingRanks], Bucket],
         *,
         bucket_bytes: int,
     ) -> None:
         self.buckets: list[Bucket] = []
-        self._make = make
+        self.make = make
+        name_of = NamedTensors.of(model).name_of
+        self.every = dict(enumerate(model.parameters()))
+        self.names = {index: name_of[id(parameter)] for index, parameter in self.every.items()}
+        self.index_of = {id(parameter): index for index, parameter in self.every.items()}
         self.parameters: dict[int, nn.Parameter] = {}
+        self.version = 0
+        self._bucket_of: dict[int, Bucket] = {}
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
         self.ranks = ranks
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
 
     def add_missing(self, parameters: Mapping[int, nn.Parameter], format_of: Callable[[nn.Parameter], Format]) -> None:
         """Put those parameters into buckets that are in none yet, in the order in which gradients are expected.
@@ -84,7 +99,12 @@ class Layout:
         self.parameters.update(parameters)
         self._formats.update(formats)
         self._assign_owners()
-        self.buckets += self._build(list(parameters))
+        self._set_buckets([*self.buckets, *self._build(list(parameters))])
+
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self._bucket_of = {slot.index: bucket for bucket in buckets for slot in bucket.plan.slots}
+        self.version += 1
 
     def _assign_owners(self) -> None:
         """Give an owner to each parameter that stays whole and has none."""
@@ -177,7 +197,7 @@ class Layout:
 
     def bucket_of(self, index: int) -> Bucket:
         """Return the bucket that holds a parameter."""
-        return next(bucket for bucket in self.buckets for slot in bucket.plan.slots if slot.index == index)
+        return self._bucket_of[index]
 
     def rebuild(self, order: Sequence[int], states: Mapping[int, State]) -> dict[int, State]:
         """Lay all parameters out again, and move values, gradients and optimizer state to their new owners.
@@ -195,9 +215,8 @@ class Layout:
         Collective: the shard group.
         """
         old, old_pieces = self.buckets, self.pieces()
-        self.buckets = self._build(order, old)
+        self._set_buckets(self._build(order, old))
         new_pieces = self.pieces()
-        homes = {slot.index: bucket for bucket in self.buckets for slot in bucket.plan.slots}
         whole = {slot.index for bucket in old if bucket.format.partition == "parameter" for slot in bucket.plan.slots}
         cut = {index: state for index, state in states.items() if index not in whole}
         kinds, moved = self._described_states(old_pieces, new_pieces, cut)
@@ -206,27 +225,28 @@ class Layout:
             with bucket.in_use(changes=False):
                 if bucket.moves_values:
                     self._move(
-                        bucket, bucket.values, lambda piece, part: piece.values.data.copy_(part), new_pieces, homes
+                        bucket,
+                        bucket.values,
+                        lambda piece, part: piece.values.data.copy_(part),
+                        new_pieces,
                     )
                 if bucket.has_gradient and bucket.gradient is not None:
                     for slot in bucket.plan.slots:
-                        homes[slot.index].make_gradient()
-                        homes[slot.index].awaits_average |= bucket.awaits_average
+                        self._bucket_of[slot.index].take_gradient_state(bucket)
                     self._move(
                         bucket,
                         bucket.gradient,
-                        lambda piece, part: homes[piece.index].gradient_of(piece).copy_(part),
+                        lambda piece, part: self._bucket_of[piece.index].gradient_of(piece).copy_(part),
                         new_pieces,
-                        homes,
                     )
                 if bucket.format.partition == "flat":
-                    self._move_states(bucket, new_pieces, states, kinds, homes, moved)
-                elif bucket.home.moves:
-                    _carry_states(bucket, homes, moved)
+                    self._move_states(bucket, new_pieces, states, kinds, moved)
+                elif bucket.memory.moves:
+                    _carry_states(bucket, self._bucket_of, moved)
             bucket.free()
         for bucket in self.buckets:
             if bucket.format.partition == "parameter":
-                bucket.offload_state(moved)
+                bucket.keep_state(moved)
         return moved
 
     def _build(self, order: Sequence[int], left: Sequence[Bucket] = ()) -> list[Bucket]:
@@ -239,18 +259,18 @@ class Layout:
         for format_, sizes in by_format.items():
             size = (format_.ranks or self.ranks).shard_size
             # Copies are laid out alike at places whose other parameters may ask for buckets of other sizes.
-            bucket_bytes = _COPIED_BYTES if format_.copies else self._bucket_bytes
+            bucket_bytes = _COPIED_BYTES if format_.copies else self.bucket_bytes
             most = max(bucket_bytes // format_.wire.itemsize, 1)
             is_flat = format_.partition == "flat"
             made = plan_flat(sizes, size, most) if is_flat else plan_whole(sizes, self._owners, size, most)
             plans += [(max(place[slot.index] for slot in plan.slots), format_, plan) for plan in made]
-        homes = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
+        left_bucket_of = {slot.index: bucket for bucket in left for slot in bucket.plan.slots}
         staying = {bucket: len(bucket.plan.slots) for bucket in left}
         buckets = []
         # A bucket is reduced when its last gradient has come.
         for _, format_, plan in sorted(plans, key=lambda item: item[0]):
-            buckets.append(self._make(plan, self.parameters, format_, format_.ranks or self.ranks))
-            for bucket in (homes[slot.index] for slot in plan.slots if slot.index in homes):
+            buckets.append(self.make(plan, self.parameters, format_, format_.ranks or self.ranks))
+            for bucket in (left_bucket_of[slot.index] for slot in plan.slots if slot.index in left_bucket_of):
                 staying[bucket] -= 1
                 if not staying[bucket]:
                     bucket.free_whole()
@@ -262,7 +282,6 @@ class Layout:
         own: Tensor,
         write: Callable[[BucketPiece, Tensor], object],
         pieces: Mapping[int, BucketPiece],
-        homes: Mapping[int, Bucket],
     ) -> None:
         """Gather a tensor that is cut as a bucket, and write what belongs to this rank's new pieces."""
         plan, rank = bucket.plan, bucket.ranks.shard_rank
@@ -273,7 +292,7 @@ class Layout:
             piece = pieces.get(slot.index)
             if piece is not None:
                 part = whole[slot.offset + piece.start : slot.offset + piece.stop]
-                with homes[slot.index].in_use(changes=True):
+                with self._bucket_of[slot.index].in_use(changes=True):
                     write(piece, part.view(piece.values.shape))
 
     def _described_states(
@@ -310,7 +329,6 @@ class Layout:
         new_pieces: Mapping[int, BucketPiece],
         states: Mapping[int, State],
         kinds: Mapping[int, Mapping[str, torch.dtype]],
-        homes: Mapping[int, Bucket],
         moved: dict[int, State],
     ) -> None:
         """Move the elementwise state of a bucket's parameters."""
@@ -318,7 +336,7 @@ class Layout:
         for key in sorted({key for index in present for key in kinds[index]}):
             dtypes = {kinds[index][key] for index in present if key in kinds[index]}
             for dtype in sorted(dtypes, key=str):
-                own = torch.zeros(bucket.numel, dtype=dtype, device=bucket.format.home)
+                own = torch.zeros(bucket.numel, dtype=dtype, device=bucket.format.step_device)
                 for piece in bucket.pieces:
                     if kinds.get(piece.index, {}).get(key) == dtype:
                         bucket.slice_of(own, piece).copy_(states[piece.index][key])
@@ -334,7 +352,6 @@ class Layout:
                         key, part.to(piece.values.device, copy=True)
                     ),
                     having,
-                    homes,
                 )
 
 
@@ -343,12 +360,12 @@ def _stepped(format_: Format) -> tuple[object, ...]:
     return format_.master, format_.optimizer, format_.partition
 
 
-def _carry_states(bucket: Bucket, homes: Mapping[int, Bucket], moved: dict[int, State]) -> None:
+def _carry_states(bucket: Bucket, bucket_of: Mapping[int, Bucket], moved: dict[int, State]) -> None:
     """Copy the optimizer's state out of a bucket, whose blocks are dropped next, into the buckets that take its place.
 
     Args:
         bucket: The bucket, whose blocks are in use.
-        homes: The new bucket of each parameter.
+        bucket_of: The new bucket of each parameter.
         moved: The state of each piece; what is the bucket's is replaced by a copy.
     """
     carried: dict[Bucket, dict[int, State]] = defaultdict(dict)
@@ -358,6 +375,6 @@ def _carry_states(bucket: Bucket, homes: Mapping[int, Bucket], moved: dict[int, 
                 key: each.clone() if isinstance(each, torch.Tensor) else each
                 for key, each in moved[piece.index].items()
             }
-            moved[piece.index] = carried[homes[piece.index]][piece.index] = state
-    for home, states in carried.items():
-        home.offload_state(states)
+            moved[piece.index] = carried[bucket_of[piece.index]][piece.index] = state
+    for bucket_now, states in carried.items():
+        bucket_now.keep_state(states)

@@ -1,29 +1,31 @@
-"""`ZeroOptimizer`: one of the user's optimizers over this rank's pieces of parameters, whose updates reach every rank.
+"""`ShardedOptimizer`: one of the user's optimizers over this rank's pieces of parameters; updates reach every rank.
 
-A step reads top to bottom in `ZeroOptimizer.step` and `ZeroOptimizer.update_parameters`. All that belongs to the model
-rather than to one of its optimizers is in the `ShardedEngine`.
+A step reads top to bottom in `ShardedOptimizer.step` and `ShardedOptimizer.update_parameters`. All that belongs to the
+model rather than to one of its optimizers is in the `ShardedEngine`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError, OffloadError
-from booster_core.gradients import clip_by_norm
+from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
 from booster_runtime.sharding import RaisedAnywhere, check_takes_parts
+from booster_zero.engine.bucket import stepping_on
+from booster_zero.engine.memory import Role
 from booster_zero.engine.own_methods import call_own_method, is_own_method
 from booster_zero.engine.parts import only, steps_in_parts
-from booster_zero.engine.shard import stepping_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -32,11 +34,7 @@ if TYPE_CHECKING:
     from booster_zero.engine.engine import ShardedEngine
 
 
-_AHEAD = 2
-"""Buckets whose gradients and values come to the host while one is stepped there."""
-
-
-class ZeroOptimizer(OptimizerWrapper):
+class ShardedOptimizer(OptimizerWrapper):
     """Steps one of the user's optimizers on this rank's part of its parameters, and shares the results.
 
     Args:
@@ -119,13 +117,13 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world; under stage 1's ``no_sync`` none.
         """
         refuse_capture("backward")
-        gathers = self.engine.gathers
-        gathers.begin_backward()
+        gatherer = self.engine.gatherer
+        gatherer.begin_backward()
         try:
             with NamedCall("reduction of gradients"), self.reducer.guarded():
                 super().backward(loss, inputs, retain_graph=retain_graph)
         finally:
-            gathers.end_backward()
+            gatherer.end_backward()
 
     def settle(self) -> None:
         """Bring all gradients into the shards; see `ShardedEngine.settle`.
@@ -159,18 +157,42 @@ class ZeroOptimizer(OptimizerWrapper):
             if used.get(slot.index)
         ]
 
+    def gradients_in_parts(self) -> Iterator[list[Tensor]]:
+        """Yield what `gradients` returns: at once, or a bucket's at a time where a memory moves them.
+
+        Collective: every rank of the world, where there was a backward since the last call.
+        """
+        if not self.engine.memory.moves:
+            yield self.gradients()
+            return
+        self.settle()
+        for bucket in self.buckets():
+            if bucket.has_gradient:
+                with bucket.in_use(Role.GRAD, changes=True):
+                    yield bucket.used_gradients()
+
     def clip_gradients(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm over all shards of a replica, each element counted once."""
+        # Rounded once, at the end, so that the norm does not depend on how buckets are cut.
+        parts = [global_norm(part, norm_type, dtype=torch.float64) for part in self._parts_of_all() if part]
         group = self.engine.ranks.shard_group or dist.group.WORLD
-        return clip_by_norm(
-            [gradient for each in self.scaling.optimizers for gradient in each.gradients()],
-            max_norm,
-            norm_type,
-            groups=[] if group is None else [group],
-            device=self.engine.device,
-            dtype=self.norm_dtype,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        groups = [] if group is None else [group]
+        norm = global_norm(parts, norm_type, groups=groups, dtype=self.norm_dtype, device=self.engine.device)
+        if error_if_nonfinite:
+            check_finite_norm(norm)
+        if max_norm == math.inf:
+            return norm
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
+        if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
+            for part in self._parts_of_all():
+                if part:
+                    torch._foreach_mul_(part, factor.to(part[0].device))
+        return norm
+
+    def _parts_of_all(self) -> Iterator[list[Tensor]]:
+        """Yield the gradients of all of the model's optimizers."""
+        for optimizer in self.scaling.optimizers:
+            yield from optimizer.gradients_in_parts()
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - as in core
         """Return whether a gradient overflowed on any rank.
@@ -229,7 +251,7 @@ class ZeroOptimizer(OptimizerWrapper):
         Collective: every rank of the world.
         """
         engine = self.engine
-        engine.gathers.begin_step(self.layout.buckets, self.names)
+        engine.gatherer.begin_step()
         published: dict[Bucket, Pending] = {}
         result, error = None, None
         if closure is not None:
@@ -240,17 +262,16 @@ class ZeroOptimizer(OptimizerWrapper):
             try:
                 result = self._step_pieces(published)
             except OffloadError as caught:
-                if not engine.home.moves:
+                if not engine.memory.moves:
                     raise
                 error = caught
-            if engine.home.moves:
+            if engine.memory.moves:
                 engine.raise_together(error)
         engine.send_buffers()
         for bucket in self.buckets():
             if engine.is_used(bucket) and bucket not in published:
-                with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
-                    published[bucket] = bucket.publish()
-        engine.gathers.end_step(published)
+                published[bucket] = bucket.publish()
+        engine.gatherer.end_step(published)
         engine.note_step(self.number)
         return result
 
@@ -264,24 +285,20 @@ class ZeroOptimizer(OptimizerWrapper):
         if not self._steps_in_parts:
             with stepping_on(buckets):
                 result = self.step_inside()
-                self.engine.offload_state(buckets)
+                self.engine.keep_state(buckets)
             return result
         groups = [list(group["params"]) for group in self.param_groups]
         has_stepped = False
-        with contextlib.ExitStack() as started:
-            for position, bucket in enumerate(buckets, start=1):
-                for following in buckets[position : position + _AHEAD]:
-                    following.start_descent()
-                    started.callback(following.end_descent)
-                with bucket.stepping():
-                    own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
-                    if own:
-                        has_stepped = True
-                        self._bring_counters(own)
-                        with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
-                            result = self.step_inside()
-                        self.engine.offload_state([bucket])
-                    published[bucket] = bucket.publish()
+        for bucket in buckets:
+            with bucket.stepping():
+                own = {id(piece.values) for piece in bucket.pieces if piece.values.grad is not None}
+                if own:
+                    has_stepped = True
+                    self._bring_counters(own)
+                    with only(self.optim, [[values for values in group if id(values) in own] for group in groups]):
+                        result = self.step_inside()
+                    self.engine.keep_state([bucket])
+                published[bucket] = bucket.publish()
         if not has_stepped:  # schedulers count steps, also where this rank has nothing to update
             with only(self.optim, [[] for _ in groups]):
                 result = self.optim.step()
@@ -322,7 +339,7 @@ class ZeroOptimizer(OptimizerWrapper):
                 return loss
 
             result = self.optim.step(evaluated)
-            self.engine.offload_state(self.buckets())
+            self.engine.keep_state(self.buckets())
         return result
 
     def _clip_as_configured(self) -> None:

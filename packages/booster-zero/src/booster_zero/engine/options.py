@@ -13,7 +13,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import check_no_masters
 from booster_core.precision import NARROW
 from booster_runtime.sharding import working_dtypes
-from booster_zero.engine.shard import Format
+from booster_zero.engine.formats import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,7 @@ class ShardingOptions:
         *,
         listed: ListedParameters,
         lays_out_all: bool = False,
-        home: torch.device | None = None,
+        step_device: torch.device | None = None,
         copies: Mapping[int, tuple[int, ...]] | None = None,
         ranks: Mapping[int, ShardingRanks] | None = None,
     ) -> Callable[[nn.Parameter], Format]:
@@ -139,7 +139,7 @@ class ShardingOptions:
             listed: The parameters that the optimizers list.
             lays_out_all: Whether parameters are laid out, too, that are neither trained nor listed. They have no
                 masters.
-            home: Where the optimizers step; ``None`` for ``device``.
+            step_device: Where the optimizers step; ``None`` for ``device``.
             copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
             ranks: For parameters that other ranks share than the layout's, by ``id``: `Format.ranks`.
         """
@@ -156,7 +156,7 @@ class ShardingOptions:
                 master=policy.master_dtype if has_master else working,
                 wire=asked or working,
                 device=device,
-                home=home or device,
+                step_device=step_device or device,
                 is_trained=is_trained,
                 copies=(copies or {}).get(id(parameter), ()),
                 ranks=(ranks or {}).get(id(parameter)),

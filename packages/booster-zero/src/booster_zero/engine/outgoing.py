@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from booster_zero.engine.formats import Format
     from booster_zero.engine.partition import BucketPlan, Slot
-    from booster_zero.engine.shard import Format
 
 _SMALL_NUMEL = 1 << 13
 """Gradients below this many elements travel together: a message costs more than a copy of them."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.engine.optimizer import ZeroOptimizer
+    from booster_zero.engine.optimizer import ShardedOptimizer
 
 
 def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bool:
@@ -30,7 +30,9 @@ def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bo
     )
 
 
-def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_own_method(
+    optimizer: ShardedOptimizer, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a method of the user's optimizer, and bring what it writes into every rank's parameters.
 
     Args:
@@ -44,10 +46,10 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
     """
     buckets, engine = optimizer.buckets(), optimizer.engine
     with NamedCall(f"optimizer.{name}"):
-        engine.gathers.begin_step(engine.layout.buckets, engine.names)
+        engine.gatherer.begin_step()
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
-                if bucket.home.moves:
+                if bucket.memory.moves:
                     stack.enter_context(bucket.stepping())
             before = [_bits(bucket) for bucket in buckets]
             result = method(*args, **kwargs)
@@ -57,9 +59,8 @@ def call_own_method(optimizer: ZeroOptimizer, name: str, method: Callable[..., A
         published: dict[Bucket, Pending] = {}
         for bucket, is_written in zip(buckets, anywhere, strict=True):
             if is_written:
-                with bucket.in_use(changes=True) if bucket.home.moves else contextlib.nullcontext():
-                    published[bucket] = bucket.publish()
-        engine.gathers.end_step(published)
+                published[bucket] = bucket.publish()
+        engine.gatherer.end_step(published)
     return result
 
 

@@ -205,7 +205,7 @@ class Reducer:
             return
         self._with_pieces |= missing
         for bucket in self.buckets:
-            if not bucket.home.moves:  # which has them only while the optimizer steps
+            if not bucket.memory.moves:  # which has them only while the optimizer steps
                 self._stand_ins.show_pieces([piece for piece in bucket.pieces if piece.index in missing])
 
     def clear(self, buckets: Collection[Bucket] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointError
 from booster_core.state import (
@@ -21,8 +21,8 @@ from booster_core.state import (
     unsaved_state,
 )
 from booster_runtime.sharding import piece_meta, piece_shard, whole_shard
-from booster_zero.engine.home import Role
-from booster_zero.engine.whole import Keep
+from booster_zero.engine.memory import Role
+from booster_zero.engine.states import Keep
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
-    from booster_zero.engine.shard import BucketPiece
-    from booster_zero.gathering.manager import ChunkManager
+    from booster_zero.engine.formats import BucketPiece
+    from booster_zero.engine.gatherer import Gatherer
 
 
 class ShardedStateAdapter(StateAdapter):
@@ -47,7 +47,7 @@ class ShardedStateAdapter(StateAdapter):
         coordinator: Tells rank and number of ranks, of those that hold the same model.
         held_by: For parameters of which other ranks hold other parts, by name: this rank's place among those that hold
             the same part.
-        chunks: All parameters, where they are whole only while they are used; ``None`` where they always are.
+        gatherer: Gathers them, where there is no optimizer to ask.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class ShardedStateAdapter(StateAdapter):
         coordinator: DistCoordinator | Replica,
         held_by: Mapping[str, Replica] | None = None,
         *,
-        chunks: ChunkManager | None = None,
+        gatherer: Gatherer | None = None,
     ) -> None:
         self._replicated = ReplicatedStateAdapter(model, None, coordinator, held_by=held_by)
         self.sharded = sharded
-        self._gathers: Any = chunks if sharded is None else sharded.gathers
-        holder = sharded if chunks is None else chunks
-        self.layout = None if holder is None else holder.layout
-        self._names: Mapping[int, str] = {} if holder is None else holder.names
+        self._gatherer = gatherer if sharded is None else sharded.gatherer
+        self.layout = None if self._gatherer is None else self._gatherer.layout
+        self._names: Mapping[int, str] = {} if self.layout is None else self.layout.names
         self._taken_as_parameters: set[int] = set()
 
     @property
@@ -73,8 +72,8 @@ class ShardedStateAdapter(StateAdapter):
 
     @property
     def keeps_values(self) -> bool:
-        """Whether no home moves values between memories."""
-        return not any(bucket.home.moves for bucket in self._buckets)
+        """Whether nothing moves values between memories."""
+        return not any(bucket.memory.moves for bucket in self._buckets)
 
     # ---- the model
 
@@ -83,8 +82,8 @@ class ShardedStateAdapter(StateAdapter):
 
     def _model_shards(self, left_out: Container[Bucket] = ()) -> Iterator[TensorShard]:
         """Yield the model's tensors but for the parameters of some buckets."""
-        if self._gathers is not None:
-            self._gathers.wait()
+        if self._gatherer is not None:
+            self._gatherer.wait()
         for bucket in self._buckets:
             if bucket.keep is Keep.ALWAYS or bucket in left_out:
                 continue
@@ -115,7 +114,7 @@ class ShardedStateAdapter(StateAdapter):
     def shards_to_fill(self) -> Iterator[TensorShard]:
         """Yield what a lazy model's values are written to: masters where there are, and what is here of the rest.
 
-        What a home moves is to be in use while it is written to; from masters, working values are rounded afterwards.
+        What a memory moves is to be in use while it is written to; from masters, working values are rounded afterwards.
         """
         in_pieces = [each for each in self._buckets if each.keep is not Keep.ALWAYS or each.has_masters]
         for bucket in in_pieces:
@@ -190,7 +189,7 @@ class ShardedStateAdapter(StateAdapter):
             index: The parameter's number; this run keeps no masters of it.
         """
         zero = self._required_engine()
-        zero.gathers.wait()
+        zero.gatherer.wait()
         bucket = zero.layout.bucket_of(index)
         if bucket.keep is Keep.ALWAYS:
             yield whole_shard(self._names[index], MASTER, zero.layout.parameters[index], is_owner=False)
@@ -237,7 +236,7 @@ class ShardedStateAdapter(StateAdapter):
                     if state:
                         made[piece.index] = state
             if made:
-                bucket.offload_state(made)
+                bucket.keep_state(made)
         # Without masters of its own, a run takes the true values as its parameters.
         self._taken_as_parameters = {
             slot.index
@@ -249,9 +248,9 @@ class ShardedStateAdapter(StateAdapter):
         }
 
     def finish_load(self, *, model: bool, optimizer: bool) -> None:
-        if self.layout is None:
+        if self._gatherer is None:
             return
-        self._gathers.wait()
+        self._gatherer.wait()
         for bucket in self._buckets:
             if model or any(slot.index in self._taken_as_parameters for slot in bucket.plan.slots):
                 with bucket.in_use(changes=True):
@@ -260,7 +259,7 @@ class ShardedStateAdapter(StateAdapter):
         if optimizer:
             self._required_engine().publish(self._buckets_with_masters())
         self._taken_as_parameters = set()
-        self._gathers.release_all()
+        self._gatherer.release_all()
         for bucket in self._buckets:
             if bucket.keep is not Keep.ALWAYS:
                 bucket.mark_changed()

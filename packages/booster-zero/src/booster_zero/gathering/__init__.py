@@ -1,18 +1,13 @@
 """Parameters that are gathered while they are used, and sharded in between: what Gemini and ZeRO-3 of hybrid share.
 
-Parameters are laid out in chunks (`ChunkManager`). `ParameterHooks` gather them for a model's forward, and for its
-backward where that needs their values.
+`ParameterHooks` gather them for a model's forward, and for its backward where that needs their values.
 """
 
 from __future__ import annotations
 
 from booster_zero.gathering.hooks import LeafModules, ParameterHooks, check_modules
-from booster_zero.gathering.manager import ChunkManager
-from booster_zero.gathering.model import GatheringModel
 
 __all__ = [
-    "ChunkManager",
-    "GatheringModel",
     "LeafModules",
     "ParameterHooks",
     "check_modules",

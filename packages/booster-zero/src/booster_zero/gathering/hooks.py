@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from booster_core.errors import ConfigError
 from booster_runtime.memory import sees_all_uses
+from booster_zero.engine.gatherer import is_in_backward
 from booster_zero.gathering.leaves import LeafUse
-from booster_zero.gathering.manager import is_in_backward
 from booster_zero.gathering.saved_uses import SavedUses
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.gathering.manager import ChunkManager
+    from booster_zero.engine.gatherer import Gatherer
 
 
 LeafModules = Mapping[nn.Module, Sequence[nn.Parameter]]
@@ -61,7 +61,7 @@ class _Frame:
     Args:
         module: Whose it is.
         leaf: What the module gathers as one, if anything.
-        pinned: The chunks that stay gathered until it ends.
+        pinned: The buckets that stay gathered until it ends.
     """
 
     __slots__ = ("is_outermost", "leaf", "module", "pinned", "saves")
@@ -112,25 +112,25 @@ class _Shown:
 
 
 class _Own:
-    """A module's own parameters, and the chunks that hold them as they are laid out now.
+    """A module's own parameters, and the buckets that hold them as they are laid out now.
 
     Args:
-        manager: The chunks.
+        gatherer: Gathers the buckets.
         indices: The parameters, by number.
     """
 
-    def __init__(self, manager: ChunkManager, indices: list[int]) -> None:
+    def __init__(self, gatherer: Gatherer, indices: list[int]) -> None:
         self.indices = indices
-        self._manager = manager
-        self._chunks: list[Bucket] = []
+        self._gatherer = gatherer
+        self._buckets: list[Bucket] = []
         self._layout = -1
 
-    def chunks(self) -> list[Bucket]:
-        """Return the chunks, each once, in a list of its own."""
-        if self._layout != self._manager.layouts:
-            self._layout = self._manager.layouts
-            self._chunks = list(dict.fromkeys(map(self._manager.chunk_of, self.indices)))
-        return [*self._chunks]
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets, each once, in a list of its own."""
+        if self._layout != self._gatherer.layout.version:
+            self._layout = self._gatherer.layout.version
+            self._buckets = list(dict.fromkeys(map(self._gatherer.layout.bucket_of, self.indices)))
+        return [*self._buckets]
 
 
 class ParameterHooks:
@@ -138,7 +138,7 @@ class ParameterHooks:
 
     Args:
         model: The user's model.
-        manager: Its chunks.
+        gatherer: Gathers its buckets.
         before_forward: Called before each outermost forward.
         after_forward: Called after it.
         leaves: What is gathered as one.
@@ -149,7 +149,7 @@ class ParameterHooks:
     def __init__(
         self,
         model: nn.Module,
-        manager: ChunkManager,
+        gatherer: Gatherer,
         before_forward: Callable[[], None],
         after_forward: Callable[[], None],
         leaves: LeafModules,
@@ -157,22 +157,22 @@ class ParameterHooks:
         with_model: Sequence[nn.Parameter] = (),
         on_passed: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        self._manager = manager
+        self._gatherer = gatherer
         self._before_forward, self._after_forward = before_forward, after_forward
         self._frames: list[_Frame] = []
         self._shown = _Shown()
-        self._saved_uses = SavedUses(manager)
+        self._saved_uses = SavedUses(gatherer)
         # Autograd may keep a parameter itself. Backward must not find it without values where that isn't seen.
-        self._covers_all = not all(sees_all_uses(chunk.format.device) for chunk in manager.layout.buckets)
+        self._covers_all = not all(sees_all_uses(bucket.format.device) for bucket in gatherer.layout.buckets)
         # Where one rank has everything, and leaves it in place, what autograd keeps of it takes no memory.
-        self._saves = self._covers_all or manager.ranks.shard_size > 1 or manager.home.moves
+        self._saves = self._covers_all or gatherer.ranks.shard_size > 1 or gatherer.memory.moves
         first_id = RemovableHandle.next_id
         for name, module in model.named_modules():
             RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
             used = with_model if module is model and with_model else module.parameters(recurse=False)
-            own = _Own(manager, [manager.index_of[id(parameter)] for parameter in used])
-            inside = [manager.index_of[id(parameter)] for parameter in leaves.get(module, ())]
-            leaf = LeafUse(manager, inside, on_passed) if inside else None
+            own = _Own(gatherer, [gatherer.layout.index_of[id(parameter)] for parameter in used])
+            inside = [gatherer.layout.index_of[id(parameter)] for parameter in leaves.get(module, ())]
+            leaf = LeafUse(gatherer, inside, on_passed) if inside else None
             if own.indices or any(True for _ in module.parameters()):
                 self._hook(module, own, name or type(model).__name__, leaf)
 
@@ -221,30 +221,30 @@ class ParameterHooks:
             leaf: What it gathers as one, if anything.
             shows_all: Whether the modules inside of it may be called without this, where one rank has all values.
         """
-        manager, frames = self._manager, self._frames
+        gatherer, frames = self._gatherer, self._frames
         frame = _Frame(module, leaf, [])
         if not frames and is_in_backward():
-            manager.end_with_backward()
-            if manager.keeps_all:
-                manager.use_all()
+            gatherer.end_with_backward()
+            if gatherer.keeps_all:
+                gatherer.use_all()
         elif not frames:
             self._before_forward()
-            manager.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
+            gatherer.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
             frame.is_outermost = True
-        if not frames and manager.keeps_all and shows_all:
+        if not frames and gatherer.keeps_all and shows_all:
             self._shown.begin(module)
         frames.append(frame)
-        manager.use_in_forward = self._use
+        gatherer.use_in_forward = self._use
         if own.indices:
-            manager.home.moment(name)
-            manager.note_first_use(own.indices)
-            for chunk in own.chunks():
-                self._pin(frame, chunk)
+            gatherer.memory.moment(name)
+            gatherer.note_first_use(own.indices)
+            for bucket in own.buckets():
+                self._pin(frame, bucket)
         if self._saves and (own.indices or (frame.is_outermost and self._covers_all)):
             frame.saves = self._saved_uses.push()
         if leaf is not None:
-            manager.note_first_use(leaf.indices)
-            manager.hold(frame, leaf.chunks())
+            gatherer.note_first_use(leaf.indices)
+            gatherer.hold(frame, leaf.buckets())
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Let go of a module's parameters after its forward, also where that raised and there is no output.
@@ -257,25 +257,25 @@ class ParameterHooks:
         frame = self._frames.pop()
         if frame.saves:
             self._saved_uses.pop()
-        for chunk in frame.pinned:
-            chunk.pins = max(chunk.pins - 1, 0)
+        for bucket in frame.pinned:
+            bucket.pins = max(bucket.pins - 1, 0)
         if frame.leaf is not None:
-            self._manager.let_go(frame)
+            self._gatherer.let_go(frame)
             frame.leaf.expect_backward(inputs, output)
         if self._frames:
             return None
         self._shown.end()
         kept = self._kept(output) if frame.is_outermost else None
-        self._manager.use_in_forward = None
+        self._gatherer.use_in_forward = None
         if frame.is_outermost:
-            self._manager.end(goes_back=torch.is_grad_enabled())
+            self._gatherer.end(goes_back=torch.is_grad_enabled())
             self._after_forward()
-            self._manager.raise_own_changes()
+            self._gatherer.raise_own_changes()
         return kept
 
     def _kept(self, output: Any) -> Any:
         """Return an output with views in place of parameters, which keep their values; ``None`` if it has none."""
-        manager, index_of = self._manager, self._manager.index_of
+        gatherer, index_of = self._gatherer, self._gatherer.layout.index_of
         if not any(id(each) in index_of for each in tree_leaves(output)):
             return None
 
@@ -283,21 +283,23 @@ class ParameterHooks:
             index = index_of.get(id(value))
             if index is None:
                 return value
-            manager.use(manager.chunk_of(index))
+            gatherer.use(gatherer.layout.bucket_of(index))
             return value.view(value.shape)
 
         return tree_map(view, output)
 
-    def _pin(self, frame: _Frame, chunk: Bucket) -> None:
-        self._manager.use(chunk)
-        chunk.pins += 1
-        frame.pinned.append(chunk)
+    def _pin(self, frame: _Frame, bucket: Bucket) -> None:
+        self._gatherer.use(bucket)
+        bucket.pins += 1
+        frame.pinned.append(bucket)
 
     def _use(self, index: int) -> AbstractContextManager[None] | None:
         """Gather for a use outside of the parameter's own module."""
         frame = self._frames[-1]
-        self._manager.note_first_use([index])
-        self._pin(frame, self._manager.chunk_of(index))  # until the running forward ends: it may go on with views
+        self._gatherer.note_first_use([index])
+        self._pin(
+            frame, self._gatherer.layout.bucket_of(index)
+        )  # until the running forward ends: it may go on with views
         is_free = not self._saves or not torch.is_grad_enabled() or self._saved_uses.is_on()
         return None if is_free else self._saving()
 

@@ -1,7 +1,7 @@
 """Modules whose parameters are gathered as one, because each batch chooses which of them it uses.
 
-Ranks gather chunks together, so that all have to use the same ones in the same order. Experts are chosen by the data,
-differently on every rank. A *leaf* gathers the chunks of all its parameters when its forward begins and when its
+Ranks gather buckets together, so that all have to use the same ones in the same order. Experts are chosen by the data,
+differently on every rank. A *leaf* gathers the buckets of all its parameters when its forward begins and when its
 backward begins, and keeps them until that has ended; what happens inside of it makes no difference to other ranks. (The
 idea is that of DeepSpeed's ``set_z3_leaf_modules``.)
 """
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.gathering.manager import ChunkManager
+    from booster_zero.engine.gatherer import Gatherer
 
 
 class LeafUse:
-    """Keeps the chunks of one leaf gathered during its backward.
+    """Keeps the buckets of one leaf gathered during its backward.
 
     Args:
-        manager: The chunks.
+        gatherer: Gathers the buckets.
         indices: The parameters of the leaf, by number, in the order in which they are gathered.
         on_passed: Called with ``indices`` when backward has passed all uses of the leaf.
     """
 
     def __init__(
         self,
-        manager: ChunkManager,
+        gatherer: Gatherer,
         indices: Sequence[int],
         on_passed: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        self._manager = manager
+        self._gatherer = gatherer
         self.indices = list(indices)
         self._on_passed = on_passed
         self._expected: weakref.WeakSet[_Use] = weakref.WeakSet()  # a graph that is dropped takes its use along
 
-    def chunks(self) -> list[Bucket]:
-        """Return the leaf's chunks as they are laid out now."""
-        return list(dict.fromkeys(self._manager.chunk_of(index) for index in self.indices))
+    def buckets(self) -> list[Bucket]:
+        """Return the leaf's buckets as they are laid out now."""
+        return list(dict.fromkeys(self._gatherer.layout.bucket_of(index) for index in self.indices))
 
     def expect_backward(self, inputs: Any, outputs: Any) -> None:
-        """Gather the chunks once backward has reached an output, until it has left by all inputs.
+        """Gather the buckets once backward has reached an output, until it has left by all inputs.
 
         Where no input requires a gradient, they stay until the end of backward.
 
@@ -64,19 +64,19 @@ class LeafUse:
         holder = _Use()  # what goes out of one may go into the next
         self._expected.add(holder)
         # Not all outputs: one that is used inside, too, has its gradient after others.
-        register_multi_grad_hook(after, lambda _: self._manager.hold(holder, self.chunks()), mode="any")
+        register_multi_grad_hook(after, lambda _: self._gatherer.hold(holder, self.buckets()), mode="any")
         if before:
             register_multi_grad_hook(before, lambda _: self._pass(holder))
 
     def _pass(self, holder: _Use) -> None:
-        self._manager.let_go(holder)
+        self._gatherer.let_go(holder)
         self._expected.discard(holder)
         if not self._expected and self._on_passed is not None:
             self._on_passed(self.indices)
 
 
 class _Use:
-    """One use of a leaf in a forward, which holds its chunks in backward."""
+    """One use of a leaf in a forward, which holds its buckets in backward."""
 
 
 def _differentiated(values: Any) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """What autograd keeps of parameters between forward and backward: notes of where their values are, not the values.
 
-Saved tensors that are views of a gathered chunk are replaced by the number of their parameter and their place in it, so
-that the chunk's memory can go; backward brings the chunk back when it needs them. Other tensors are kept as they are.
+Saved tensors that are views of a gathered bucket are replaced by the number of their parameter and their place in it,
+so that the bucket's memory can go; backward brings the bucket back when it needs them. Other tensors are kept as they
+are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_zero.engine.bucket import Bucket
-    from booster_zero.gathering.manager import ChunkManager
+    from booster_zero.engine.gatherer import Gatherer
 
 
 class _Note(NamedTuple):
@@ -37,21 +38,21 @@ class SavedUses(SavedTensorHooks):
     """Hooks on what autograd saves.
 
     Args:
-        manager: The chunks.
+        gatherer: Gathers the buckets.
     """
 
-    def __init__(self, manager: ChunkManager) -> None:
+    def __init__(self, gatherer: Gatherer) -> None:
         super().__init__()
-        self._manager = manager
+        self._gatherer = gatherer
 
     def take(self, tensor: Tensor) -> _Note | None:
         """Return where a tensor's values are, if they are a parameter's."""
-        chunk = self._chunk_of(tensor)
-        if chunk is None:
+        bucket = self._bucket_of(tensor)
+        if bucket is None:
             return None
-        itemsize, offset_bytes = chunk.format.working.itemsize, tensor.storage_offset() * tensor.itemsize
-        position = bisect_right(chunk.plan.slots, offset_bytes // itemsize, key=lambda slot: slot.offset) - 1
-        slot = chunk.plan.slots[position]
+        itemsize, offset_bytes = bucket.format.working.itemsize, tensor.storage_offset() * tensor.itemsize
+        position = bisect_right(bucket.plan.slots, offset_bytes // itemsize, key=lambda slot: slot.offset) - 1
+        slot = bucket.plan.slots[position]
         return _Note(
             slot.index,
             offset_bytes - slot.offset * itemsize,
@@ -60,32 +61,32 @@ class SavedUses(SavedTensorHooks):
             tensor.stride(),
             tensor.is_conj(),
             tensor.is_neg(),
-            chunk.parameters[position]._version,  # noqa: SLF001
+            bucket.parameters[position]._version,  # noqa: SLF001
         )
 
-    def _chunk_of(self, tensor: Tensor) -> Bucket | None:
-        """Return the gathered chunk that a tensor is a view of, if it is."""
+    def _bucket_of(self, tensor: Tensor) -> Bucket | None:
+        """Return the gathered bucket that a tensor is a view of, if it is."""
         if tensor.layout is not torch.strided:
             return None
         try:
-            return self._manager.chunk_holding(tensor.data_ptr())
+            return self._gatherer.holding(tensor.data_ptr())
         except RuntimeError:  # inside of a function transform, which keeps it alive
             return None
 
     def give(self, taken: _Note) -> Tensor:
         """Return a parameter's values, which are gathered for it."""
-        manager = self._manager
-        parameter = manager.parameters[taken.number]
+        gatherer = self._gatherer
+        parameter = gatherer.layout.every[taken.number]
         if parameter._version != taken.version:  # noqa: SLF001
             msg = (
-                f"Backward needs parameter '{manager.names[taken.number]}' as it was in forward, but it has been "
-                "changed in place since, by `optimizer.step()` or by hand. Run backward before the step."
+                f"Backward needs parameter '{gatherer.layout.names[taken.number]}' as it was in forward, but it has "
+                "been changed in place since, by `optimizer.step()` or by hand. Run backward before the step."
             )
             raise RuntimeError(msg)
-        chunk = manager.chunk_of(taken.number)
-        whole = manager.use_whole(chunk)
-        slot = chunk.plan.slots[chunk.position_of[taken.number]]
-        offset_bytes = slot.offset * chunk.format.working.itemsize + taken.start_bytes
+        bucket = gatherer.layout.bucket_of(taken.number)
+        whole = gatherer.use_whole(bucket)
+        slot = bucket.plan.slots[bucket.position_of[taken.number]]
+        offset_bytes = slot.offset * bucket.format.working.itemsize + taken.start_bytes
         if taken.dtype == whole.dtype:
             found = whole.as_strided(taken.shape, taken.strides, offset_bytes // taken.dtype.itemsize)
         else:  # parameters begin at multiples of many elements, of whichever format

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from booster_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -32,7 +34,7 @@ class ChangeWatch:
         is_thorough: Whether to compare all values, and never to stop.
 
     Attributes:
-        found: How parameters were changed, by name, since this was last emptied.
+        found: How parameters were changed, by name, since `take_found` was last called.
         phases_left: In how many more forwards, backward passes and steps values are compared.
 
     Collective: none of its methods.
@@ -45,46 +47,51 @@ class ChangeWatch:
         self._names = names
         self._seen: dict[Bucket, _Look] = {}
 
-    def take(self, chunk: Bucket) -> None:
-        """Remember a chunk's parameters, which are here, as they are now."""
-        values = self._values_of(chunk) if self.phases_left else None
-        self._seen[chunk] = _Look(_versions(chunk), _addresses(chunk), values)
+    def take_found(self) -> dict[str, str]:
+        """Return how parameters were changed, by name, since the last call."""
+        found, self.found = self.found, {}
+        return found
 
-    def look(self, chunk: Bucket) -> None:
-        """Compare a chunk's parameters with what was remembered, and add those that differ to `found`."""
-        before = self._seen.pop(chunk, None)
+    def take(self, bucket: Bucket) -> None:
+        """Remember a bucket's parameters, which are here, as they are now."""
+        values = self._values_of(bucket) if self.phases_left else None
+        self._seen[bucket] = _Look(_versions(bucket), _addresses(bucket), values)
+
+    def look(self, bucket: Bucket) -> None:
+        """Compare a bucket's parameters with what was remembered, and add those that differ to `found`."""
+        before = self._seen.pop(bucket, None)
         if before is None:
             return
-        addresses, versions = _addresses(chunk), _versions(chunk)
+        addresses, versions = _addresses(bucket), _versions(bucket)
         if addresses != before.addresses:
             # bitsandbytes' layers give their weights other memory in each forward, with the same values.
-            self._note(chunk, addresses, before.addresses, "was given other memory", tolerates_equal=True)
+            self._note(bucket, addresses, before.addresses, "was given other memory", tolerates_equal=True)
         if versions != before.versions:
-            self._note(chunk, versions, before.versions, "was changed in place")
+            self._note(bucket, versions, before.versions, "was changed in place")
         if before.values is not None and not self.found:
-            values = self._values_of(chunk)
+            values = self._values_of(bucket)
             with _disable_current_modes():
                 same = [*map(torch.equal, values, before.values)]
             if not all(same):
-                self._note(chunk, same, [True] * len(same), "was changed through `.data`")
+                self._note(bucket, same, [True] * len(same), "was changed through `.data`")
 
     def _note(
-        self, chunk: Bucket, now: Sequence[int], before: Sequence[int], how: str, *, tolerates_equal: bool = False
+        self, bucket: Bucket, now: Sequence[int], before: Sequence[int], how: str, *, tolerates_equal: bool = False
     ) -> None:
-        for slot, parameter, one, other in zip(chunk.plan.slots, chunk.parameters, now, before, strict=True):
-            if one != other and not (tolerates_equal and _is_equal(chunk, slot.offset, parameter)):
+        for slot, parameter, one, other in zip(bucket.plan.slots, bucket.parameters, now, before, strict=True):
+            if one != other and not (tolerates_equal and _is_equal(bucket, slot.offset, parameter)):
                 self.found.setdefault(self._names[slot.index], how)
 
-    def _values_of(self, chunk: Bucket) -> list[Tensor]:
+    def _values_of(self, bucket: Bucket) -> list[Tensor]:
         """Return copies of all values, or some, of each parameter, as bits: NaN differs from itself.
 
         Modes of the script, such as that of selective activation checkpointing, see none of the operations.
         """
-        whole = chunk.whole
+        whole = bucket.whole
         assert whole is not None, "asked of parameters that are here"
         found = []
         with _disable_current_modes():
-            for slot in chunk.plan.slots:
+            for slot in bucket.plan.slots:
                 values = whole[slot.offset : slot.offset + slot.numel]
                 step = 1 if self._is_thorough else max(slot.numel // _SAMPLES, 1)
                 found.append(values[::step].clone().view(torch.uint8))
@@ -92,7 +99,7 @@ class ChangeWatch:
 
 
 class _Look(NamedTuple):
-    """What a chunk's parameters were like.
+    """What a bucket's parameters were like.
 
     Args:
         versions: Their versions, which operations in place raise.
@@ -105,16 +112,31 @@ class _Look(NamedTuple):
     values: list[Tensor] | None
 
 
-def _versions(chunk: Bucket) -> list[int]:
-    return [parameter._version for parameter in chunk.parameters]  # noqa: SLF001 - there is no public name
+def _versions(bucket: Bucket) -> list[int]:
+    return [parameter._version for parameter in bucket.parameters]  # noqa: SLF001 - there is no public name
 
 
-def _addresses(chunk: Bucket) -> list[int]:
-    return [parameter.data_ptr() for parameter in chunk.parameters]
+def _addresses(bucket: Bucket) -> list[int]:
+    return [parameter.data_ptr() for parameter in bucket.parameters]
 
 
-def _is_equal(chunk: Bucket, offset: int, parameter: Tensor) -> bool:
-    assert chunk.whole is not None, "asked of parameters that are here"
-    own = chunk.whole[offset : offset + parameter.numel()].view(parameter.shape)
+def _is_equal(bucket: Bucket, offset: int, parameter: Tensor) -> bool:
+    assert bucket.whole is not None, "asked of parameters that are here"
+    own = bucket.whole[offset : offset + parameter.numel()].view(parameter.shape)
     is_like = (parameter.dtype, parameter.device) == (own.dtype, own.device)
     return not parameter.requires_grad and is_like and torch.equal(parameter.detach(), own)
+
+
+def changed_error(every: Mapping[int, Mapping[str, str]]) -> ConfigError | None:
+    """Return the error for parameters that were changed by hand, given by rank how; ``None`` if there are none."""
+    told = [
+        f"rank {rank}: " + ", ".join(f"'{name}' {how}" for name, how in [*of_rank.items()][:10])
+        for rank, of_rank in every.items()
+        if of_rank
+    ]
+    if not told:
+        return None
+    return ConfigError(
+        f"Parameters were changed by hand, where their values are not kept. {'; '.join(told)}. Change values "
+        "with `booster.load_model`, or on every rank inside of `with model.whole_parameters(writes=True)`."
+    )

@@ -1,8 +1,8 @@
-"""The order in which chunks are used, recorded as it happens and expected again the next time.
+"""The order in which buckets are used, recorded as it happens and expected again the next time.
 
 A *phase* is one forward or one backward. Phases of one kind (training forward, evaluation, backward) are expected to
-use chunks in the order of the last one of their kind; where one does not, the expectation is taken up again at the
-next chunk that fits.
+use buckets in the order of the last one of their kind; where one does not, the expectation is taken up again at the
+next bucket that fits.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ class Timeline:
         self.kind = None
         self._expected = []
 
-    def note(self, chunk: int) -> None:
-        """Note the use of a chunk, by its number; repetitions in a row are one use."""
-        if self._present and self._present[-1] == chunk:
+    def note(self, bucket: int) -> None:
+        """Note the use of a bucket, by its number; repetitions in a row are one use."""
+        if self._present and self._present[-1] == bucket:
             return
-        self._present.append(chunk)
+        self._present.append(bucket)
         try:
-            self._cursor = self._expected.index(chunk, self._cursor) + 1
+            self._cursor = self._expected.index(bucket, self._cursor) + 1
         except ValueError:
             return  # not expected any more: what comes next is as likely as before
 
     def upcoming(self, most: int) -> list[int]:
-        """Return the chunks that are expected next, each once, at most so many."""
+        """Return the buckets that are expected next, each once, at most so many."""
         found: list[int] = []
-        for chunk in self._expected[self._cursor :]:
+        for bucket in self._expected[self._cursor :]:
             if len(found) == most:
                 break
-            if chunk not in found:
-                found.append(chunk)
+            if bucket not in found:
+                found.append(bucket)
         return found
 
     def forget(self) -> None:
-        """Drop all records, because chunks have got other numbers."""
+        """Drop all records, because buckets have got other numbers."""
         self.kind = None
         self._recorded = {}
         self._expected = []

@@ -1,4 +1,4 @@
-"""How long a bucket keeps its whole values, the states they go through, and memory for them that is used again.
+"""Memory for gathered values that is used again.
 
 New memory costs the CPU as much as a copy: each page of it is cleared on its first use. Whether a buffer is free is
 told by its storage's reference count: autograd, or anybody else, may still hold views of it after its bucket was
@@ -7,7 +7,6 @@ released.
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,48 +19,6 @@ _OWN_REFERENCES = 2
 
 _LARGEST_FIT = 1.5
 """How many times as large as needed a buffer may be."""
-
-
-class Keep(enum.Enum):
-    """How long a rank keeps the whole values of a bucket."""
-
-    ALWAYS = "always"
-    """ZeRO stages 1 and 2: updates are gathered into the parameters after each step."""
-    UNTIL_STEP = "until the step"
-    """From the first use to the next step."""
-    IN_USE = "while in use"
-    """ZeRO stage 3: gathered before each use, released after it."""
-
-
-class WholeState(enum.Enum):
-    """What a rank has of a bucket's whole values."""
-
-    SHARDED = "sharded"
-    """Its own slice alone: parameters are absent."""
-    ARRIVING = "arriving"
-    """A buffer with all of them, here or on its way; parameters are absent."""
-    GATHERED = "gathered"
-    """All, to be used: parameters are views of it."""
-
-
-TRANSITIONS: dict[WholeState, frozenset[WholeState]] = {
-    WholeState.SHARDED: frozenset({WholeState.ARRIVING}),
-    WholeState.ARRIVING: frozenset({WholeState.GATHERED, WholeState.SHARDED}),
-    WholeState.GATHERED: frozenset({WholeState.ARRIVING, WholeState.SHARDED}),
-}
-"""Where each state may lead. A gather that failed leads back to the beginning."""
-
-
-def check_transition(before: WholeState, after: WholeState) -> None:
-    """Check that a bucket may go from one state to another.
-
-    Raises:
-        RuntimeError: If the table has no such transition, which is an error in this package.
-    """
-    if after not in TRANSITIONS[before]:
-        allowed = ", ".join(sorted(state.value for state in TRANSITIONS[before]))
-        msg = f"A bucket that is {before.value} can't become {after.value}; it can become {allowed}."
-        raise RuntimeError(msg)
 
 
 class BufferPool:

@@ -1,4 +1,4 @@
-"""The engine asks for every block before it uses it: a home that takes each away at once changes no bit."""
+"""The engine asks for every block before it uses it: a memory that takes each away at once changes no bit."""
 
 import contextlib
 
@@ -14,10 +14,10 @@ from booster_runtime import full_gradient, set_full_gradient
 from booster_runtime.collectives import Pending
 from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_zero.engine import Home
+from booster_zero.engine import Memory
 
 
-class RestlessHome(Home):
+class RestlessMemory(Memory):
     """Takes every block out of memory as soon as nobody uses it, and brings it back to another address.
 
     Changes are lost where a release does not tell of them.
@@ -29,36 +29,40 @@ class RestlessHome(Home):
         super().__init__()
         self.kept = {}
         self.here = {}
-        self.rebinds = {}
+        self.buffers = {}
         self.uses = {}
         self.is_changed = {}
         self.reserved = 0
         self.most_reserved = 0
 
-    def add(self, key, flat, rebind):
-        assert key not in self.rebinds, f"{key} was added twice"
-        self.rebinds[key] = rebind
+    def add(self, buffer):
+        key = buffer.key
+        assert key not in self.buffers, f"{key} was added twice"
+        self.buffers[key] = buffer
         self.uses[key] = 0
-        self.kept[key] = flat.clone()
-        rebind(None)
+        self.kept[key] = buffer.tensor.clone()
+        buffer.point(None)
 
-    def drop(self, key):
-        del self.rebinds[key], self.kept[key], self.uses[key]
+    def drop(self, buffer):
+        key = buffer.key
+        del self.buffers[key], self.kept[key], self.uses[key]
         self.here.pop(key, None)
         self.is_changed.pop(key, None)
 
-    def fetch(self, key):
+    def fetch(self, buffer):
+        key = buffer.key
         self.uses[key] += 1
 
         def arrive():
             if key not in self.here:
                 self.here[key] = self.kept[key].clone()
                 self.is_changed[key] = False
-                self.rebinds[key](self.here[key])
+                buffer.point(self.here[key])
 
         return Pending(finish=arrive)
 
-    def release(self, key, *, changed):
+    def release(self, buffer, *, changed):
+        key = buffer.key
         self.uses[key] -= 1
         assert self.uses[key] >= 0, f"{key} was released more often than fetched"
         self.is_changed[key] = self.is_changed.get(key, False) or changed
@@ -66,9 +70,10 @@ class RestlessHome(Home):
             here = self.here.pop(key)
             if self.is_changed.pop(key):
                 self.kept[key] = here
-            self.rebinds[key](None)
+            buffer.point(None)
 
-    def forget(self, key):
+    def forget(self, buffer):
+        key = buffer.key
         assert self.uses[key] == 0, f"{key} is in use"
         self.kept[key].view(torch.uint8).fill_(255)
 
@@ -91,10 +96,10 @@ OPTIMIZERS = {
 }
 
 
-def train(home, precision, name, folder, steps=3):
+def train(memory, precision, name, folder, steps=3):
     """Train, and return losses, norms, gradients of the last step, and the state at the end."""
-    if home is not None:
-        plugin_module.make_home = lambda *_: home()
+    if memory is not None:
+        plugin_module.make_memory = lambda *_: memory()
     try:
         booster = Booster("cpu", precision, GeminiPlugin(min_chunk_bytes=8192))
         torch.manual_seed(0)
@@ -127,24 +132,24 @@ def train(home, precision, name, folder, steps=3):
             tokens = torch.arange(16).view(2, 8)
             booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
             optimizer.step()
-        return seen, model.state_dict(), model.manager.home
+        return seen, model.state_dict(), model.gatherer.memory
     finally:
-        plugin_module.make_home = MAKE_HOME
+        plugin_module.make_memory = MAKE_MEMORY
 
 
-MAKE_HOME = plugin_module.make_home
+MAKE_MEMORY = plugin_module.make_memory
 
 
 def compare(precision, name, folder):
     still = train(None, precision, name, folder and f"{folder}/still")
-    moved = train(RestlessHome, precision, name, folder and f"{folder}/moved")
+    moved = train(RestlessMemory, precision, name, folder and f"{folder}/moved")
     for (loss, norm, gradients), (other_loss, other_norm, others) in zip(still[0], moved[0], strict=True):
         assert (loss, norm) == (other_loss, other_norm)
         assert all(torch.equal(others[n], gradient) for n, gradient in gradients.items())
     assert all(torch.equal(moved[1][n], tensor) for n, tensor in still[1].items())
     assert not any(moved[2].uses.values())
     assert moved[2].reserved == 0
-    return {role.value for _, role in moved[2].rebinds}
+    return {role.value for _, role in moved[2].buffers}
 
 
 @matrix(["None-1"], precision=[None, "bf16", "fp16"], world_size=[1, 2])

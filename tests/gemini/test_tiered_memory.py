@@ -12,47 +12,50 @@ import torch
 from booster_core.errors import BudgetError, ConfigError, OffloadError
 from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import _THREADS, DiskStore
-from booster_gemini.memory.tiered import TieredHome
+from booster_gemini.memory.tiered import TieredMemory
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.static import StaticPlacement
 from booster_runtime.memory import ALIGNMENT, aligned_buffer
-from booster_zero.engine import Role
+from booster_zero.engine import FlatBuffer, Role
 
 NUMEL = 5000
 BYTES = 4 * NUMEL
 
 
 class Owner:
-    """Somebody whose tensor is a block, as chunks are."""
+    """Somebody who has a buffer, as buckets have."""
 
-    def __init__(self, home, number, value):
-        self.home, self.key, self.flat = home, (number, Role.PARAM), None
-        home.add(self.key, torch.full((NUMEL,), float(value)), self.rebind)
+    def __init__(self, memory, number, value):
+        self.memory = memory
+        self.buffer = FlatBuffer(number, Role.PARAM, torch.full((NUMEL,), float(value)))
+        self.key = self.buffer.key
+        memory.add(self.buffer)
 
-    def rebind(self, flat):
-        self.flat = flat
+    @property
+    def is_here(self):
+        return self.buffer.tensor.stride() == (1,)
 
     def use(self, change=None):
-        self.home.fetch(self.key).wait()
+        self.memory.fetch(self.buffer).wait()
         if change is not None:
-            self.flat += change
-        value = self.flat.unique().tolist()
-        self.home.release(self.key, changed=change is not None)
+            self.buffer.tensor.add_(change)
+        value = self.buffer.tensor.unique().tolist()
+        self.memory.release(self.buffer, changed=change is not None)
         return value
 
 
 @pytest.fixture
 def make(tmp_path):
-    homes = []
+    memories = []
 
     def make(policy, budget=None):
-        home = TieredHome([Buffers(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
-        homes.append(home)
-        return home
+        memory = TieredMemory([Buffers(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
+        memories.append(memory)
+        return memory
 
     yield make
-    for home in homes:
-        home.close()
+    for memory in memories:
+        memory.close()
 
 
 def settle(store):
@@ -89,119 +92,119 @@ def test_regions_come_back_as_they_were_written(tmp_path):
 
 
 def test_values_survive_moves_between_ram_and_disk(make):
-    home = make(everything_away())
-    owners = [Owner(home, number, number) for number in range(6)]
+    memory = make(everything_away())
+    owners = [Owner(memory, number, number) for number in range(6)]
     for step in range(4):
         for number, owner in enumerate(owners):
             assert owner.use(change=1.0) == [number + step + 1.0]
         for number, owner in enumerate(owners):
             assert owner.use() == [number + step + 1.0]
-        home.end_step()
-    assert home.bytes_by_place()["disk"] >= 3 * BYTES
+        memory.end_step()
+    assert memory.bytes_by_place()["disk"] >= 3 * BYTES
 
 
 @pytest.mark.parametrize("budget", [2, 3, 6], ids=["tight", "half", "all"])
 def test_auto_keeps_its_budget_and_the_values(make, budget):
-    home = make(AutoPlacement(), budget * BYTES)
-    owners = [Owner(home, number, number) for number in range(6)]
+    memory = make(AutoPlacement(), budget * BYTES)
+    owners = [Owner(memory, number, number) for number in range(6)]
     for step in range(5):
         for change in (None, 1.0):
             for number, owner in enumerate(owners):
                 assert owner.use(change) == [number + step + (change or 0.0)]
-        home.reserve(BYTES)
-        home.free(BYTES)
-        home.end_step()
-    assert home.rooms[0].peak_bytes <= budget * BYTES
-    assert sum(home.bytes_by_place().values()) == 6 * BYTES
+        memory.reserve(BYTES)
+        memory.free(BYTES)
+        memory.end_step()
+    assert memory.rooms[0].peak_bytes <= budget * BYTES
+    assert sum(memory.bytes_by_place().values()) == 6 * BYTES
 
 
 def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch):
-    home = make(AutoPlacement(), 2 * BYTES)
-    owners = [Owner(home, number, number) for number in range(3)]
+    memory = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(memory, number, number) for number in range(3)]
     for owner in owners:
         owner.use(change=1.0)
     read = os.preadv
     with monkeypatch.context() as patch:
         patch.setattr("booster_gemini.memory.disk.os.preadv", lambda *args: (time.sleep(0.2), read(*args))[1])
-        home.fetch(owners[2].key).wait()
-        home._send_away(home._blocks[owners[1].key])
-        home._finish_leaving(home._blocks[owners[1].key])
-        home._wanted.append(owners[0].key)  # as a plan does
-        home._bring_wanted()
-        assert home._blocks[owners[0].key].coming is not None
+        memory.fetch(owners[2].buffer).wait()
+        memory._send_away(memory._blocks[owners[1].key])
+        memory._finish_leaving(memory._blocks[owners[1].key])
+        memory._wanted.append(owners[0].key)  # as a plan does
+        memory._bring_wanted()
+        assert memory._blocks[owners[0].key].coming is not None
         assert owners[1].use() == [2.0]
-        home.release(owners[2].key, changed=False)
+        memory.release(owners[2].buffer, changed=False)
     assert owners[0].use() == [1.0]
-    assert home.rooms[0].peak_bytes <= 2 * BYTES
+    assert memory.rooms[0].peak_bytes <= 2 * BYTES
 
 
 def test_bytes_are_counted_exactly(make):
-    home = make(everything_away())
-    owner = Owner(home, 0, 1.0)
-    home.fetch(owner.key).wait()
-    assert home.bytes_by_place() == {"cpu": BYTES, "disk": 0}
-    assert home.rooms[0].used_bytes == BYTES
-    home.reserve(77)
-    assert home.rooms[0].used_bytes == BYTES + 77
-    home.free(77)
-    home.release(owner.key, changed=True)
-    home.end_step()
-    settle(home.store)
-    home.fetch(owner.key).wait()
-    home.release(owner.key, changed=False)
-    home.drop(owner.key)
-    assert home.bytes_by_place() == {"cpu": 0, "disk": 0}
-    assert home.rooms[0].used_bytes == 0
+    memory = make(everything_away())
+    owner = Owner(memory, 0, 1.0)
+    memory.fetch(owner.buffer).wait()
+    assert memory.bytes_by_place() == {"cpu": BYTES, "disk": 0}
+    assert memory.rooms[0].used_bytes == BYTES
+    memory.reserve(77)
+    assert memory.rooms[0].used_bytes == BYTES + 77
+    memory.free(77)
+    memory.release(owner.buffer, changed=True)
+    memory.end_step()
+    settle(memory.store)
+    memory.fetch(owner.buffer).wait()
+    memory.release(owner.buffer, changed=False)
+    memory.drop(owner.buffer)
+    assert memory.bytes_by_place() == {"cpu": 0, "disk": 0}
+    assert memory.rooms[0].used_bytes == 0
 
 
 def test_what_was_not_changed_is_not_written_again(make):
-    home = make(everything_away())
-    owner = Owner(home, 0, 3.0)
+    memory = make(everything_away())
+    owner = Owner(memory, 0, 3.0)
     for _ in range(4):
         assert owner.use() == [3.0]
-        home.end_step()
-    written = home.store.bytes_written
+        memory.end_step()
+    written = memory.store.bytes_written
     for _ in range(4):
         assert owner.use() == [3.0]
-        home.end_step()
-    assert home.store.bytes_written == written
+        memory.end_step()
+    assert memory.store.bytes_written == written
 
 
 def test_forgotten_values_take_no_memory(make):
-    home = make(AutoPlacement(), 10 * BYTES)
-    owner = Owner(home, 0, 3.0)
-    home.forget(owner.key)
-    assert owner.flat is None
-    assert home.bytes_by_place() == {"cpu": 0, "disk": 0}
-    home.fetch(owner.key).wait()
-    assert owner.flat.shape == (NUMEL,)
-    home.release(owner.key, changed=True)
+    memory = make(AutoPlacement(), 10 * BYTES)
+    owner = Owner(memory, 0, 3.0)
+    memory.forget(owner.buffer)
+    assert not owner.is_here
+    assert memory.bytes_by_place() == {"cpu": 0, "disk": 0}
+    memory.fetch(owner.buffer).wait()
+    assert owner.buffer.tensor.shape == (NUMEL,)
+    memory.release(owner.buffer, changed=True)
 
 
 def test_memory_that_somebody_still_reads_is_not_lent_again(make):
-    home = make(AutoPlacement(), 2 * BYTES)
-    owners = [Owner(home, number, number) for number in range(2)]
-    home.fetch(owners[0].key).wait()
-    view = owners[0].flat[:10]
-    home.release(owners[0].key, changed=False)
-    others = [Owner(home, number, number) for number in range(2, 8)]
+    memory = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(memory, number, number) for number in range(2)]
+    memory.fetch(owners[0].buffer).wait()
+    view = owners[0].buffer.tensor[:10]
+    memory.release(owners[0].buffer, changed=False)
+    others = [Owner(memory, number, number) for number in range(2, 8)]
     for owner in [*others, *owners]:
         owner.use(change=1.0)
     assert view.tolist() == [0.0] * 10
 
 
 def test_a_budget_below_the_working_set_is_told_at_the_end_of_the_first_step(make):
-    home = make(AutoPlacement(), 2 * BYTES)
-    owners = [Owner(home, number, number) for number in range(4)]
-    home.moment("forward of head")
+    memory = make(AutoPlacement(), 2 * BYTES)
+    owners = [Owner(memory, number, number) for number in range(4)]
+    memory.moment("forward of head")
     for owner in owners[:3]:
-        home.fetch(owner.key).wait()
+        memory.fetch(owner.buffer).wait()
     for owner in owners[:3]:
-        home.release(owner.key, changed=False)
+        memory.release(owner.buffer, changed=False)
     with pytest.raises(
         BudgetError, match=rf"forward of head needs {3 * BYTES} bytes at once\. Pass at least {3 * BYTES}"
     ):
-        home.end_step()
+        memory.end_step()
 
 
 @pytest.mark.parametrize(
@@ -237,26 +240,26 @@ def test_room_that_there_is_not_is_refused_before_it_is_taken(tmp_path, monkeypa
 
 
 def test_a_full_disk_loses_nothing(make, monkeypatch):
-    home = make(everything_away())
-    owner = Owner(home, 0, 1.0)
-    home.end_step()
+    memory = make(everything_away())
+    owner = Owner(memory, 0, 1.0)
+    memory.end_step()
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("booster_gemini.memory.disk.os.posix_fallocate", full)
-    other = Owner(home, 1, 2.0)
-    problem = home.problem()
+    other = Owner(memory, 1, 2.0)
+    problem = memory.problem()
     assert isinstance(problem, OffloadError)
     assert re.search(r"needs \d+ more bytes, and \d+ are free .*Nothing is lost", str(problem))
-    assert home.problem() is None
+    assert memory.problem() is None
     assert owner.use(change=1.0) == [2.0]
     assert other.use() == [2.0]
 
 
 def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):
-    home = make(everything_away())
-    owner = Owner(home, 0, 1.0)
+    memory = make(everything_away())
+    owner = Owner(memory, 0, 1.0)
     owner.use()  # it is on the disk once before that is full
 
     def full(*_):
@@ -266,35 +269,35 @@ def test_a_write_that_fails_keeps_the_values_in_memory(make, monkeypatch):
         patch.setattr("booster_gemini.memory.disk.os.pwrite", full)
         owner.use(change=4.0)
         owner.use()
-        assert "Nothing is lost: what should have moved there is still in memory" in str(home.problem())
+        assert "Nothing is lost: what should have moved there is still in memory" in str(memory.problem())
     assert owner.use() == [5.0]
 
 
 def test_a_file_that_was_cut_is_told_with_its_place(make):
-    home = make(everything_away())
-    owners = [Owner(home, number, number) for number in range(8)]
+    memory = make(everything_away())
+    owners = [Owner(memory, number, number) for number in range(8)]
     for _ in range(2):
         for owner in owners:
             owner.use()
-        home.end_step()
-    settle(home.store)  # a write that comes later would make the file longer again
-    os.ftruncate(home.store._file, 0)
+        memory.end_step()
+    settle(memory.store)  # a write that comes later would make the file longer again
+    os.ftruncate(memory.store._file, 0)
 
     def use_all():
         for _ in range(2):  # what was read before the cut serves once
             for owner in owners:
                 owner.use()
-            home.end_step()
+            memory.end_step()
 
     with pytest.raises(OffloadError, match=r"at offset \d+ .* could not be read: the file ends at byte 0, so somebody"):
         use_all()
 
 
 def test_a_write_does_not_make_a_cut_file_long_again(make):
-    home = make(everything_away())
-    owner = Owner(home, 0, 1)
-    home.fetch(owner.key).wait()
-    os.ftruncate(home.store._file, 0)
-    home.release(owner.key, changed=True)
+    memory = make(everything_away())
+    owner = Owner(memory, 0, 1)
+    memory.fetch(owner.buffer).wait()
+    os.ftruncate(memory.store._file, 0)
+    memory.release(owner.buffer, changed=True)
     owner.use()
-    assert "could not be written: the file ends at byte 0, so somebody" in str(home.problem())
+    assert "could not be written: the file ends at byte 0, so somebody" in str(memory.problem())

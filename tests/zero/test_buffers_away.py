@@ -1,4 +1,4 @@
-"""Blocks that are only in memory while in use: no use goes unannounced, and no bit depends on it."""
+"""Buffers that are only in memory while in use: no use goes unannounced, and no bit depends on it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from booster_runtime import full_gradient
 from booster_runtime.collectives import Pending
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
-from booster_zero.engine import Home, Role
+from booster_zero.engine import Memory, Role
 
 STEPS = 3
 
 
-class Away(Home):
+class Away(Memory):
     """Takes every block out of memory between its uses; who reads it then gets NaN.
 
     Attributes:
@@ -31,26 +31,28 @@ class Away(Home):
         super().__init__()
         self.faults = []
         self._changed = set()
-        self._away, self._here, self._rebind, self._uses = {}, {}, {}, {}
+        self._away, self._here, self._uses = {}, {}, {}
 
-    def add(self, key, flat, rebind):
-        self._away[key], self._rebind[key], self._uses[key] = flat.clone(), rebind, 0
-        rebind(None)
+    def add(self, buffer):
+        key = buffer.key
+        self._away[key], self._uses[key] = buffer.tensor.clone(), 0
+        buffer.point(None)
 
-    def drop(self, key):
-        for each in (self._away, self._rebind, self._uses):
-            del each[key]
-        self._changed.discard(key)  # what takes its place has a copy
-        self._here.pop(key, None)
+    def drop(self, buffer):
+        del self._away[buffer.key], self._uses[buffer.key]
+        self._changed.discard(buffer.key)  # what takes its place has a copy
+        self._here.pop(buffer.key, None)
 
-    def fetch(self, key):
+    def fetch(self, buffer):
+        key = buffer.key
         self._uses[key] += 1
         if self._uses[key] == 1:
             self._here[key] = self._away[key].clone()
-            self._rebind[key](self._here[key])
+            buffer.point(self._here[key])
         return Pending()
 
-    def release(self, key, *, changed):
+    def release(self, buffer, *, changed):
+        key = buffer.key
         if changed:
             self._away[key] = self._here[key]
         self._uses[key] -= 1
@@ -60,10 +62,10 @@ class Away(Home):
                 self._changed.add(key)
             self._away[key] = self._away[key].clone()
             here.view(torch.uint8).fill_(255)  # NaN
-            self._rebind[key](None)
+            buffer.point(None)
 
-    def forget(self, key):
-        self._away[key].view(torch.uint8).fill_(255)
+    def forget(self, buffer):
+        self._away[buffer.key].view(torch.uint8).fill_(255)
 
     def end_step(self):
         self.faults += [f"{key} was changed in a use that should only read" for key in self._changed]
@@ -80,12 +82,12 @@ OPTIMIZERS = {
 }
 
 
-def boost(optimizer, precision, home):
+def boost(optimizer, precision, memory):
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     net[2].weight.requires_grad_(requires_grad=False)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    booster = Booster("cpu", precision, GatheringPlugin(home=home))
+    booster = Booster("cpu", precision, GatheringPlugin(memory=memory))
     model, optimizer, *_ = booster.boost(net, OPTIMIZERS[optimizer](trained))
     return booster, model, optimizer
 
@@ -103,29 +105,29 @@ def train(booster, model, optimizer, first=0):
     return found | whole_model(booster, model)
 
 
-def train_with(optimizer, precision, home, folder):
+def train_with(optimizer, precision, memory, folder):
     """Train, save, load into another run and train on there; return what there is of both."""
-    run = boost(optimizer, precision, home)
+    run = boost(optimizer, precision, memory)
     found = train(*run)
     booster, model, boosted = run
-    booster.save_model(model, f"{folder}/{home.__name__}/model", shard=True)
-    booster.save_optimizer(boosted, f"{folder}/{home.__name__}/optimizer", shard=True)
-    other = boost(optimizer, precision, home)
+    booster.save_model(model, f"{folder}/{memory.__name__}/model", shard=True)
+    booster.save_optimizer(boosted, f"{folder}/{memory.__name__}/optimizer", shard=True)
+    other = boost(optimizer, precision, memory)
     booster, model, boosted = other
-    booster.load_model(model, f"{folder}/{home.__name__}/model")
-    booster.load_optimizer(boosted, f"{folder}/{home.__name__}/optimizer")
+    booster.load_model(model, f"{folder}/{memory.__name__}/model")
+    booster.load_optimizer(boosted, f"{folder}/{memory.__name__}/optimizer")
     found |= {f"later {name}": tensor for name, tensor in train(*other, STEPS).items()}
-    if home is Away:
+    if memory is Away:
         for _, boosted, _ in (run, other):
-            faults = boosted.manager.home.faults
+            faults = boosted.gatherer.memory.faults
             assert not faults, faults
-            assert boosted.manager.home.roles() == {Role.PARAM, Role.GRAD, Role.OPTIM}
+            assert boosted.gatherer.memory.roles() == {Role.PARAM, Role.GRAD, Role.OPTIM}
     return found
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), [("sgd", None), ("adamw", "bf16"), ("adafactor", None)])
 def test_bits_do_not_depend_on_where_blocks_are_between_uses(optimizer, precision, tmp_path):
-    expected = run_on_ranks(train_with, 2, optimizer, precision, Home, str(tmp_path))
+    expected = run_on_ranks(train_with, 2, optimizer, precision, Memory, str(tmp_path))
     for found, told in zip(
         run_on_ranks(train_with, 2, optimizer, precision, Away, str(tmp_path)), expected, strict=True
     ):
@@ -137,13 +139,13 @@ def test_bits_do_not_depend_on_where_blocks_are_between_uses(optimizer, precisio
 
 def load_into_other_precision(folder):
     """Save a run with masters, and return this rank's parts of these, and the parameters of a run without masters."""
-    booster, model, optimizer = boost("adamw", "bf16", Home)
+    booster, model, optimizer = boost("adamw", "bf16", Memory)
     train(booster, model, optimizer)
     booster.save_model(model, f"{folder}/model", shard=True)
     booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
     every = booster.state_adapter(model, optimizer).optimizer_shards()
     masters = [(shard.name, shard.flat_range, shard.data.clone()) for shard in every if shard.state == "master"]
-    booster, model, optimizer = boost("adamw", None, Home)
+    booster, model, optimizer = boost("adamw", None, Memory)
     booster.load_model(model, f"{folder}/model")
     booster.load_optimizer(optimizer, f"{folder}/optimizer")
     return masters, whole_model(booster, model)

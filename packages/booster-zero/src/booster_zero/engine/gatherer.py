@@ -1,0 +1,621 @@
+"""When whole values of buckets are here: gathered before their parameters are used, and released when they are not.
+
+What a bucket keeps always (`Keep`) is gathered by the step that has changed it; with ``overlaps`` that goes on after
+the step, and the first use of what it brings waits. Everything else is gathered for each use in a forward or a
+backward, a *phase*: in the order of the last phase of its kind, some of it ahead. Until its values are here, a
+parameter is absent (`booster_runtime.memory.absent`), so that whatever reads or writes one gathers, waits or raises,
+from whichever thread.
+
+What can't wait is a read of memory by a view, NumPy's say, that was made before a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster_core.errors import ConfigError
+from booster_core.ranks import NamedCall
+from booster_runtime import collectives
+from booster_runtime.sharding import between_hosts
+from booster_zero.engine.bucket import Bucket
+from booster_zero.engine.buffer_pool import BufferPool
+from booster_zero.engine.changes import ChangeWatch, changed_error
+from booster_zero.engine.layout import Layout
+from booster_zero.engine.order_check import OrderCheck
+from booster_zero.engine.states import Keep, WholeState
+from booster_zero.engine.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+
+    from booster_runtime.collectives import Pending
+    from booster_runtime.sharding import ShardingRanks
+    from booster_zero.engine.formats import Format
+    from booster_zero.engine.memory import Memory
+
+
+_BACKWARD = "backward"
+_64_BITS = (1 << 64) - 1
+
+
+class Gatherer:
+    """Gathers a model's buckets before they are used.
+
+    Args:
+        model: The user's model.
+        ranks: The ranks that share its buckets.
+        memory: Keeps this rank's part of these.
+        bucket_bytes: Size of a bucket in the format in which its gradients travel.
+        overlaps: Let a step return while what is always whole is still being gathered.
+
+    Attributes:
+        layout: The buckets and their parameters.
+        ranks: As given.
+        memory: As given.
+        order: Lets ranks compare what they are about to do together; ``None`` where no use concerns other ranks.
+        timeline: The order of uses in phases.
+        first_uses: The parameters in the order of their first use, until they have been laid out by it; ``None`` also
+            where the order makes no difference.
+        is_laid_out_again: Whether that has happened since this was last set to ``False``.
+        keeps_all: Whether this rank has all values where it computes, so that no use waits for any.
+        use_in_forward: Gathers for a use of a parameter, given by its number, while a forward runs; ``None`` while
+            none does.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: ShardingRanks, *, memory: Memory, bucket_bytes: int, overlaps: bool = False
+    ) -> None:
+        self.ranks = ranks
+        self.memory = memory
+        self._pool: BufferPool | None = None
+        self.timeline = Timeline()
+        self.layout = Layout(model, ranks, self._maker(), bucket_bytes=bucket_bytes)
+        self.order: OrderCheck | None = None
+        self.keeps_all = False
+        self.first_uses: dict[int, None] | None = None
+        self.use_in_forward: Callable[[int], AbstractContextManager[None] | None] | None = None
+        self.is_laid_out_again = False
+        self._overlaps = overlaps
+        self._pending: dict[Bucket, Pending] = {}  # of what is always whole
+        weakref.finalize(self, _wait_quietly, self._pending)  # gloo's threads write into buckets until then
+        self._watch = ChangeWatch(self.layout.names, is_thorough=False)
+        self._release_fraction = 0.0
+        self._max_prefetch = 0
+        self._max_ahead_bytes: int | None = None
+        self._has_looked_ahead = False
+        self._ends_with_backward = False
+        self._used: dict[int, Bucket] = {}
+        self._last: Bucket | None = None
+        self._ahead: dict[int, Bucket] = {}
+        self._held: dict[object, list[Bucket]] = {}
+        self._gathered = 0
+        self._number_of: dict[Bucket, int] = {}
+
+    def shard_all(
+        self,
+        format_of: Callable[[nn.Parameter], Format],
+        *,
+        max_prefetch: int,
+        max_ahead_bytes: int | None = None,
+        release_fraction: float = 1.0,
+        lazy: Container[int] = (),
+        units: Sequence[Sequence[int]] | None = None,
+        remedy: str,
+        debug: bool = False,
+    ) -> None:
+        """Lay all parameters out, which become absent, and gather them for each use from now on.
+
+        Args:
+            format_of: Formats and devices of a parameter.
+            max_prefetch: How many buckets are gathered ahead of their use.
+            max_ahead_bytes: What they may take at once, beyond the first; ``None`` for no limit. Every rank's is the
+                same.
+            release_fraction: Fraction of the parameters whose buckets are released after use; others stay until the
+                step.
+            lazy: Numbers of parameters that have no values yet.
+            units: Numbers of the parameters that share no bucket with others, such as those of a layer, for each
+                unit; ``None`` for one unit of all, which is laid out again by first use.
+            remedy: What to do where ranks use other parameters, for the error.
+            debug: Compare the values of parameters before and after each use at all times, not some in the first
+                phases.
+
+        Collective: none; values are taken from this rank's parameters.
+        """
+        self._watch = ChangeWatch(self.layout.names, is_thorough=debug)
+        self.order = OrderCheck(self.ranks, remedy)
+        self.keeps_all = self.ranks.shard_size == 1 and not self.memory.moves
+        self.first_uses = None if self.keeps_all or units is not None else {}
+        self._max_prefetch, self._max_ahead_bytes = max_prefetch, max_ahead_bytes
+        self._release_fraction = release_fraction
+        bucket_bytes = self.layout.bucket_bytes
+        self._pool = BufferPool(least_bytes=bucket_bytes, most_idle_bytes=2 * bucket_bytes)
+        every = self.layout.every
+        valued = frozenset(index for index in every if index not in lazy)
+        self.layout.make = self._maker(valued)
+        formats = {index: format_of(parameter) for index, parameter in every.items()}
+        for unit in [[*every]] if units is None else units:
+            self.layout.add({index: every[index] for index in unit}, {index: formats[index] for index in unit})
+        self.layout.make = self._maker(())  # the layout writes to buckets that are laid out again
+        self._enumerate()
+
+    def _maker(self, valued: Container[int] | None = None) -> Callable[..., Bucket]:
+        """Return what makes buckets; see `Bucket` for ``valued``."""
+        options: dict[str, Any] = {"memory": self.memory, "pool": self._pool, "valued": valued}
+        user = weakref.ref(self)  # the layout, which keeps this, must not keep alive whose it is
+
+        def make(*described: Any) -> Bucket:
+            return Bucket(*described, user=user(), **options)
+
+        return make
+
+    def _enumerate(self) -> None:
+        self._number_of = {bucket: number for number, bucket in enumerate(self.layout.buckets)}
+        # What comes last in forward is what backward needs first: it gains most from staying.
+        to_release = self._release_fraction * sum(bucket.plan.numel for bucket in self.layout.buckets)
+        for bucket in self.layout.buckets:
+            bucket.keep = Keep.UNTIL_STEP if self.keeps_all or to_release <= 0 else Keep.IN_USE
+            to_release -= bucket.plan.numel
+
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether parameters are gathered for each use; else they are always whole."""
+        return self._pool is not None
+
+    # ---- phases
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a phase: a forward or a backward.
+
+        Raises:
+            ConfigError: If a parameter was changed by hand.
+
+        Collective: every rank of the shard group.
+        """
+        with _plainly():
+            self.check_changes()
+        self._let_go_of_all()
+        self._last = None
+        self._ends_with_backward = False  # that one may have raised
+        self.timeline.begin(kind)
+        if self.keeps_all:
+            self.use_all()
+        self._look_ahead()
+
+    def end(self, *, goes_back: bool = False) -> None:
+        """End a phase: release what nobody pins.
+
+        Args:
+            goes_back: A backward is expected to follow, which begins with what was used last.
+        """
+        if self.timeline.kind == _BACKWARD:
+            self._let_go_of_all()
+        self.timeline.end()
+        self._last = None
+        with _plainly():
+            self.release_unused(keep=1 if goes_back else 0)
+            for bucket in self._used.values():
+                if bucket.is_gathered and not bucket.pins:
+                    bucket.hide()
+
+    def end_with_backward(self) -> None:
+        """See to it that the backward that is running ends as a phase does, where a script has called it itself."""
+        if self.timeline.kind is None and not self._ends_with_backward:
+            self._ends_with_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # noqa: SLF001 - as DDP does
+
+    def _end_of_backward(self) -> None:
+        self._ends_with_backward = False
+        self.end()
+        self.raise_own_changes()
+
+    # ---- uses
+
+    def use(self, bucket: Bucket) -> None:
+        """Return once a bucket's parameters can be read. They can until others are used, or as long as it is pinned.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        if bucket is self._last and bucket.is_gathered:
+            return  # most uses follow another one of the same bucket
+        self._prepare(bucket)
+        if not bucket.is_gathered:
+            with _plainly():
+                bucket.finish_gather()
+        self._look_ahead()
+
+    def use_whole(self, bucket: Bucket) -> Tensor:
+        """Return a bucket's whole values, as `use` gathers them; its parameters need not be readable.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        if bucket is not self._last or bucket.whole is None:
+            self._prepare(bucket)
+            self._look_ahead()
+        return bucket.arrived()
+
+    def use_all(self) -> None:
+        """Use all buckets: one call of Python for each use of a module takes longer than to show all parameters."""
+        for bucket in self.layout.buckets:
+            self.use(bucket)
+
+    def holding(self, address: int) -> Bucket | None:
+        """Return the bucket whose whole values have an address, if one has."""
+        for bucket in self._used.values():
+            whole = bucket.whole
+            if whole is not None and 0 <= address - whole.data_ptr() < bucket.whole_bytes:
+                return bucket
+        return None
+
+    def note_first_use(self, indices: Sequence[int]) -> None:
+        """Remember in which order parameters are used first."""
+        if self.first_uses is not None:
+            self.first_uses.update(dict.fromkeys(indices))
+
+    def hold(self, holder: object, buckets: Sequence[Bucket]) -> None:
+        """Gather buckets, and keep them until `let_go`; in between, uses of them are no business of other ranks.
+
+        Args:
+            holder: Who needs them; holds nothing yet, or the same.
+            buckets: The buckets, in the same order on every rank.
+
+        Collective: every rank of the shard group, in the same order.
+        """
+        if holder in self._held:
+            return
+        for bucket in buckets:
+            self.use(bucket)
+            bucket.pins += 1
+        self._held[holder] = list(buckets)
+
+    def let_go(self, holder: object) -> None:
+        """Let buckets be released again that somebody holds, if anything."""
+        for bucket in self._held.pop(holder, ()):
+            bucket.pins = max(bucket.pins - 1, 0)
+
+    def _let_go_of_all(self) -> None:
+        for holder in [*self._held]:
+            self.let_go(holder)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Take note of a use of a bucket, and start to gather it."""
+        if self._held and any(bucket in held for held in self._held.values()):
+            return  # other ranks may use other parts of what is held
+        self._last = bucket
+        number = self._number_of[bucket]
+        self.timeline.note(number)
+        self._ahead.pop(number, None)
+        self._used.pop(number, None)
+        self._used[number] = bucket  # the last one used is the last one released
+        if not bucket.is_gathered:
+            with _plainly():
+                self.release_unused(keep=1)
+                if bucket.state is WholeState.SHARDED:
+                    self._start_gather(number, bucket)
+
+    def _look_ahead(self) -> None:
+        """Start gathering what is expected next."""
+        if self.ranks.shard_size == 1:
+            return
+        for number in self.timeline.upcoming(self._max_prefetch):
+            bucket = self.layout.buckets[number]
+            if len(self._ahead) >= self._max_prefetch:
+                return
+            if bucket.state is WholeState.SHARDED:
+                # Every rank must decide alike, so this looks at whole buckets, and at no memory of this rank's.
+                taken = sum(each.whole_bytes for each in self._ahead.values()) + bucket.whole_bytes
+                if self._ahead and self._max_ahead_bytes is not None and taken > self._max_ahead_bytes:
+                    return
+                self._ahead[number] = bucket
+                self._has_looked_ahead = True
+                with _plainly():
+                    self._start_gather(number, bucket)
+
+    def _start_gather(self, number: int, bucket: Bucket) -> None:
+        self._gathered = hash((self._gathered, number))  # the same on every rank, as numbers' hashes are
+        if self.order is not None:
+            self.order.gather(bucket)
+        bucket.start_gather()
+
+    def stop_looking_ahead(self) -> bool:
+        """Gather nothing ahead of its use from now on, and return whether that makes a difference.
+
+        Collective: none, but every rank must do the same.
+        """
+        has_looked_ahead, self._has_looked_ahead, self._max_prefetch = self._has_looked_ahead, False, 0
+        return has_looked_ahead
+
+    def release_unused(self, keep: int) -> None:
+        """Release buckets that nobody pins, the least recently used first, until so many are left."""
+        loose = [
+            number
+            for number, bucket in self._used.items()
+            if not bucket.pins and bucket.keep is Keep.IN_USE and bucket.whole is not None
+        ]
+        for number in loose[: len(loose) - keep]:
+            self._used.pop(number).release()
+        if self.timeline.kind is None:
+            for bucket in self._ahead.values():  # nobody came for them
+                bucket.release()
+            self._ahead = {}
+
+    def release_all(self) -> None:
+        """Release every bucket that is not always whole, pinned or not."""
+        for bucket in self.layout.buckets if self.gathers_on_use else ():
+            bucket.release()
+            bucket.pins = 0
+        self._held = {}
+        self._used = {}
+        self._ahead = {}
+
+    # ---- what buckets tell, see `User`
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def on_use(self, bucket: Bucket, index: int, what: str) -> AbstractContextManager[None] | None:
+        """Gather what is used in a forward or a backward, and wait for what a step has left on its way.
+
+        Raises:
+            ConfigError: If none is running.
+
+        Collective: every rank of the shard group, in the same order; none where the step has gathered.
+        """
+        if bucket in self._pending:
+            self._end(bucket)
+            return None
+        if self.use_in_forward is not None:
+            return self.use_in_forward(index)
+        if not is_in_backward():
+            msg = (
+                f"Parameter '{self.layout.names[index]}' is kept in shards outside of the model's forward and "
+                f"backward, so that `{what}` finds no values. Read values inside of `with model.whole_parameters():` "
+                "or from `model.state_dict()` of the boosted model, and change them inside of `with "
+                "model.whole_parameters(writes=True):`, each on every rank. `booster.save_model` writes files, "
+                "`booster_runtime.ema(booster, model)` keeps an average; copy the model inside of such a block, or "
+                "before `boost`."
+            )
+            raise ConfigError(msg)
+        self.use(bucket)
+        self.end_with_backward()
+        return None
+
+    def on_show(self, bucket: Bucket) -> None:
+        """Remember what the parameters of a bucket are like, where what is written to them would be lost."""
+        if bucket.keep is not Keep.ALWAYS:
+            self._watch.take(bucket)
+
+    def on_hide(self, bucket: Bucket) -> None:
+        """Find those of them that were changed."""
+        self._watch.look(bucket)
+
+    # ---- what a step has left on its way
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether a step has left any."""
+        return bool(self._pending)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def wait(self) -> None:
+        """Return once it is here.
+
+        Collective: none; the gathers were entered when they were started.
+        """
+        while self._pending:
+            self._end(next(iter(self._pending)))
+
+    @contextlib.contextmanager
+    def during_forward(self, model: nn.Module) -> Iterator[None]:
+        """Run the model's forward inside: its uses of parameters wait, and its end waits for the rest."""
+        if not self._pending:
+            yield
+            return
+        if any(map(_is_compiled, model.modules())):  # its graph would break at each use
+            self.wait()
+        try:
+            yield
+        finally:
+            self.wait()
+
+    def _end(self, bucket: Bucket) -> None:
+        with NamedCall("gather of parameters"):
+            bucket.finish_gather()
+        del self._pending[bucket]
+
+    # ---- what the engine tells
+
+    def in_order_of_forward(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Return all buckets in the order in which forward is expected to use them.
+
+        What is gathered for each use is laid out in that order, what is always whole in the order of backward.
+        """
+        return buckets if self.gathers_on_use else buckets[::-1]
+
+    def order_to_lay_out(self, order: list[int]) -> list[int] | None:
+        """Return the parameters in the order in which this rank would have them; ``None`` where that is no matter.
+
+        Args:
+            order: The parameters, in the order in which this rank's backward produced gradients.
+        """
+        if not self.gathers_on_use:
+            return order if self.layout.is_shared else None  # no rank waits for another's buckets
+        first, self.first_uses = self.first_uses, None
+        if first is None:
+            return None
+        return [*first, *(index for index in self.layout.every if index not in first)]
+
+    def after_laying_out(self) -> None:
+        """Take note that the layout has new buckets, whose values are in place."""
+        if not self.gathers_on_use:
+            return
+        assert self._pool is not None, "it lends what is gathered"
+        for bucket in self.layout.buckets:
+            bucket.round_values()
+        self._last = None
+        self._used = {}
+        self._ahead = {}
+        self._pool.clear()
+        self._enumerate()
+        self.timeline.forget()
+        self.is_laid_out_again = True
+
+    def begin_backward(self) -> None:
+        """Begin the phase of backward, and wait for what a step has left on its way.
+
+        Collective: every rank of the shard group, where parameters are gathered for each use; else none.
+        """
+        self.wait()
+        if self.gathers_on_use:
+            self.memory.moment("backward")
+            self.begin(_BACKWARD)
+
+    def end_backward(self) -> None:
+        """End it, also where it raised: release what nobody pins."""
+        if self.gathers_on_use:
+            self.end()
+            self.raise_own_changes()
+
+    def begin_step(self) -> None:
+        """Take in what the script has written into parameters that are always whole, and raise for what it can't have.
+
+        Raises:
+            ConfigError: If a parameter was given other memory since it was laid out, or one was changed by hand that
+                is gathered for each use.
+
+        Collective: the shard group, in debugging and in the first phases; else none.
+        """
+        self.wait()
+        if self.gathers_on_use:
+            self.check_changes()
+            self.memory.moment("step")
+            return
+        for bucket in self.layout.buckets:
+            bucket.notice_changes(self.layout.names)
+
+    def end_step(self, published: Mapping[Bucket, Pending]) -> None:
+        """Let the next use of buckets see what the optimizer has updated.
+
+        Args:
+            published: What `Bucket.publish` has returned for them.
+        """
+        stays = not self.gathers_on_use
+        for bucket, pending in published.items():
+            if stays and not self._overlaps:
+                pending.wait()
+            if not stays and bucket.ranks.shard_size > 1:
+                bucket.release()
+        for bucket in published:
+            bucket.mark_changed()
+        if stays and self._overlaps:
+            for bucket, pending in published.items():
+                self._pending[bucket] = pending
+                bucket.await_gather(pending)
+
+    def meet(self) -> None:
+        """Announce a call that every rank makes, where ranks compare what they do.
+
+        Raises:
+            ConfigError: If other ranks still use parameters.
+
+        Collective: every rank of the shard group, where it compares; else none.
+        """
+        if self.order is not None:
+            self.order.meet(self._device())
+
+    def check_same_order(self) -> None:
+        """Check that all ranks have gathered the same buckets in the same order since the last call.
+
+        Raises:
+            ConfigError: If they have not, so that what they computed with was not what they meant.
+
+        Collective: every rank of the shard group, where parameters are gathered for each use; else none.
+        """
+        if self.order is None or self.ranks.shard_size == 1:
+            return
+        own = (self._gathered & _64_BITS).to_bytes(8, "little")
+        self._gathered = 0
+        # The largest of each byte, and of its difference to 255: a rank that differs from any other sees a larger one.
+        device = between_hosts(self._device(), self.ranks.gathering)
+        flags = torch.tensor([*own, *(255 - byte for byte in own)], dtype=torch.uint8, device=device)
+        told = flags.clone()
+        collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.gathering).wait()
+        if not torch.equal(told, flags):
+            self.order.raise_other_order()
+
+    def _device(self) -> torch.device:
+        return self.layout.buckets[0].format.device
+
+    # ---- changes
+
+    def check_changes(self) -> None:
+        """Raise for parameters that somebody has changed by hand on any rank, where such changes are looked for.
+
+        Raises:
+            ConfigError: If there are any, or other ranks still use parameters of the phase before.
+
+        Collective: the shard group, in debugging and in the first phases; else none.
+        """
+        assert self.order is not None, "asked where parameters are gathered for each use"
+        if not self._watch.phases_left:
+            self.order.is_on = False
+            return
+        self.meet()
+        self._watch.phases_left -= 1
+        self.tell_changes()
+
+    def raise_own_changes(self) -> None:
+        """Raise for parameters that were changed by hand on this rank, once ranks do not tell each other any more.
+
+        Raises:
+            ConfigError: If there are any.
+        """
+        error = None if self._watch.phases_left else self.take_changes()
+        if error is not None:
+            raise error
+
+    def take_changes(self) -> ConfigError | None:
+        """Return the error for parameters that were changed by hand on this rank, and forget them."""
+        return changed_error({self.ranks.shard_rank: self._watch.take_found()})
+
+    def tell_changes(self) -> None:
+        """Raise on every rank for parameters that were changed by hand on any.
+
+        Raises:
+            ConfigError: If there are any.
+
+        Collective: every rank of the shard group.
+        """
+        found = self._watch.take_found()
+        error = changed_error(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
+        if error is not None:
+            raise error
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Leave inference mode, whose memory could not be used in training later, and be seen by no mode or transform."""
+    private: Any = torch._C  # noqa: SLF001 - as torch's own modes do
+    with torch.inference_mode(mode=False), torch.no_grad(), private.DisableTorchFunction(), private._DisableFuncTorch():  # noqa: SLF001
+        yield
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running on this thread, as it is when checkpointed layers are recomputed."""
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - no public name
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _wait_quietly(pending: dict[Bucket, Pending]) -> None:
+    with contextlib.suppress(RuntimeError):
+        for each in pending.values():
+            each.wait()
+    pending.clear()
