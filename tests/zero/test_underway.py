@@ -31,15 +31,17 @@ class FakeBucket:
 
 
 def test_memory_of_a_reduction_that_has_ended_is_lent_again():
-    buckets = [FakeBucket(str(number), [], numel=number + 1) for number in range(3)]
+    sizes = [3, 2, 1, 3, 2, 1]
+    buckets = [FakeBucket(str(number), [], numel=numel) for number, numel in enumerate(sizes)]
     underway = Underway(buckets)
     for bucket in buckets:
         underway.start(bucket, {})
         underway.wait_until(1)
-    first, second, third = (bucket.lent[0] for bucket in buckets)
-    assert first.numel() == 3  # long enough for any bucket
-    assert first.data_ptr() != second.data_ptr()  # both are underway
-    assert third.data_ptr() == first.data_ptr()
+    lent = [bucket.lent[0] for bucket in buckets]
+    assert all(each.numel() >= numel for each, numel in zip(lent, sizes, strict=True))
+    assert lent[0].data_ptr() != lent[1].data_ptr()  # both are underway
+    assert len({each.data_ptr() for each in lent}) == 3, "no more than are underway at once, and one that was too small"
+    assert sum(each.numel() for each in underway._spare[torch.float32]) <= 6
 
 
 def test_memory_is_lent_to_buckets_of_its_type():
