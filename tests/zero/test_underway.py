@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from booster_zero.engine.rounds import Underway
 
@@ -41,7 +42,14 @@ def test_memory_of_a_reduction_that_has_ended_is_lent_again():
     assert all(each.numel() >= numel for each, numel in zip(lent, sizes, strict=True))
     assert lent[0].data_ptr() != lent[1].data_ptr()  # both are underway
     assert len({each.data_ptr() for each in lent}) == 3, "no more than are underway at once, and one that was too small"
-    assert sum(each.numel() for each in underway._spare[torch.float32]) <= 6
+    underway.wait_until(0)
+    kept = [StorageWeakRef(each.untyped_storage()) for each in lent]
+    for bucket in buckets:
+        bucket.lent.clear()
+    lent.clear()
+    assert not all(storage.expired() for storage in kept)
+    underway.give_back()
+    assert all(storage.expired() for storage in kept)
 
 
 def test_memory_is_lent_to_buckets_of_its_type():

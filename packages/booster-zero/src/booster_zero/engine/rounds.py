@@ -126,8 +126,12 @@ class Underway:
         while len(self._averaging) > most:
             self._averaging.popleft().wait()
 
+    def give_back(self) -> None:
+        """Give back what reductions have borrowed; none is underway. Until the next round, activations need it."""
+        self._spare = {}
+
     def _borrow(self, bucket: Bucket) -> Tensor:
-        """Return memory to receive into; a few pieces serve all buckets in turn."""
+        """Return memory to receive into; a few pieces serve all buckets of a round in turn."""
         numel, wire = bucket.scratch_numel, bucket.format.wire
         spare = self._spare.setdefault(wire, [])
         fitting = [each for each in spare if each.numel() >= numel]
