@@ -10,24 +10,24 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-WIDTH, HEIGHT, ROW, MARGIN = 220, 54, 110, 30
+WIDTH, HEIGHT, ROW, MARGIN = 160, 54, 100, 14
 COLORS = {
     "architecture.svg": ("#ffffff", "#e8eaf6", "#3f51b5", "#1a237e", "#78909c"),
     "architecture-dark.svg": ("#1e2129", "#2c3350", "#7986cb", "#e8eaf6", "#90a4ae"),
 }
 """Background, boxes, their borders, text and arrows of each picture."""
 WHAT = {
-    "booster-checkpoint": "writes and reads checkpoints",
-    "booster-core": "Booster, the interface of plugins",
+    "booster-checkpoint": "reads, writes checkpoints",
+    "booster-core": "Booster, plugin interface",
     "booster-ddp": "DistributedDataParallel",
-    "booster-fsdp": "fully_shard (FSDP2)",
-    "booster-ft": "replica groups around any plugin",
-    "booster-gemini": "ZeRO-3 in chunks, offload",
-    "booster-hybrid": "tensor, pipeline, context, expert",
+    "booster-fsdp": "FSDP2, HSDP",
+    "booster-ft": "replica groups",
+    "booster-gemini": "ZeRO-3, offload",
+    "booster-hybrid": "tensor, pipeline, experts",
     "booster-runtime": "what strategies share",
-    "booster-testing": "the conformance kit",
-    "booster-tools": "plans, verifies, tracks",
-    "booster-zero": "ZeRO 1 and 2, the sharded engine",
+    "booster-testing": "conformance kit",
+    "booster-tools": "plan, verify, track",
+    "booster-zero": "ZeRO 1, 2; the engine",
 }
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from booster_zero.engine.rounds import Underway
 
@@ -31,15 +32,24 @@ class FakeBucket:
 
 
 def test_memory_of_a_reduction_that_has_ended_is_lent_again():
-    buckets = [FakeBucket(str(number), [], numel=number + 1) for number in range(3)]
+    sizes = [3, 2, 1, 3, 2, 1]
+    buckets = [FakeBucket(str(number), [], numel=numel) for number, numel in enumerate(sizes)]
     underway = Underway(buckets)
     for bucket in buckets:
         underway.start(bucket, {})
         underway.wait_until(1)
-    first, second, third = (bucket.lent[0] for bucket in buckets)
-    assert first.numel() == 3  # long enough for any bucket
-    assert first.data_ptr() != second.data_ptr()  # both are underway
-    assert third.data_ptr() == first.data_ptr()
+    lent = [bucket.lent[0] for bucket in buckets]
+    assert all(each.numel() >= numel for each, numel in zip(lent, sizes, strict=True))
+    assert lent[0].data_ptr() != lent[1].data_ptr()  # both are underway
+    assert len({each.data_ptr() for each in lent}) == 3, "no more than are underway at once, and one that was too small"
+    underway.wait_until(0)
+    kept = [StorageWeakRef(each.untyped_storage()) for each in lent]
+    for bucket in buckets:
+        bucket.lent.clear()
+    lent.clear()
+    assert not all(storage.expired() for storage in kept)
+    underway.give_back()
+    assert all(storage.expired() for storage in kept)
 
 
 def test_memory_is_lent_to_buckets_of_its_type():

@@ -64,9 +64,9 @@ OPTIMIZERS = {
 MICROS = (3, 1, 2)
 
 
-def data(step, micro, world_size):
+def data(step, micro, world_size, micros=MICROS):
     generator = torch.Generator().manual_seed(100 * step + micro)
-    samples = MICROS[micro] * world_size
+    samples = micros[micro] * world_size
     return torch.randn(samples, 6, generator=generator), torch.randn(samples, 3, generator=generator)
 
 
@@ -74,13 +74,14 @@ def loss_of(model, x, y, samples):
     return (model(x) - y).square().sum() / samples
 
 
-def plainly(optimizer_name, world_size, steps=5):
+def plainly(optimizer_name, world_size, steps=5, micros=MICROS, left_first=True):
     model = make_net()
+    model.left_first = left_first
     optimizer = OPTIMIZERS[optimizer_name](list(model.parameters()))
     gradients, norms = [], []
     for step in range(steps):
-        for micro in range(len(MICROS)):
-            loss_of(model, *data(step, micro, world_size), sum(MICROS) * world_size).backward()
+        for micro in range(len(micros)):
+            loss_of(model, *data(step, micro, world_size, micros), sum(micros) * world_size).backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         held = [p for group in optimizer.param_groups for p in group["params"]]
         norms.append(float(nn.utils.clip_grad_norm_(held, 0.7)))
@@ -89,18 +90,19 @@ def plainly(optimizer_name, world_size, steps=5):
     return gradients, norms, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def boosted(optimizer_name, options, steps=5):
+def boosted(optimizer_name, options, steps=5, micros=MICROS, num_synced=1, left_first=True):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     booster = Booster(plugin=LowLevelZeroPlugin(**options))
     model = make_net()
+    model.left_first = left_first
     names = [n for n, _ in model.named_parameters()]
     model, optimizer, *_ = booster.boost(model, OPTIMIZERS[optimizer_name](list(model.parameters())))
     gradients, norms = [], []
     for step in range(steps):
-        for micro in range(len(MICROS)):
-            x, y = data(step, micro, world_size)
-            with booster.no_sync(model) if micro < len(MICROS) - 1 else contextlib.nullcontext():
-                loss = loss_of(model, x[rank::world_size], y[rank::world_size], sum(MICROS))
+        for micro in range(len(micros)):
+            x, y = data(step, micro, world_size, micros)
+            with booster.no_sync(model) if micro < len(micros) - num_synced else contextlib.nullcontext():
+                loss = loss_of(model, x[rank::world_size], y[rank::world_size], sum(micros))
                 booster.backward(loss, optimizer)
         gradients.append({n: full_gradient(booster, model, n) for n in names})
         norms.append(float(optimizer.clip_grad_by_norm(0.7)))
@@ -134,9 +136,12 @@ def test_any_number_of_ranks_equals_one_process(world_size, options):
         assert_same_run(actual, expected, "sgd")
 
 
-def test_replicas_equal_one_process():
-    expected = plainly("adamw", 4)
-    for actual in run_on_ranks(boosted, 4, "adamw", {"stage": 2, "replica_size": 2, "bucket_bytes": 300}):
+@pytest.mark.parametrize(("micros", "num_synced"), [(MICROS, 1), ((2,), 0)], ids=["the last synced", "none synced"])
+def test_replicas_equal_one_process(micros, num_synced):
+    """Also where the step has to average what the only backward did not, after which everything is laid out again."""
+    options = {"stage": 2, "replica_size": 2, "bucket_bytes": 300}
+    expected = plainly("adamw", 4, micros=micros, left_first=False)
+    for actual in run_on_ranks(boosted, 4, "adamw", options, micros=micros, num_synced=num_synced, left_first=False):
         assert_same_run(actual, expected, "adamw")
 
 

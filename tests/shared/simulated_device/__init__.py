@@ -153,6 +153,7 @@ def _module() -> types.ModuleType:
     module.memory_reserved = lambda device=None: ops.memory_reserved()
     module.max_memory_reserved = lambda device=None: ops.max_memory_reserved()
     module.max_memory_allocated = lambda device=None: ops.max_memory_allocated()
+    module.memory_stats = lambda device=None: {"num_alloc_retries": ops.num_alloc_retries()}
     module.reset_peak_memory_stats = lambda device=None: ops.reset_peak_memory_stats()
     module.mem_get_info = lambda device=None: (_total_bytes() - ops.memory_reserved(), _total_bytes())
     return module

@@ -502,6 +502,7 @@ TORCH_LIBRARY(simulated_device, m) {
   m.def("max_memory_allocated() -> int", []() -> int64_t { return accounts().peak(); });
   m.def("memory_reserved() -> int", []() -> int64_t { return accounts().reserved(); });
   m.def("max_memory_reserved() -> int", []() -> int64_t { return accounts().peak_reserved(); });
+  m.def("num_alloc_retries() -> int", []() -> int64_t { return accounts().retries(); });
   m.def("empty_cache() -> ()", []() { accounts().empty_cache(); });
   m.def("streams_made() -> int", []() -> int64_t { return order().streams_made(); });
   m.def("max_memory_active() -> int", []() -> int64_t { return accounts().peak_active(); });

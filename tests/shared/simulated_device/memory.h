@@ -37,7 +37,10 @@ class Accounts {
     auto& pool = pools_[pool_of(home)];
     pool.allocated += num_bytes;
     pool.peak = std::max(pool.peak, pool.allocated);
-    if (limit_ >= 0 && sum_of_pools() > limit_) empty_pools();  // what an allocator does before it gives up
+    if (limit_ >= 0 && sum_of_pools() > limit_) {  // an allocator gives back what it keeps before it gives up
+      empty_pools();
+      ++retries_;
+    }
     peak_reserved_ = std::max(peak_reserved_, sum_of_pools());
   }
   void give_back(int64_t num_bytes, StreamId home) {
@@ -83,6 +86,7 @@ class Accounts {
   int64_t peak_active() { return read(peak_active_); }
   int64_t peak_reserved() { return read(peak_reserved_); }
   int64_t limit() { return read(limit_); }
+  int64_t retries() { return read(retries_); }
   int64_t to_device() { return read(to_device_); }
   int64_t to_host() { return read(to_host_); }
 
@@ -114,6 +118,7 @@ class Accounts {
   }
   std::mutex mutex_;
   int64_t allocated_ = 0, peak_ = 0, peak_active_ = 0, peak_reserved_ = 0, limit_ = -1, to_device_ = 0, to_host_ = 0;
+  int64_t retries_ = 0;
   std::map<StreamId, Pool> pools_;
   std::vector<Held> held_;
 };

@@ -39,7 +39,7 @@ def _follow(environment, folder):
 def test_a_new_user_trains_resumes_and_generates(build_wheel, environment_of, tmp_path):
     (install,) = (b.text for b in blocks_of(ROOT / PAGE) if b.language == "bash" and b.text.startswith("pip install"))
     named = [name for name in install.split()[2:] if name.startswith("booster-")]
-    wheels = {*named, "booster-core", "booster-runtime"}  # the latter is required by each plugin
+    wheels = {*named, "booster-checkpoint", "booster-core", "booster-runtime"}  # each plugin requires these
     environment = environment_of(*(build_wheel(ROOT / "packages" / name) for name in sorted(wheels)))
     plugins, *training, generated = _follow(environment, tmp_path)
 

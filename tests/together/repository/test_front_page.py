@@ -54,7 +54,7 @@ LLAMA = "Llama 25M, fp32"
         ),
     ],
 )
-def test_figures_beside_peers_are_those_of_the_table(peer, claim, figures):
+def test_figures_of_peers_are_those_of_the_results(peer, claim, figures):
     (row,) = [line for line in README.splitlines() if line.startswith(f"| {peer} |")]
     assert row.split(" | ")[-1].rstrip(" |") == claim.format(*(figure(*each) for each in figures))
 

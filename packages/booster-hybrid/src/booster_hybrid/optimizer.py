@@ -67,7 +67,6 @@ class HybridEngine(ShardedEngine):
         """
         found = super().agree_on_record(order, late)
         if self._waits_in_backward is not None:
-            self.reducer.set_buckets(self.reducer.buckets)  # drops buffers of a round that waited for no reduction
             # A rank that waits for a reduction gathers nothing, which others may wait for before they start theirs.
             self.reducer.waits_in_backward = self._waits_in_backward and not self.reducer.unused_somewhere
         return found

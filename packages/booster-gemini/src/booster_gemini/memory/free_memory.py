@@ -1,4 +1,4 @@
-"""How much of a device's memory is left for blocks: it is measured what everything else takes at most."""
+"""How much of a device's memory is left for blocks, by what everything else has kept of it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 _MARGIN = 10
 """One part in so many stays free, for what an allocator loses between blocks and for batches larger than the first."""
 
-_STATISTICS = ("mem_get_info", "memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
+_STATISTICS = ("mem_get_info", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats", "empty_cache")
 
 
 class FreeMemory:
     """Measures what a device's memory is used for apart from blocks, such as activations.
 
-    The device's peak is read and reset with each change of what blocks take, so that between two of these everything
-    else is the difference. The peak that a script reads begins again with it.
+    What counts is what the allocator keeps: memory that activations have left is kept for the stream that computes,
+    and blocks, which are allocated in another one, can't have it. An allocator that has to give memory back first
+    waits for the device. The peak that a script reads begins again when measuring does.
 
     Args:
-        device: An accelerator whose module tells free memory and peaks, as ``torch.cuda`` does; see `is_told`.
+        device: An accelerator whose module tells free and kept memory, as ``torch.cuda`` does; see `is_told`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = _module(device)
-        self._most_else = 0
 
     @classmethod
     def is_told(cls, device: torch.device) -> bool:
@@ -45,23 +45,19 @@ class FreeMemory:
         return reachable if fraction is None else min(reachable, int(total * fraction(self._device)))
 
     def begin(self) -> None:
-        """Begin an interval, in which blocks take as much from start to end."""
+        """Begin to measure: what is kept of earlier work goes back to the device."""
+        self._module.empty_cache()
         self._module.reset_peak_memory_stats(self._device)
 
-    def end(self, used_bytes: int) -> None:
-        """End it.
+    def left_bytes(self, used_bytes: int) -> int:
+        """Return what blocks may take where the rest keeps as much as so far; 0 or less where nothing is left.
 
         Args:
-            used_bytes: What blocks, and what is counted with them, have taken meanwhile.
+            used_bytes: What blocks, and what is counted with them, have taken at most since `begin`.
         """
-        most = int(self._module.max_memory_allocated(self._device))
-        self._most_else = max(self._most_else, most - used_bytes)
-
-    @property
-    def left_bytes(self) -> int:
-        """What blocks may take where the rest takes as much as so far; 0 or less where nothing is left."""
         reachable = self.reachable_bytes
-        return reachable - reachable // _MARGIN - self._most_else
+        others = int(self._module.max_memory_reserved(self._device)) - used_bytes
+        return reachable - reachable // _MARGIN - others
 
 
 def _module(device: torch.device) -> ModuleType | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import BudgetError, ConfigError, OffloadError
@@ -11,11 +10,9 @@ from booster_gemini.memory.tiered import TieredMemory
 from booster_zero.engine import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from booster_gemini.memory.block import Block
-    from booster_runtime.collectives import Pending
-    from booster_zero.engine import FlatBuffer
 
 _FIRST_PART = 5
 """In the first step, blocks may take one part in so many of the device's memory, as with Colossal-AI's Gemini."""
@@ -41,47 +38,13 @@ class MeasuredMemory(TieredMemory):
         self._is_running = False
         self.rooms[0].budget_bytes = self._memory.reachable_bytes // _FIRST_PART
 
-    def add(self, buffer: FlatBuffer) -> None:
-        """Take over a buffer; see `Memory.add`."""
-        with self._changing():
-            super().add(buffer)
-
-    def drop(self, buffer: FlatBuffer) -> None:
-        """Forget a buffer altogether; see `Memory.drop`."""
-        with self._changing():
-            super().drop(buffer)
-
-    def fetch(self, buffer: FlatBuffer) -> Pending:
-        """Begin a use of a buffer; see `Memory.fetch`."""
-        with self._changing():
-            return super().fetch(buffer)
-
-    def release(self, buffer: FlatBuffer, *, changed: bool) -> None:
-        """End a use; see `Memory.release`."""
-        with self._changing():
-            super().release(buffer, changed=changed)
-
-    def forget(self, buffer: FlatBuffer) -> None:
-        """Give up a buffer's values; see `Memory.forget`."""
-        with self._changing():
-            super().forget(buffer)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Count memory that is taken for something else; see `Memory.reserve`."""
-        with self._changing():
-            super().reserve(num_bytes)
-
-    def free(self, num_bytes: int) -> None:
-        """Count reserved memory as given back."""
-        with self._changing():
-            super().free(num_bytes)
-
     def moment(self, name: str) -> None:
         """Say what the model is doing; see `Memory.moment`. What took memory before it ran is over."""
         super().moment(name)
         if self._memory is not None and not self._is_running:
             self._is_running = True
             self._memory.begin()
+            self.rooms[0].peak_bytes = self.rooms[0].used_bytes
 
     def end_step(self) -> None:
         """Make a plan for the next step, after the first one within what that has left.
@@ -94,8 +57,7 @@ class MeasuredMemory(TieredMemory):
         memory, self._memory = self._memory, None
         room = self.rooms[0]
         if memory is not None:
-            memory.end(room.used_bytes)
-            room.budget_bytes = max(self._agree(memory.left_bytes), 0)
+            room.budget_bytes = max(self._agree(memory.left_bytes(room.peak_bytes)), 0)
             self._raise_state()
         try:
             super().end_step()
@@ -106,18 +68,6 @@ class MeasuredMemory(TieredMemory):
                 "batches, checkpoint activations, choose smaller chunks, or pass `memory_budget_bytes`."
             )
             raise ConfigError(msg) from error
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Keep what is measured before blocks change apart from what is measured afterwards."""
-        if self._memory is None or not self._is_running:
-            yield
-            return
-        self._memory.end(self.rooms[0].used_bytes)
-        try:
-            yield
-        finally:
-            self._memory.begin()
 
     def _raise_state(self) -> None:
         """Let state be used on the device, as far as the budget holds it, that had no room there in the first step."""

@@ -21,7 +21,7 @@ from booster_runtime.collectives.call_sites import NOTES
 from booster_runtime.collectives.groups import new_groups
 from booster_runtime.collectives.pending import WAITS, Pending
 from booster_runtime.collectives.sums import sum_into
-from booster_runtime.collectives.transport import Transport, made_by, transport_of
+from booster_runtime.collectives.transport import Transport, in_place_terms, made_by, transport_of
 from booster_runtime.collectives.watched import WatchedTransport
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "in_place_terms",
     "made_by",
     "new_groups",
     "reduce_scatter",

@@ -82,7 +82,7 @@ class Transport:
             source = [(0, source)]
         matrices = [(offset, part) for offset, part in source if part.dim() == 2 and self.size > 1]
         parts = [(offset, part.view(-1)) for offset, part in source if part.dim() < 2 or self.size == 1]
-        works, sums = self._send_parts(parts, bounds, out, scratch)
+        works, sums = self._send_parts(parts, bounds, out, scratch, accumulate=accumulate)
         exchanges = []
         for offset, matrix in matrices:
             exchange, target = self._send_rows(offset, matrix, bounds, out)
@@ -99,16 +99,24 @@ class Transport:
         return Pending(works, add_up, keep=source)
 
     def _send_parts(
-        self, parts: Sequence[tuple[int, Tensor]], bounds: Sequence[int], out: Tensor, scratch: Tensor | None
+        self,
+        parts: Sequence[tuple[int, Tensor]],
+        bounds: Sequence[int],
+        out: Tensor,
+        scratch: Tensor | None,
+        *,
+        accumulate: bool,
     ) -> tuple[list[Any], list[tuple[Tensor, list[Tensor]]]]:
         """Start sending slices of flat parts; return what to wait for, and what is to be summed then, and into what."""
-        rank, size, low = self._rank, self.size, bounds[self._rank]
+        rank, low = self._rank, bounds[self._rank]
         own = overlaps(parts, low, bounds[rank + 1])
-        received = _rooms(own, size - 1, scratch)
+        num_in_place = 0 if accumulate else in_place_terms(self.size, parts[0][1].dtype if parts else None, out.dtype)
+        received = _rooms(own, self.size - 1 - num_in_place, scratch)
         works: list[Any] = []
         sums: list[tuple[Tensor, list[Tensor]]] = []
         for room, (offset, part) in zip(received, own, strict=True):
-            sums.append((out[offset - low : offset - low + part.numel()], self._in_rank_order(part, room)))
+            target = out[offset - low : offset - low + part.numel()]
+            sums.append((target, self._in_rank_order(part, [*[target] * num_in_place, *room])))
         for sender, receiver in self._neighbours():
             works += [self._receive(terms[sender], sender, _REDUCE_TAG) for _, terms in sums]
             works += [
@@ -228,8 +236,8 @@ class Transport:
                 works.append(self._send(own, receiver, tag))
         return works
 
-    def _in_rank_order(self, own: Tensor, received: Tensor) -> list[Tensor]:
-        """Return every rank's term: this rank's, and the rows that the others' are received into."""
+    def _in_rank_order(self, own: Tensor, received: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        """Return every rank's term: this rank's, and what the others' are received into, in their order."""
         return [own if peer == self._rank else received[peer - (peer > self._rank)] for peer in range(self.size)]
 
     def _neighbours(self) -> list[tuple[int, int]]:
@@ -244,6 +252,19 @@ class Transport:
 
     def _receive(self, tensor: Tensor, sender: int, tag: int) -> Any:
         return dist.irecv(tensor, group=self._group, group_src=sender, tag=tag)
+
+
+def in_place_terms(size: int, wire: torch.dtype | None, dtype: torch.dtype) -> int:
+    """Return how many of the others' terms `reduce_scatter` receives where their sum goes, if it is not added to.
+
+    That of the first other rank is among the first two of a sum in rank order, which may be what they replace.
+
+    Args:
+        size: Number of ranks.
+        wire: Format in which they travel.
+        dtype: Format of the sum.
+    """
+    return int(size > 1 and wire == dtype)
 
 
 def _rooms(own: Sequence[tuple[int, Tensor]], senders: int, scratch: Tensor | None) -> list[Tensor]:

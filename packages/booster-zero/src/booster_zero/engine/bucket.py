@@ -31,7 +31,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_core.ranks import refuse_capture
 from booster_runtime import collectives
-from booster_runtime.collectives import Pending, sum_into
+from booster_runtime.collectives import Pending, in_place_terms, sum_into
 from booster_runtime.memory import AbsentTensors
 from booster_zero.engine.formats import cut_pieces, is_elementwise
 from booster_zero.engine.memory import FlatBuffer, Role
@@ -639,9 +639,12 @@ class Bucket:
 
     @property
     def scratch_numel(self) -> int:
-        """Number of elements that `start_reduction` receives from other ranks."""
-        is_received = self.format.device.type == "cpu" and not self.format.is_table
-        return (self.ranks.shard_size - 1) * self.numel if is_received else 0
+        """Number of elements that `start_reduction` receives from other ranks, but for what it receives in place."""
+        if self.format.device.type != "cpu" or self.format.is_table:
+            return 0
+        size = self.ranks.shard_size
+        num_in_place = 0 if self.has_gradient else in_place_terms(size, self.format.wire, self.format.master)
+        return (size - 1 - num_in_place) * self.numel
 
     def gradient_of(self, piece: BucketPiece) -> Tensor:
         """Return a piece's part of the gradient to be written to, in the shape of the piece's values."""

@@ -255,6 +255,7 @@ def _assign(tensor: Tensor, values: Tensor) -> None:
     if tensor.device.type == values.device.type:
         tensor.data = values
         return
+    values = values.data  # which does not keep what it is a view of, once the tensor has other memory
     other = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
     torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
 

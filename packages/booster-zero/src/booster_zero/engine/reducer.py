@@ -329,6 +329,7 @@ class Reducer:
                     self._take(bucket, filling, slot, parameter)
             self._start(bucket, filling)
         self.underway.wait_until(0)
+        self.underway.give_back()
 
     # ---- gradients
 

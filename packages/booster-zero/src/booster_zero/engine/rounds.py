@@ -126,10 +126,19 @@ class Underway:
         while len(self._averaging) > most:
             self._averaging.popleft().wait()
 
+    def give_back(self) -> None:
+        """Give back what reductions have borrowed; none is underway. Until the next round, activations need it."""
+        self._spare = {}
+
     def _borrow(self, bucket: Bucket) -> Tensor:
-        """Return memory to receive into, long enough for any bucket; a few pieces serve all of them in turn."""
-        wire = bucket.format.wire
+        """Return memory to receive into; a few pieces serve all buckets of a round in turn."""
+        numel, wire = bucket.scratch_numel, bucket.format.wire
         spare = self._spare.setdefault(wire, [])
-        if spare:
-            return spare.pop()
-        return torch.empty(max(each.scratch_numel for each in self._buckets if each.format.wire == wire), dtype=wire)
+        fitting = [each for each in spare if each.numel() >= numel]
+        if fitting:
+            chosen = min(fitting, key=torch.Tensor.numel)
+            spare[:] = [each for each in spare if each is not chosen]
+            return chosen
+        if spare:  # what is too small makes room
+            spare.pop()
+        return torch.empty(numel, dtype=wire)
