@@ -55,6 +55,13 @@ def test_offload_from_a_device_changes_no_bit(precision, simulated_device):
         assert all(torch.equal(plain[key], value) for key, value in parameters.items())
 
 
+def test_replicas_average_what_is_on_their_hosts(simulated_device):
+    options = {"stage": 2, "replica_size": 2}
+    plain = run_on_devices(trained, 4, simulated_device, options, "bf16", "fused")[0]
+    for parameters in run_on_devices(trained, 4, simulated_device, {**options, "offload": "cpu"}, "bf16", "fused"):
+        assert all(torch.equal(plain[key], value) for key, value in parameters.items())
+
+
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_whole_parameters_are_offloaded_too(name, simulated_device):
     plain = run_on_devices(trained, 2, simulated_device, {}, "bf16", name)[0]

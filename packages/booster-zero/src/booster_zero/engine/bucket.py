@@ -723,7 +723,7 @@ class Bucket:
         """Start averaging the gradient over the replicas, which send it in a format."""
         self._fetch(Role.GRAD).wait()
         gradient = self.make_gradient()
-        source = gradient.to(wire)
+        source = gradient.to(self.format.device, wire)  # up to the device and down again is quicker than among hosts
         average = collectives.all_reduce(source, dist.ReduceOp.AVG, self.ranks.replica_group)
 
         def finish() -> None:
