@@ -8,14 +8,14 @@ whole, a run goes on from the newest of them, and what a load has changed is tol
 import pytest
 import torch
 from resumable import ResumableRun as Run
-from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
+from tests.shared.s3_server import Fault, Proxy, environment, need_server, running_s3_server
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
 from booster_core.errors import CheckpointUnreadableError, StorageUnreachableError
 
-pytest.importorskip("moto", reason="the S3 server of these tests is moto's")
+need_server()
 pytest.importorskip("obstore", reason="obstore is what reaches S3")
 
 ROOT = "s3://bucket/run"

@@ -10,7 +10,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
+from tests.shared.s3_server import Fault, Proxy, environment, need_server, running_s3_server
 
 from booster_checkpoint.storage import obstore_storage, storage_for
 from booster_checkpoint.storage.failures import storage_errors
@@ -23,7 +23,7 @@ from booster_core.errors import (
     StorageUnreachableError,
 )
 
-pytest.importorskip("moto", reason="the S3 server of these tests is moto's")
+need_server()
 pytest.importorskip("obstore", reason="obstore is what reaches S3")
 
 MIB = 1 << 20

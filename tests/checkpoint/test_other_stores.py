@@ -20,7 +20,7 @@ import pytest
 import torch
 from free_ports import free_port
 from resumable import ResumableRun as Run
-from tests.shared.s3_server import Proxy, running_s3_server
+from tests.shared.s3_server import Proxy, need_server, running_s3_server
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.run.run_folder import open_run
@@ -78,7 +78,7 @@ def azure(_tmp_path, monkeypatch):
 @contextlib.contextmanager
 def google(tmp_path, monkeypatch):
     """Run moto's server as that of another store."""
-    pytest.importorskip("moto", reason="the server of this test is moto's")
+    need_server()
     from obstore.store import GCSStore
 
     with running_s3_server("bucket") as port:

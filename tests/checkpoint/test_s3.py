@@ -18,7 +18,7 @@ from engine_calls import EngineCalls
 from matrix import matrix
 from resumable import ResumableRun as Run
 from synthetic_state import LAYOUTS, SyntheticAdapter
-from tests.shared.s3_server import Fault, Proxy, environment, running_s3_server
+from tests.shared.s3_server import Fault, Proxy, environment, need_server, running_s3_server
 
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
@@ -28,7 +28,7 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks, peak_memory, run_on_ranks
 
-pytest.importorskip("moto", reason="the S3 server of these tests is moto's")
+need_server()
 pytest.importorskip("obstore", reason="obstore is what reaches S3")
 
 MIB = 1 << 20

@@ -112,7 +112,7 @@ def loss_with_states(outputs, _batch):
     return outputs.loss + 1e-2 * sum(each.square().mean() for each in outputs.hidden_states or ())
 
 
-@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize("pp_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_hidden_states_that_are_asked_for_in_the_third_step(pp_size):
     setting = Setting(HybridParallelPlugin, {"pp_size": pp_size}, pp_size)
     assert_equals_one_process(Case(build=gpt2, batch=tokens, loss=loss_with_states, steps=4), setting)

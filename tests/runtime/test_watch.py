@@ -437,6 +437,7 @@ def test_launching_twice_in_one_process(run_script, tmp_path):
     assert run.codes == [0, 0], run.output
 
 
+@pytest.mark.slow  # a start of torchrun; its report is read above, and deaths without it are
 def test_a_death_without_words_under_torchrun(script):
     run = run_by_torchrun(script, 2, "kill", 1, "sleep")
     assert run.codes == [1], run.output

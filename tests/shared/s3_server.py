@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import http.server
+import importlib.util
 import os
 import socket
 import socketserver
@@ -12,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import pytest
 from free_ports import free_port
 
 _HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect", "date", "server"}
@@ -202,6 +204,12 @@ def environment(url, attempts=3):
         "AWS_MAX_ATTEMPTS": str(attempts),
         "NO_PROXY": "127.0.0.1",
     }
+
+
+def need_server() -> None:
+    """Skip a test, or a file of tests, where moto is not installed; it is imported by the server alone."""
+    if importlib.util.find_spec("moto") is None:
+        pytest.skip("moto, whose S3 server these tests use, is not installed", allow_module_level=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import matrix
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -405,16 +404,7 @@ def found_by(name):
     return is_mended, [(found.what, found.name) for found in report.unexplained]
 
 
-@matrix(
-    [
-        "copies-of-two-stages-not-summed",
-        "glu-split-wrongly",
-        "split-gather-around-a-sum",
-        "output-object-that-fsdp-does-not-open",
-        "view-in-another-dtype",
-    ],
-    name=FAULTS,
-)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_and_the_tensor_is_named(name):
     (is_mended, found), of_other = run_on_ranks(found_by, 2, name)
     assert is_mended

@@ -62,22 +62,21 @@ class _Place:
     Attributes:
         call: The collective at which it waits; ``None`` before the first one, and at its end.
         answer: The result of that collective.
-        may_run: Set while it is this rank's turn.
-        has_stopped: Set at the end of its turn.
+        may_run: Given when its turn begins.
+        has_stopped: Given back when its turn ends.
         is_abandoned: Whether it is to end where it waits.
     """
 
     call: _Call | None = None
     answer: Tensor | None = None
-    may_run: threading.Event = field(default_factory=threading.Event)
-    has_stopped: threading.Event = field(default_factory=threading.Event)
+    may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    has_stopped: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     is_abandoned: bool = False
 
     def wait(self) -> None:
         """End the turn of this rank, whose thread calls it, and wait for the next one."""
-        self.may_run.clear()
-        self.has_stopped.set()
-        self.may_run.wait()
+        self.has_stopped.release()
+        self.may_run.acquire()
 
     def meet(self, call: _Call) -> Tensor:
         """Wait at a collective, and return its result; this rank's thread calls it."""
@@ -92,9 +91,8 @@ class _Place:
 
     def run(self) -> None:
         """Let the rank run until it waits or ends; the caller's thread waits."""
-        self.has_stopped.clear()
-        self.may_run.set()
-        self.has_stopped.wait()
+        self.may_run.release()
+        self.has_stopped.acquire()
 
 
 @dataclass(frozen=True)
@@ -222,11 +220,11 @@ class _Run(Generic[T]):
         if self._thread.ident is None:
             return
         self.rank.place.is_abandoned, self.rank.place.answer = True, None
-        self.rank.place.may_run.set()
+        self.rank.place.may_run.release()
         self._thread.join()
 
     def _work(self, here: _Here) -> None:
-        self.rank.place.may_run.wait()
+        self.rank.place.may_run.acquire()
         try:
             if not self.rank.place.is_abandoned:
                 with here.entered():
@@ -236,7 +234,7 @@ class _Run(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - whoever waits for this rank raises it
             self._error = error
         finally:
-            self.rank.place.has_stopped.set()
+            self.rank.place.has_stopped.release()
 
 
 class _Here:
