@@ -345,6 +345,21 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it():
     assert threading.enumerate() == before
 
 
+def test_a_lock_around_a_split_layer_is_told_and_does_not_hang(monkeypatch):
+    monkeypatch.setattr("booster_hybrid.probe.in_process._LOOK_SECONDS", 0.05)
+    lock = threading.Lock()
+
+    def run(rank):
+        with lock:
+            rank.all_reduce(torch.zeros(1)).wait()
+
+    before = threading.enumerate()
+    with pytest.raises(ConfigError, match=r"stands still in `run`: it may wait for a lock"):
+        on_ranks(2, run)
+    assert threading.enumerate() == before
+    assert lock.acquire(blocking=False)
+
+
 def test_ranks_within_a_process_leave_torchs_modes_as_they_were():
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
+_LOOK_SECONDS = 10.0
+"""How often the caller looks at a rank that does not stop."""
+_STANDING_LOOKS = 3
+"""After how many looks without a move, and with a tenth of a processor at most, a rank stands still."""
 
 
 class _AbandonedError(BaseException):
@@ -89,10 +95,30 @@ class _Place:
             raise _AbandonedError
         return answer
 
-    def run(self) -> None:
-        """Let the rank run until it waits or ends; the caller's thread waits."""
+    def run(self, thread: threading.Thread) -> None:
+        """Let the rank run in its thread until it waits or ends; the caller's thread waits.
+
+        Raises:
+            ConfigError: If it stands still: ranks take turns, and one may hold what this one waits for.
+        """
         self.may_run.release()
-        self.has_stopped.acquire()
+        seen: list[Any] = []
+        while not self.has_stopped.acquire(timeout=_LOOK_SECONDS):
+            seen = [*seen[-_STANDING_LOOKS:], (_at(thread), time.process_time())]
+            (first, began), (_, now) = seen[0], seen[-1]
+            stands = len(seen) > _STANDING_LOOKS and all(place == first for place, _ in seen)
+            if stands and now - began < _STANDING_LOOKS * _LOOK_SECONDS / 10:
+                msg = (
+                    f"A layer stands still in `{first[0]}`: it may wait for a lock that the same layer holds for "
+                    "another rank while that takes part in a collective. Hold no lock around layers that are split."
+                )
+                raise ConfigError(msg)
+
+
+def _at(thread: threading.Thread) -> tuple[str, int, int]:
+    """Return the function that a thread runs, and where it is in it."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - the documented way
+    return ("", 0, 0) if frame is None else (frame.f_code.co_name, id(frame), frame.f_lasti)
 
 
 @dataclass(frozen=True)
@@ -206,7 +232,7 @@ class _Run(Generic[T]):
         """Let the rank run until its next collective or its end; raise what it raises."""
         if self._thread.ident is None:
             self._thread.start()
-        self.rank.place.run()
+        self.rank.place.run(self._thread)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
