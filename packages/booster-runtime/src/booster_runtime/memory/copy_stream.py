@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
 
 class CopyStream:
     """A stream of copies and collectives in parallel to the one that computes; nothing on the CPU, which has none.
@@ -61,8 +59,3 @@ class CopyStream:
     def record(self) -> torch.Event | None:
         """Return an event that comes when everything started in this stream so far has ended."""
         return None if self._stream is None else self._stream.record_event()
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory from other uses, once nobody holds it, until this stream has come as far as now."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)

@@ -547,12 +547,11 @@ class Bucket:
         """Return this rank's gradient to be written to, where the optimizer steps; zeros where there was none."""
         device = self.format.step_device if self._optim is None else self._optim.device
         if self._gradient is None or self._gradient.device.type != device.type:
-            self._place_gradient(device)
-            assert self._gradient is not None, "it was made"
+            return self._place_gradient(device).tensor
         return self._gradient.tensor
 
-    def _place_gradient(self, device: torch.device) -> None:
-        """Have memory for the gradient on a device, and move there what there is."""
+    def _place_gradient(self, device: torch.device) -> FlatBuffer:
+        """Have memory for the gradient on a device, move there what there is, and return it."""
         made = self.memory.zeros(self.numel, self.format.master, device, self.format.device)
         uses, before = 0, self._gradient
         if before is not None:
@@ -560,8 +559,9 @@ class Bucket:
                 with self.in_use(Role.GRAD, changes=False):
                     made.copy_(before.tensor)
             uses = self._drop(before)
-        self._gradient = FlatBuffer(self._number, Role.GRAD, made)
-        self._add(self._gradient, uses)
+        self._gradient = placed = FlatBuffer(self._number, Role.GRAD, made)
+        self._add(placed, uses)
+        return placed
 
     def take_gradient_state(self, other: Bucket) -> None:
         """Have a gradient that comes from another bucket; a sum that is not averaged makes all of it such a one."""
