@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from rank_sums import Summed
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
@@ -275,23 +276,6 @@ def test_ranks_that_call_different_collectives_are_told():
 
     with pytest.raises(ConfigError, match="different collectives"):
         on_ranks(2, run)
-
-
-class Summed(torch.autograd.Function):
-    """Sums over ranks, and sums gradients over them."""
-
-    @staticmethod
-    def forward(ctx, value, rank):
-        ctx.rank = rank
-        total = value.clone()
-        rank.all_reduce(total).wait()
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.clone()
-        ctx.rank.all_reduce(total).wait()
-        return total, None
 
 
 def test_ranks_within_a_process_meet_in_backward():
