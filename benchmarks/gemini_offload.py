@@ -57,7 +57,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from booster_core import Booster, launch_from_torch
     from booster_gemini import GeminiPlugin
-    from booster_gemini.memory.buffers import give_back_freed
+    from booster_gemini.memory.tiers import give_back_freed
 
     launch_from_torch(verbose=False)
     before = _status("VmRSS")

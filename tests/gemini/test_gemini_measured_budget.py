@@ -50,7 +50,7 @@ def trained(options, limit, precision=None, batch=BATCH):
     memory = model.gatherer.memory
     if not memory.moves:
         return losses, peak, None, None
-    places, budget = memory.bytes_by_place(), memory.rooms[0].budget_bytes
+    places, budget = memory.bytes_by_place(), memory.tiers[0].budget_bytes
     memory.close()
     return losses, peak, places, budget
 
@@ -87,7 +87,7 @@ def retries(limit):
             step(*run, number, BATCH // 16)
         found = torch.simulated.memory_stats()["num_alloc_retries"] - before
     memory = run[1].gatherer.memory
-    places, budget = memory.bytes_by_place(), memory.rooms[0].budget_bytes
+    places, budget = memory.bytes_by_place(), memory.tiers[0].budget_bytes
     memory.close()
     return found, places, budget
 

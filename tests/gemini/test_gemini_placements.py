@@ -33,7 +33,7 @@ def train(precision, options, steps=4, min_chunk_bytes=40_000):
         optimizer.step()
         optimizer.zero_grad()
     memory = model.gatherer.memory
-    peak = memory.rooms[0].peak_bytes if memory.moves else 0  # of the steps: whole parameters take what they take
+    peak = memory.tiers[0].peak_bytes if memory.moves else 0  # of the steps: whole parameters take what they take
     state = model.state_dict()
     if memory.moves:
         memory.close()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from booster_core.errors import BudgetError, ConfigError, OffloadError
-from booster_gemini.memory.buffers import Buffers
 from booster_gemini.memory.disk import _THREADS, DiskStore
 from booster_gemini.memory.tiered import TieredMemory
+from booster_gemini.memory.tiers import Tier
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.static import StaticPlacement
 from booster_runtime.memory import ALIGNMENT, aligned_buffer
@@ -49,7 +49,7 @@ def make(tmp_path):
     memories = []
 
     def make(policy, budget=None):
-        memory = TieredMemory([Buffers(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
+        memory = TieredMemory([Tier(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
         memories.append(memory)
         return memory
 
@@ -114,7 +114,7 @@ def test_auto_keeps_its_budget_and_the_values(make, budget):
         memory.reserve(BYTES)
         memory.free(BYTES)
         memory.end_step()
-    assert memory.rooms[0].peak_bytes <= budget * BYTES
+    assert memory.tiers[0].peak_bytes <= budget * BYTES
     assert sum(memory.bytes_by_place().values()) == 6 * BYTES
 
 
@@ -135,7 +135,7 @@ def test_what_is_read_ahead_makes_room_for_what_is_needed_now(make, monkeypatch)
         assert owners[1].use() == [2.0]
         memory.release(owners[2].buffer, changed=False)
     assert owners[0].use() == [1.0]
-    assert memory.rooms[0].peak_bytes <= 2 * BYTES
+    assert memory.tiers[0].peak_bytes <= 2 * BYTES
 
 
 def test_bytes_are_counted_exactly(make):
@@ -143,9 +143,9 @@ def test_bytes_are_counted_exactly(make):
     owner = Owner(memory, 0, 1.0)
     memory.fetch(owner.buffer).wait()
     assert memory.bytes_by_place() == {"cpu": BYTES, "disk": 0}
-    assert memory.rooms[0].used_bytes == BYTES
+    assert memory.tiers[0].used_bytes == BYTES
     memory.reserve(77)
-    assert memory.rooms[0].used_bytes == BYTES + 77
+    assert memory.tiers[0].used_bytes == BYTES + 77
     memory.free(77)
     memory.release(owner.buffer, changed=True)
     memory.end_step()
@@ -154,7 +154,7 @@ def test_bytes_are_counted_exactly(make):
     memory.release(owner.buffer, changed=False)
     memory.drop(owner.buffer)
     assert memory.bytes_by_place() == {"cpu": 0, "disk": 0}
-    assert memory.rooms[0].used_bytes == 0
+    assert memory.tiers[0].used_bytes == 0
 
 
 def test_what_was_not_changed_is_not_written_again(make):

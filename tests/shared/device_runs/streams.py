@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_gemini.memory.buffers import Buffers
+from booster_gemini.memory.copies import HostCopies
 from booster_gemini.memory.disk import DiskStore
-from booster_gemini.memory.ferry import Ferry
 from booster_gemini.memory.tiered import TieredMemory
+from booster_gemini.memory.tiers import Tier
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.static import StaticPlacement
 from booster_runtime.memory import CopyStream
@@ -47,9 +47,9 @@ class _Carried:
     def __init__(self, setting: Setting, seed: int, count: int = 6) -> None:
         self.setting, self.draw = setting, random.Random(seed)
         self.device = torch.device(setting.device)
-        self.ferry = Ferry(self.device)
-        self.room = Buffers(self.device, copy_stream=self.ferry.up)
-        host = Buffers(torch.device("cpu"), pins=True)
+        self.copies = HostCopies(self.device)
+        self.tier = Tier(self.device, copy_stream=self.copies.up)
+        host = Tier(torch.device("cpu"), pins=True)
         self.num_bytes = 4 * block_numel(setting)
         self.below = [host.take(self.num_bytes) for _ in range(count)]
         self.expected = [float(index) for index in range(count)]
@@ -70,19 +70,19 @@ class _Carried:
 
     def go_around(self, index: int) -> None:
         """Bring a block up, in most rounds compute with it, and send it down."""
-        ferry, buffer = self.ferry, self.room.take(self.num_bytes)
-        self.be_late(ferry.up)
-        ferry.up.wait(self.copied[index])  # the host waits for nothing
-        ready = ferry.bring(buffer, self.below[index][: self.num_bytes])
+        copies, buffer = self.copies, self.tier.take(self.num_bytes)
+        self.be_late(copies.up)
+        copies.up.wait(self.copied[index])  # the host waits for nothing
+        ready = copies.bring(buffer, self.below[index][: self.num_bytes])
         if self.draw.random() < 0.8:
             if ready is not None:
                 ready.wait()
                 ready = None
             self.compute(index, buffer.view(torch.float32))
-        self.be_late(ferry.down)
-        self.copied[index] = ferry.send(self.below[index][: self.num_bytes], buffer, ready)
-        ferry.leave(buffer)
-        self.room.give(buffer, self.num_bytes)
+        self.be_late(copies.down)
+        self.copied[index] = copies.send(self.below[index][: self.num_bytes], buffer, ready)
+        copies.leave(buffer)
+        self.tier.give(buffer, self.num_bytes)
 
     def compute(self, index: int, values: Tensor) -> None:
         """Read and change a block on the device."""
@@ -108,7 +108,7 @@ def carry(setting: Setting, *, seed: int) -> None:
         blocks.go_around(index)
         if blocks.draw.random() < 0.1:
             blocks.check_below(index)
-    blocks.ferry.synchronize()
+    blocks.copies.synchronize()
     assert int(blocks.wrong) == 0, f"{int(blocks.wrong)} values were wrong on the device"
     for index in range(len(blocks.below)):
         blocks.check_below(index)
@@ -147,18 +147,18 @@ def move_blocks(setting: Setting, *, policy: str, has_disk: bool) -> None:
     """Use buffers on the device, and write to them from the host, in random order, and check what each use finds."""
     numel, draw = block_numel(setting) // (4 if has_disk else 1), random.Random(7)
     device, count, num_bytes = torch.device(setting.device), 12, 4 * numel
-    ferry = Ferry(device)
+    copies = HostCopies(device)
     budget = 5 * num_bytes if policy == "auto" else None
     store = DiskStore(setting.folder) if has_disk else None
-    rooms = [
-        Buffers(device, budget, copy_stream=ferry.up),
-        Buffers(torch.device("cpu"), 3 * num_bytes if has_disk else None, pins=True),
+    tiers = [
+        Tier(device, budget, copy_stream=copies.up),
+        Tier(torch.device("cpu"), 3 * num_bytes if has_disk else None, pins=True),
     ]
     made: Any = AutoPlacement()
     if policy == "static":
         fractions = dict.fromkeys(Role, 1.0)
         made = StaticPlacement(fractions, class_of=lambda key: key[1], ahead=dict.fromkeys(Role, 2))
-    memory = TieredMemory(rooms, store, made, ferry=ferry)
+    memory = TieredMemory(tiers, store, made, copies=copies)
     owners = [_Owner(memory, number, Role.PARAM, numel, setting.device) for number in range(count)]
     wrong = torch.zeros(count, dtype=torch.int64, device=device)
     with late_copies(setting, 1e-3):
@@ -191,7 +191,7 @@ def hold_pinned_bytes(setting: Setting) -> list[Figure]:
         msg = "torch.cuda.host_memory_stats"
         raise CannotRun(msg)
     torch.empty(1, device=setting.device)
-    host = Buffers(torch.device("cpu"), pins=True)
+    host = Tier(torch.device("cpu"), pins=True)
     before = _host_bytes()
     sizes = [(1 << 26), (1 << 26) - 4096, 33 << 20, 17 << 20, (5 << 20) + 12, 1 << 20]
     taken = [(host.take(size), size) for size in sizes]

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from booster_gemini.memory.buffers import Buffers
     from booster_gemini.memory.disk import Transfer
+    from booster_gemini.memory.tiers import Tier
     from booster_zero.engine import FlatBuffer, Key
 
 
@@ -22,7 +22,7 @@ class Block:
 
     Attributes:
         owner: The buffer whose bytes they are.
-        room: The memory where it is used.
+        tier: The memory where it is used.
         buffer: Its bytes, where they are in a memory; still there while they are being written out.
         place: The memory that the buffer is in.
         offset: Its region on the disk, once it has one.
@@ -41,7 +41,7 @@ class Block:
     numel: int
     dtype: torch.dtype
     num_bytes: int
-    room: Buffers
+    tier: Tier
     buffer: Tensor | None = None
     offset: int | None = None
     below: Tensor | None = None
@@ -88,33 +88,33 @@ class Block:
         """Return where the values are, for pictures.
 
         Args:
-            lower: The memory beneath that of the room.
+            lower: The memory beneath that of the tier.
         """
         if self.going is not None:
             return "leaving"
         if self.coming is not None and not self.coming.is_done:
             return "coming"
         if self.buffer is not None:
-            return self.room.device.type
+            return self.tier.device.type
         if not self.has_values:
             return "nowhere"
         return lower if self.below is not None else "disk"
 
 
-def bytes_by_place(blocks: Iterable[Block], rooms: Sequence[Buffers], *, has_disk: bool) -> dict[str, int]:
+def bytes_by_place(blocks: Iterable[Block], tiers: Sequence[Tier], *, has_disk: bool) -> dict[str, int]:
     """Return how many bytes of blocks are where: by device type, and ``"disk"``.
 
     Args:
         blocks: All of them.
-        rooms: The memories, the lowest last.
+        tiers: The memories, the lowest last.
         has_disk: Whether a disk is used.
     """
-    places = dict.fromkeys([*(room.device.type for room in rooms), *(["disk"] if has_disk else [])], 0)
+    places = dict.fromkeys([*(tier.device.type for tier in tiers), *(["disk"] if has_disk else [])], 0)
     for block in blocks:
         if block.buffer is not None:
-            places[block.room.device.type] += block.num_bytes
+            places[block.tier.device.type] += block.num_bytes
         elif block.below is not None:
-            places[rooms[-1].device.type] += block.num_bytes
+            places[tiers[-1].device.type] += block.num_bytes
         elif block.has_values:
             places["disk"] += block.num_bytes
     return places

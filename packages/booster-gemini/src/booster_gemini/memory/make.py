@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError, PluginError
-from booster_gemini.memory.buffers import Buffers
+from booster_gemini.memory.copies import HostCopies
 from booster_gemini.memory.disk import DiskStore
-from booster_gemini.memory.ferry import Ferry
 from booster_gemini.memory.free_memory import FreeMemory
 from booster_gemini.memory.measured import MeasuredMemory
 from booster_gemini.memory.record_file import MemoryRecord
 from booster_gemini.memory.tiered import TieredMemory
+from booster_gemini.memory.tiers import Tier
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.policy import PlacementPolicy
 from booster_gemini.placement.static import StaticPlacement
@@ -114,21 +114,21 @@ def _make(config: GeminiConfig, context: BoostContext) -> Memory:
         raise ConfigError(msg)
     policy = _policy(config, context)
     pins = config.pin_memory and device.type != "cpu"
-    ferry = None if device.type == "cpu" else Ferry(device)
-    rooms = [Buffers(device, budget, copy_stream=None if ferry is None else ferry.up)]
+    copies = None if device.type == "cpu" else HostCopies(device)
+    tiers = [Tier(device, budget, copy_stream=None if copies is None else copies.up)]
     if device.type != "cpu":
         host_budget = config.host_budget_bytes
         if config.offload_dir is not None and host_budget is None:
             host_budget = 0
-        rooms.append(Buffers(torch.device("cpu"), host_budget, pins=pins))
+        tiers.append(Tier(torch.device("cpu"), host_budget, pins=pins))
     record = None
     if config.memory_record is not None:
         facts: dict[str, Any] = {"budget_bytes": budget, "policy": config.placement_policy}
         record = MemoryRecord(config.memory_record, context.coordinator.rank, facts, device)
     store = None if config.offload_dir is None else DiskStore(config.offload_dir)
     if is_measured:
-        return MeasuredMemory(rooms, store, policy, record, ferry, agree=partial(_least, context.coordinator))
-    return TieredMemory(rooms, store, policy, record, ferry)
+        return MeasuredMemory(tiers, store, policy, record, copies, agree=partial(_least, context.coordinator))
+    return TieredMemory(tiers, store, policy, record, copies)
 
 
 def _least(coordinator: DistCoordinator, number: int) -> int:

@@ -32,11 +32,11 @@ class MeasuredMemory(TieredMemory):
 
     def __init__(self, *args: Any, agree: Callable[[int], int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        device = self.rooms[0].device
+        device = self.tiers[0].device
         self._agree = agree
         self._memory: FreeMemory | None = FreeMemory(device)
         self._is_running = False
-        self.rooms[0].budget_bytes = self._memory.reachable_bytes // _FIRST_PART
+        self.tiers[0].budget_bytes = self._memory.reachable_bytes // _FIRST_PART
 
     def moment(self, name: str) -> None:
         """Say what the model is doing; see `Memory.moment`. What took memory before it ran is over."""
@@ -44,7 +44,7 @@ class MeasuredMemory(TieredMemory):
         if self._memory is not None and not self._is_running:
             self._is_running = True
             self._memory.begin()
-            self.rooms[0].peak_bytes = self.rooms[0].used_bytes
+            self.tiers[0].peak_bytes = self.tiers[0].used_bytes
 
     def end_step(self) -> None:
         """Make a plan for the next step, after the first one within what that has left.
@@ -55,27 +55,27 @@ class MeasuredMemory(TieredMemory):
         Collective: every rank of the world after the first step; none after later ones.
         """
         memory, self._memory = self._memory, None
-        room = self.rooms[0]
+        tier = self.tiers[0]
         if memory is not None:
-            room.budget_bytes = max(self._agree(memory.left_bytes(room.peak_bytes)), 0)
+            tier.budget_bytes = max(self._agree(memory.left_bytes(tier.peak_bytes)), 0)
             self._raise_state()
         try:
             super().end_step()
         except BudgetError as error:
             msg = (
-                f"Without `memory_budget_bytes`, the first step found {room.budget_bytes} bytes left by activations on "
-                f"{room.device}, and {error.moment or 'a step'} needs {error.least_bytes} at once. Pass smaller "
+                f"Without `memory_budget_bytes`, the first step found {tier.budget_bytes} bytes left by activations on "
+                f"{tier.device}, and {error.moment or 'a step'} needs {error.least_bytes} at once. Pass smaller "
                 "batches, checkpoint activations, choose smaller chunks, or pass `memory_budget_bytes`."
             )
             raise ConfigError(msg) from error
 
     def _raise_state(self) -> None:
         """Let state be used on the device, as far as the budget holds it, that had no room there in the first step."""
-        device = self.rooms[0]
+        device = self.tiers[0]
         assert device.budget_bytes is not None, "set before this is asked for"
-        held = sum(block.num_bytes for block in self._blocks.values() if block.room is device)
+        held = sum(block.num_bytes for block in self._blocks.values() if block.tier is device)
         for key, block in self._blocks.items():
-            if key[1] is Role.OPTIM and block.room is not device and held + block.num_bytes <= device.budget_bytes:
+            if key[1] is Role.OPTIM and block.tier is not device and held + block.num_bytes <= device.budget_bytes:
                 held += block.num_bytes
                 try:
                     self._raise(block)
@@ -91,6 +91,6 @@ class MeasuredMemory(TieredMemory):
             self._bring(block)
         self._arrive(block)
         self._unbind(block)
-        block.room, block.below, block.buffer, block.is_saved = self.rooms[0], block.buffer, None, True
+        block.tier, block.below, block.buffer, block.is_saved = self.tiers[0], block.buffer, None, True
         self._bring(block)
         self._arrive(block)

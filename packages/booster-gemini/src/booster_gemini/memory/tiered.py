@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from booster_core.errors import OffloadError
 from booster_gemini.memory.block import Block, bytes_by_place
-from booster_gemini.memory.buffers import give_back_freed
 from booster_gemini.memory.recorder import StepRecorder
+from booster_gemini.memory.tiers import give_back_freed
 from booster_gemini.placement.policy import Event, Kind
 from booster_runtime.collectives import Pending
 from booster_zero.engine import Memory, Role
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from booster_gemini.memory.buffers import Buffers
+    from booster_gemini.memory.copies import HostCopies
     from booster_gemini.memory.disk import DiskStore
-    from booster_gemini.memory.ferry import Ferry
     from booster_gemini.memory.record_file import MemoryRecord
+    from booster_gemini.memory.tiers import Tier
     from booster_gemini.placement.policy import Moves, PlacementPolicy
     from booster_runtime.memory import CopyStream
     from booster_zero.engine import FlatBuffer, Key
@@ -41,14 +41,14 @@ class TieredMemory(Memory):
     """Keeps buffers in several memories: an accelerator's, its host's and a disk, or the host's and a disk.
 
     Args:
-        rooms: The device's memory (the host's, where the host computes), and the host's beneath it, if there is one.
-        ferry: Copies between these two.
+        tiers: The device's memory (the host's, where the host computes), and the host's beneath it, if there is one.
+        copies: Copies between these two.
         store: The disk, if it is used.
         policy: Decides what is where.
         record: Where to write what happens, for pictures.
 
     Attributes:
-        rooms: As given.
+        tiers: As given.
         store: As given.
     """
 
@@ -56,31 +56,31 @@ class TieredMemory(Memory):
 
     def __init__(
         self,
-        rooms: list[Buffers],
+        tiers: list[Tier],
         store: DiskStore | None,
         policy: PlacementPolicy,
         record: MemoryRecord | None = None,
-        ferry: Ferry | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         super().__init__()
-        self.rooms = rooms
+        self.tiers = tiers
         self.store = store
-        self.pins = rooms[-1].pins
+        self.pins = tiers[-1].pins
         self._policy = policy
         self._record = record
         self._blocks: dict[Key, Block] = {}
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()
-        self._ferry = ferry
+        self._copies = copies
         self._landing: list[tuple[int, Tensor, torch.Event | None]] = []
         self._stays: dict[Key, bool] = {}  # of the blocks that there are, as far as it was asked for
 
     def copy_stream(self, device: torch.device, *, up: bool) -> CopyStream:
         """Return the stream of all copies from the host to a device, or of all from it; see `Memory.copy_stream`."""
-        if self._ferry is None:
+        if self._copies is None:
             return super().copy_stream(device, up=up)
-        return self._ferry.up if up else self._ferry.down
+        return self._copies.up if up else self._copies.down
 
     # ---- buffers
 
@@ -89,13 +89,13 @@ class TieredMemory(Memory):
         key, flat = buffer.key, buffer.tensor
         assert key not in self._blocks, "a key names one block"
         self._stays.clear()
-        room = next(each for each in self.rooms if each.device.type == flat.device.type)
-        block = Block(buffer, flat.numel(), flat.dtype, buffer.num_bytes, room)
+        tier = next(each for each in self.tiers if each.device.type == flat.device.type)
+        block = Block(buffer, flat.numel(), flat.dtype, buffer.num_bytes, tier)
         self._blocks[key] = block
         if self._may_leave(block):
             self._allocate(block)  # a full disk shows now, when nothing has moved there
-        self._make_room(block.room, block.num_bytes)
-        block.buffer = block.room.take(block.num_bytes)
+        self._make_room(block.tier, block.num_bytes)
+        block.buffer = block.tier.take(block.num_bytes)
         self._fill(block, None)
         self._arrive(block)
         block.flat.copy_(flat)
@@ -108,25 +108,25 @@ class TieredMemory(Memory):
 
         What is there stays where it is, unless more comes.
         """
-        if len(self.rooms) == 1:
+        if len(self.tiers) == 1:
             return preferred
         key = number, Role.OPTIM
         block = self._blocks.get(key)
         if block is not None and num_bytes <= block.num_bytes:
-            return block.room.device
+            return block.tier.device
         sizes = {**self.sizes(), key: num_bytes}
-        budget = self.rooms[0].budget_bytes
+        budget = self.tiers[0].budget_bytes
         if not self._policy.may_stay(key, sizes) or (budget is not None and sum(sizes.values()) > budget):
-            return self.rooms[1].device
-        return self.rooms[0].device
+            return self.tiers[1].device
+        return self.tiers[0].device
 
     def _may_leave(self, block: Block) -> bool:
         """Return whether a block may ever go to the disk."""
         if self.store is None:
             return False
-        if block.room is self.rooms[0] and len(self.rooms) > 1:
-            return self.rooms[1].budget_bytes is not None
-        return block.room.budget_bytes is not None or not self._policy.may_stay(block.key, self.sizes())
+        if block.tier is self.tiers[0] and len(self.tiers) > 1:
+            return self.tiers[1].budget_bytes is not None
+        return block.tier.budget_bytes is not None or not self._policy.may_stay(block.key, self.sizes())
 
     def sizes(self) -> Mapping[Key, int]:
         """Return the size of every block, in bytes, in the order in which they were made."""
@@ -134,11 +134,11 @@ class TieredMemory(Memory):
 
     def bytes_by_place(self) -> dict[str, int]:
         """Return how many bytes of blocks are where: by device type, and ``"disk"``."""
-        return bytes_by_place(self._blocks.values(), self.rooms, has_disk=self.store is not None)
+        return bytes_by_place(self._blocks.values(), self.tiers, has_disk=self.store is not None)
 
     def _places(self) -> dict[Key, tuple[str, int]]:
         """Return where each block is, or that it is on its way, and its size."""
-        lower = self.rooms[-1].device.type if len(self.rooms) > 1 else "disk"
+        lower = self.tiers[-1].device.type if len(self.tiers) > 1 else "disk"
         return {key: (block.place(lower), block.num_bytes) for key, block in self._blocks.items()}
 
     def drop(self, buffer: FlatBuffer) -> None:
@@ -212,11 +212,11 @@ class TieredMemory(Memory):
         self._blocks[buffer.key].ready = event
 
     def _leave_if_it_may_not_stay(self, block: Block) -> None:
-        if not block.users and block.is_here and not self._recorder.has_plan and block.room is self.rooms[0]:
+        if not block.users and block.is_here and not self._recorder.has_plan and block.tier is self.tiers[0]:
             self._bring_wanted()
             if not self._policy.may_stay(block.key, self.sizes()):
                 self._send_away(block)
-        elif not block.users and block.is_here and block.room is not self.rooms[0] and not block.room.has(0):
+        elif not block.users and block.is_here and block.tier is not self.tiers[0] and not block.tier.has(0):
             self._send_away(block)  # the host beneath a device follows no plan: what does not fit goes on to the disk
 
     def forget(self, buffer: FlatBuffer) -> None:
@@ -229,13 +229,13 @@ class TieredMemory(Memory):
     def reserve(self, num_bytes: int) -> None:
         """Count memory that is taken for something else; see `Memory.reserve`."""
         self._advance(Event(Kind.RESERVE, None, num_bytes))
-        self._make_room(self.rooms[0], num_bytes)
-        self.rooms[0].count(num_bytes)
+        self._make_room(self.tiers[0], num_bytes)
+        self.tiers[0].count(num_bytes)
 
     def free(self, num_bytes: int) -> None:
         """Count reserved memory as given back."""
         self._advance(Event(Kind.FREE, None, num_bytes))
-        self.rooms[0].count(-num_bytes)
+        self.tiers[0].count(-num_bytes)
 
     def moment(self, name: str) -> None:
         """Say what the model is doing."""
@@ -250,17 +250,17 @@ class TieredMemory(Memory):
             BudgetError: If the budget can't hold what was in use at once.
         """
         self._start_moves(self._recorder.finish())
-        room = self.rooms[0]
-        mine = {key: block.num_bytes for key, block in self._blocks.items() if block.room is room}
+        tier = self.tiers[0]
+        mine = {key: block.num_bytes for key, block in self._blocks.items() if block.tier is tier}
         here = frozenset(key for key in mine if self._blocks[key].is_here)
         away = frozenset(key for key in mine if key not in here and self._blocks[key].has_values)
-        has_chosen = len(self.rooms) > 1  # see `step_device`
+        has_chosen = len(self.tiers) > 1  # see `step_device`
         staying = frozenset(key for key in mine if has_chosen and key[1] is Role.OPTIM)
         self._wanted.clear()
-        self._start_moves([self._recorder.end_step(mine, here, away, room.budget_bytes, staying)])
-        for each in self.rooms:
+        self._start_moves([self._recorder.end_step(mine, here, away, tier.budget_bytes, staying)])
+        for each in self.tiers:
             each.end_step()
-        if room.device.type == "cpu" and self.store is not None and not self._recorder.is_settled:
+        if tier.device.type == "cpu" and self.store is not None and not self._recorder.is_settled:
             # Laying out and first states leave much behind; later steps use again what the ones before have freed.
             give_back_freed()
         if self._record is not None:
@@ -269,16 +269,16 @@ class TieredMemory(Memory):
 
     def close(self) -> None:
         """Give everything back."""
-        if self._ferry is not None:
-            self._ferry.synchronize()
+        if self._copies is not None:
+            self._copies.synchronize()
         for block in self._blocks.values():
             for transfer in (block.coming, block.going):
                 if transfer is not None:
                     transfer.abandon()
             block.owner.point(None)
         self._blocks.clear()
-        for room in self.rooms:
-            room.clear()
+        for tier in self.tiers:
+            tier.clear()
         if self.store is not None:
             self.store.close()
         if self._record is not None:
@@ -295,7 +295,7 @@ class TieredMemory(Memory):
 
     def _note_record(self) -> None:
         assert self._record is not None, "asked for by whoever records"
-        self._record.note(self._places(), self.rooms[0].used_bytes, self.rooms[0].held_bytes)
+        self._record.note(self._places(), self.tiers[0].used_bytes, self.tiers[0].held_bytes)
 
     def _start_moves(self, moves: Iterable[Moves]) -> None:
         for each in moves:
@@ -314,21 +314,21 @@ class TieredMemory(Memory):
         while self._wanted:
             block = self._blocks.get(self._wanted[0])
             if block is not None and block.has_values and block.buffer is None and not block.users:
-                if not block.room.has(block.num_bytes):
+                if not block.tier.has(block.num_bytes):
                     return
                 self._bring(block)
             self._wanted.popleft()
 
     def _is_planned(self, key: tuple[int, Role]) -> bool:
         block = self._blocks.get(key)
-        return block is not None and block.room is self.rooms[0]
+        return block is not None and block.tier is self.tiers[0]
 
     def _bring(self, block: Block) -> None:
         """Start bringing a block to where it is used."""
         if block.going is not None:
             self._take_back(block)
-        self._make_room(block.room, block.num_bytes)
-        block.buffer = block.room.take(block.num_bytes)
+        self._make_room(block.tier, block.num_bytes)
+        block.buffer = block.tier.take(block.num_bytes)
         if not block.has_values or block.below is not None or block.offset is None:
             self._fill(block, block.below if block.has_values else None)
             return
@@ -336,17 +336,17 @@ class TieredMemory(Memory):
         if not self._is_on_device(block):
             block.coming = self.store.read(block.offset, block.buffer)
         else:
-            block.staged = self.rooms[-1].take(block.num_bytes)
+            block.staged = self.tiers[-1].take(block.num_bytes)
             block.coming = self.store.read(block.offset, block.staged)
 
     def _is_on_device(self, block: Block) -> bool:
-        return self._ferry is not None and block.room is self.rooms[0]
+        return self._copies is not None and block.tier is self.tiers[0]
 
     def _fill(self, block: Block, source: Tensor | None) -> None:
         """Start copying what the host has of a block to the device, if it is used there, and if there is anything."""
-        if self._ferry is not None and self._is_on_device(block):
+        if self._copies is not None and self._is_on_device(block):
             assert block.buffer is not None, "taken before it is filled"
-            block.ready = self._ferry.bring(block.buffer, None if source is None else source[: block.num_bytes])
+            block.ready = self._copies.bring(block.buffer, None if source is None else source[: block.num_bytes])
             block.copied = block.ready
 
     def _finish_coming(self, block: Block) -> None:
@@ -362,10 +362,10 @@ class TieredMemory(Memory):
     def _send_away(self, block: Block) -> None:
         """Start moving a block that is not in use to the next memory."""
         assert block.buffer is not None, "only what is here can leave"
-        lower = self.rooms[1] if len(self.rooms) > 1 and block.room is self.rooms[0] else None
+        lower = self.tiers[1] if len(self.tiers) > 1 and block.tier is self.tiers[0] else None
         if lower is None and self.store is None:
             return
-        if block.room.budget_bytes is None:
+        if block.tier.budget_bytes is None:
             self._bound_leaving(_MOST_LEAVING - 1)
         self._unbind(block)
         if not block.has_values or block.is_saved:
@@ -385,15 +385,15 @@ class TieredMemory(Memory):
             block.going = self.store.write(offset, block.buffer)
             return
         self._bound_leaving(_MOST_LEAVING - 1)
-        block.staged = self.rooms[-1].take(block.num_bytes)
+        block.staged = self.tiers[-1].take(block.num_bytes)
         sent = self._send_down(block, block.staged)
         block.going = self.store.write(offset, block.staged, after=None if sent is None else sent.synchronize)
 
     def _send_down(self, block: Block, target: Tensor) -> torch.Event | None:
         """Start copying a block from the device, whose buffer others may have from then on."""
-        assert self._ferry is not None, "only what is on a device goes down"
+        assert self._copies is not None, "only what is on a device goes down"
         assert block.buffer is not None, "only what is here can leave"
-        block.copied = sent = self._ferry.send(target[: block.num_bytes], block.buffer, block.ready)
+        block.copied = sent = self._copies.send(target[: block.num_bytes], block.buffer, block.ready)
         self._drop(block)
         return sent
 
@@ -410,7 +410,7 @@ class TieredMemory(Memory):
             return
         block.is_saved = True
         if staged is not None:
-            self.rooms[-1].give(staged, block.num_bytes)
+            self.tiers[-1].give(staged, block.num_bytes)
 
     def _finish_leaving(self, block: Block) -> None:
         self._take_back(block)
@@ -442,33 +442,33 @@ class TieredMemory(Memory):
         landing, self._landing = self._landing, []
         for num_bytes, staged, ready in landing:
             if ready is None or ready.query():
-                self.rooms[-1].give(staged, num_bytes)
+                self.tiers[-1].give(staged, num_bytes)
             else:
                 self._landing.append((num_bytes, staged, ready))
 
-    def _make_room(self, room: Buffers, num_bytes: int) -> None:
+    def _make_room(self, tier: Tier, num_bytes: int) -> None:
         """Send blocks away until so many bytes are left; where nothing can go, the budget is exceeded for now.
 
         The least budget that would do is known at the end of the step, and the error then says it.
         """
-        if room.has(num_bytes):
+        if tier.has(num_bytes):
             return
         self._collect()
         for block in list(self._blocks.values()):
-            if room.has(num_bytes):
+            if tier.has(num_bytes):
                 return
-            if block.room is room and block.going is not None and block.buffer is not None:
+            if block.tier is tier and block.going is not None and block.buffer is not None:
                 self._finish_leaving(block)
-        idle = [b for b in self._blocks.values() if b.room is room and b.is_here and not b.users and b.coming is None]
+        idle = [b for b in self._blocks.values() if b.tier is tier and b.is_here and not b.users and b.coming is None]
         for block in sorted(idle, key=self._recorder.soonness(lambda block: block.last_use)):
-            if room.has(num_bytes):
+            if tier.has(num_bytes):
                 return
             self._send_away(block)
             if block.going is not None and block.buffer is not None:
                 self._finish_leaving(block)
-        early = [b for b in self._blocks.values() if b.room is room and b.coming is not None and not b.users]
+        early = [b for b in self._blocks.values() if b.tier is tier and b.coming is not None and not b.users]
         for block in sorted(early, key=self._recorder.soonness(lambda block: block.last_use)):
-            if room.has(num_bytes):
+            if tier.has(num_bytes):
                 return
             self._turn_back(block)
 
@@ -479,7 +479,7 @@ class TieredMemory(Memory):
         coming.abandon()
         staged, block.staged = block.staged, None
         if staged is not None:
-            self.rooms[-1].give(staged, block.num_bytes)
+            self.tiers[-1].give(staged, block.num_bytes)
         self._unbind(block)
         self._drop(block)
 
@@ -493,10 +493,10 @@ class TieredMemory(Memory):
             self._unbind(block)
             self._drop(block)
         beneath = [buffer for buffer in (block.below, block.staged) if buffer is not None]
-        if beneath and self._ferry is not None:
-            self._ferry.synchronize()  # the host's memory may be lent to others at once
+        if beneath and self._copies is not None:
+            self._copies.synchronize()  # the host's memory may be lent to others at once
         for buffer in beneath:
-            self.rooms[-1].give(buffer, block.num_bytes)
+            self.tiers[-1].give(buffer, block.num_bytes)
         block.below = block.staged = None
 
     def _unbind(self, block: Block) -> None:
@@ -507,6 +507,6 @@ class TieredMemory(Memory):
     def _drop(self, block: Block) -> None:
         buffer, block.buffer, block.ready = block.buffer, None, None
         if buffer is not None:
-            if self._ferry is not None and self._is_on_device(block):
-                self._ferry.leave(buffer)
-            block.room.give(buffer, block.num_bytes)
+            if self._copies is not None and self._is_on_device(block):
+                self._copies.leave(buffer)
+            block.tier.give(buffer, block.num_bytes)

@@ -1,6 +1,6 @@
 """Copies between a device and its host that overlap with computation: one stream for each direction.
 
-Buffers of the device are allocated in the stream that fills them. So memory that one block leaves is filled for the
+Tier of the device are allocated in the stream that fills them. So memory that one block leaves is filled for the
 next as soon as it has been copied away, and what is computed waits for neither, but for the arrival of what it uses.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Ferry:
+class HostCopies:
     """Copies blocks up to a device and down to its host. The host waits for none of it.
 
     Args:

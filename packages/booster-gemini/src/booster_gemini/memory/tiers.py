@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from booster_runtime.memory import CopyStream
 
 
-class Buffers:
+class Tier:
     """Memory of a device or of the host.
 
     Args:
