@@ -14,7 +14,7 @@ _STOP = "use `booster_runtime.StopSignal`, which all ranks see alike"
 _PRECISION = "pass `mixed_precision` to Booster: the boosted model's forward runs in it"
 _COORDINATOR = "booster.context.coordinator"
 _ACCUMULATE = "write `with booster_runtime.accumulate(booster, model, n, loader) as is_last:`"
-_STATE = "give `booster.register_for_checkpointing(...)` what is to be saved and loaded with a run"
+_STATE = "pass what a run saves and loads to `booster.register_for_checkpointing(...)`"
 _TRAINING = "call `booster_runtime.train_batch(booster, data_iter, model, criterion, optimizer)`"
 _LOADER = "pass options to the data loader, which `boost` splits; `join` and `drop_last` are for uneven ends"
 _PLUGIN = "options are those of the plugin: ask `booster.plugin` and `booster.describe()`"
@@ -170,7 +170,7 @@ HINTS = {
     "train_batch_size": _BATCH,
     "train_micro_batch_size_per_gpu": _BATCH,
     "trigger_sync_in_backward": "leave `booster.no_sync(model)` before the last backward of a step",
-    "unscale_gradients": "nothing is to be done: `optimizer.clip_grad_by_norm` unscales gradients first",
+    "unscale_gradients": "do nothing: `optimizer.clip_grad_by_norm` unscales gradients first",
     "unwrap_model": "call `booster.unwrap(model)`; `booster.save_model(model, path)` saves it",
     "use_distributed": "ask `DistCoordinator().world_size`",
     "use_seedable_sampler": _LOADER,
@@ -206,7 +206,7 @@ ARGUMENTS = {
     "precision": "pass `mixed_precision=`",
     "project_config": _FOLDER,
     "project_dir": _FOLDER,
-    "rng_types": "nothing is to be done: random states are saved and loaded by `save_checkpoint`",
+    "rng_types": "do nothing: random states are saved and loaded by `save_checkpoint`",
     "split_batches": "batch sizes count samples of a rank: divide them yourself",
     "step_scheduler_with_optimizer": "step the scheduler that `boost` returned where you step the optimizer",
     "strategy": _CHOICE,
