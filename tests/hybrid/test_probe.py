@@ -11,6 +11,7 @@ import torch
 from rank_sums import Summed
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from booster_core.errors import ConfigError
@@ -327,6 +328,34 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it():
         on_ranks(3, run)
     assert left == [0, 1]
     assert threading.enumerate() == before
+
+
+def test_ranks_within_a_process_run_under_what_their_caller_has_entered():
+    """As the planner's mode, without which they would compute with memory that nobody has written."""
+    seen = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append("operation")
+            return func(*args, **(kwargs or {}))
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    def run(rank):
+        seen.clear()
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        rank.all_reduce(torch.zeros(1)).wait()
+        return {*seen}, product.dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    with Operations(), Functions(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = on_ranks(2, run)
+    assert [each[1:] for each in found] == [(torch.bfloat16, False, False)] * 2
+    assert all(each[0] == {"operation", "function"} for each in found)
+    with torch.inference_mode():
+        assert on_ranks(1, run)[0][3]
 
 
 def test_a_lock_around_a_split_layer_is_told_and_does_not_hang(monkeypatch):

@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from booster_core.errors import ConfigError
 from booster_hybrid.probe.calls import eager
@@ -264,23 +269,39 @@ class _Run(Generic[T]):
 
 
 class _Here:
-    """What torch keeps for a thread, of the thread that makes this.
+    """What torch keeps for a thread, of the thread that makes this: its modes, autocast, and whether gradients are on.
 
     Args:
         device: Where it computes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._default = torch.get_default_device()
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self._has_gradients, self._infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
+        }
+        self._operations = _get_current_dispatch_mode_stack()
+        self._functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Let this thread have the same, and run backward itself: a thread for all ranks would wait for itself."""
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)
-        device = contextlib.nullcontext() if self._default == torch.get_default_device() else self._default
-        with device, torch.autograd.set_multithreading_enabled(False):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._infers))
+            stack.enter_context(torch.set_grad_enabled(self._has_gradients))
+            for kind, (dtype, is_enabled) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled=is_enabled))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # inside: inference mode sets it, too
+            # Not by `with`, which a mode may use to note that it begins.
+            for mode in self._functions:
+                _push_function_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(_pop_function_mode)
+            for mode in self._operations:
+                _push_dispatch_mode(mode)
+                stack.callback(_pop_dispatch_mode, vars(mode).get("_mode_key"))
             yield
 
 
