@@ -57,7 +57,8 @@ SMALL_DRAWN = {
 """39 million."""
 LOADING_BYTES = 8 * 2**20
 """What loading takes besides the model: Python objects, and what malloc rounds up."""
-WARM = {**TENTH, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 4}
+WARM = {**TENTH, "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 16}
+"""As many layers as in any model that is measured: Python keeps the memory of its objects, some 0.3 MiB a layer."""
 MESHES: dict[str, tuple[dict[str, Any], int]] = {
     "tp4": ({"tp_size": 4}, 1),
     "pp4": ({"pp_size": 4}, 1),
@@ -143,7 +144,7 @@ def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> No
 def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
     """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep."""
     options, num_copies = MESHES[mesh]
-    for each in (WARM, settings):  # what is imported on the way
+    for each in (WARM, settings):  # what is imported on the way, and Python's own memory
         if folder is not None:
             run_on_ranks(write, 1, folder, each, timeout_seconds=120)
         results = run_on_ranks(boost, 4, each, folder, options, timeout_seconds=240)
@@ -208,11 +209,11 @@ def test_a_tenth_of_a_billion_pretrained_parameters(mesh: str, tmp_path: Path) -
 
 def test_one_parameter_is_drawn_at_a_time() -> None:
     ratio, _ = measured("tp2pp2", SMALL_DRAWN, None)
-    assert ratio <= 1.3
+    assert ratio <= 1.25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_tenth_of_a_billion_parameters_are_drawn(mesh: str) -> None:
     ratio, _ = measured(mesh, DRAWN, None)
-    assert ratio <= 1.3
+    assert ratio <= 1.25

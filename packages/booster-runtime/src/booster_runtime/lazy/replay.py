@@ -112,12 +112,13 @@ class Replay:
         if entry.name in UNSET:
             self._finish(index)  # made where it is first written
             return
-        args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
-        if entry.name in COPIES:
-            ref = entry.results[0][1]
-            made = ref.view_of(self._storage(ref.slot)).copy_(args[0])
-        else:
-            with nullcontext() if entry.draw is None else self._playback.at(entry.draw):
+        # Its arguments are made after draws that were left out, which need memory as well.
+        with nullcontext() if entry.draw is None else self._playback.at(entry.draw):
+            args, kwargs = tree_map(self._real, (entry.args, entry.kwargs))
+            if entry.name in COPIES:
+                ref = entry.results[0][1]
+                made = ref.view_of(self._storage(ref.slot)).copy_(args[0])
+            else:
                 made = self._call(entry, args, kwargs)
         if entry.results:
             given = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
