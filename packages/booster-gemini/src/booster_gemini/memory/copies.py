@@ -1,6 +1,6 @@
 """Copies between a device and its host that overlap with computation: one stream for each direction.
 
-Tier of the device are allocated in the stream that fills them. So memory that one block leaves is filled for the
+Memory of the device is allocated in the stream that fills it. So what one block leaves is filled for the
 next as soon as it has been copied away, and what is computed waits for neither, but for the arrival of what it uses.
 """
 
