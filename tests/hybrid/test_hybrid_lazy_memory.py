@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -111,11 +113,32 @@ def counted_reads() -> Iterator[list[int]]:
         safetensors_file.SafetensorsFile.read = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def many_threads() -> Iterator[None]:
+    """Have more threads with memory than the C library has parts for, 8 a processor: new threads share parts then."""
+    ends = threading.Event()
+
+    def hold() -> None:
+        held = bytearray(4096)
+        ends.wait()
+        del held
+
+    threads = [threading.Thread(target=hold) for _ in range(8 * (os.cpu_count() or 1))]
+    for each in threads:
+        each.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for each in threads:
+            each.join()
+
+
 def boost(settings: dict[str, int], folder: Path | None, options: dict[str, Any]) -> tuple[int, int, int]:
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
     booster = Booster(plugin=HybridParallelPlugin(**options))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
-    with peak_memory() as memory, counted_reads() as counts:
+    with many_threads(), peak_memory() as memory, counted_reads() as counts:
         with LazyInitContext() as context:
             model = make_llama(settings) if folder is None else type_of_llama().from_pretrained(folder)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
@@ -158,7 +181,7 @@ def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[
 @pytest.mark.parametrize("mesh", ["tp2pp2"])
 def test_a_pretrained_model_is_read_once_and_never_held_twice(mesh: str, tmp_path: Path) -> None:
     ratio, num_reads = measured(mesh, SMALL, tmp_path / "model")
-    assert ratio <= 1.3
+    assert ratio <= 1.2
     assert num_reads == pytest.approx(1, rel=0.01)
 
 

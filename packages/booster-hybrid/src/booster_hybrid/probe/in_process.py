@@ -3,12 +3,19 @@
 Each rank has a thread, of which one runs at a time: until its next collective, where the next rank goes on. Once every
 rank has come there, the result is known. What a rank has changed in the model is taken out while others run, so that
 all of them work on one and the same model: the user's own.
+
+`returned_memory` keeps threads from one call to the next, and gives the memory that they used back to the system.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
+import functools
+import gc
+import mmap
+import queue
 import sys
 import threading
 import time
@@ -40,6 +47,10 @@ _LOOK_SECONDS = 10.0
 """How often the caller looks at a rank that does not stop."""
 _STANDING_LOOKS = 3
 """After how many looks without a move, and with a tenth of a processor at most, a rank stands still."""
+_BLOCK_BYTES = 120 << 10
+"""The C library takes blocks of up to 128 KiB from the memory of the thread, whatever its settings have become."""
+_END_BYTES = 64 << 20
+"""The most that the C library keeps at the end of a thread's memory, twice its largest limit for blocks."""
 
 
 class _AbandonedError(BaseException):
@@ -189,9 +200,9 @@ def on_ranks(
         Exception: What the function raises for any rank.
     """
     # What torch keeps for the process and not for a thread is set before the first rank and reset after the last one.
-    with eager(), _Around():  # type: ignore[no-untyped-call]
+    with eager(), _Around(), _threads(size) as threads:  # type: ignore[no-untyped-call]
         here = _Here(device)
-        runs = [_Run(InProcessRank(None, rank, size), run, here) for rank in range(size)]
+        runs = [_Run(InProcessRank(None, rank, size), run, here, threads[rank]) for rank in range(size)]
         before = ModuleState(modules)
         try:
             return _results(runs, before)
@@ -199,6 +210,85 @@ def on_ranks(
             for each in runs:
                 each.abandon()
             before.put_back()
+
+
+@contextlib.contextmanager
+def returned_memory() -> Iterator[None]:
+    """Give memory that was used in the block back to the system: a model's values need it next.
+
+    Without this, the C library would keep it in pieces. It gives each thread a part of memory of its own, or shares out
+    those that exist where there are many threads, and keeps the end of a part; only a thread that has it reaches it.
+    """
+    threads: list[_Thread] = []
+    token = _kept.set(threads)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        gc.collect()  # what has just been made, and refers to itself
+        for each in threads:
+            each.do(_return_end)
+            each.end()
+        with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+_kept: contextvars.ContextVar[list[_Thread] | None] = contextvars.ContextVar("threads of ranks", default=None)
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[list[_Thread]]:
+    """Yield threads for ranks: those that are kept, or new ones that end with the block."""
+    kept = _kept.get()
+    threads = [] if kept is None else kept
+    threads += [_Thread(f"booster-rank-{index}") for index in range(len(threads), number)]
+    token = _kept.set(None)  # what ranks call is not to run in their own threads
+    try:
+        yield threads[:number]
+    finally:
+        _kept.reset(token)
+        if kept is None:
+            for each in threads:
+                each.end()
+
+
+def _return_end() -> None:
+    """Give back the end of this thread's part of memory, which `malloc_trim` leaves."""
+    # They fill what is free in between, and reach beyond what is in use.
+    blocks = [torch.empty(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(_END_BYTES // _BLOCK_BYTES)]
+    with contextlib.suppress(OSError, AttributeError):  # as above
+        for each in blocks:
+            start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            # Their contents are not needed.
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+class _Thread:
+    """A thread that does one thing after the other.
+
+    Args:
+        name: Its name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._things: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
+
+    def do(self, thing: Callable[[], object]) -> None:
+        """Let the thread do something, which must not raise, after what it does now."""
+        self._things.put(thing)
+
+    def end(self) -> None:
+        """Wait for what the thread does, and end it."""
+        self._things.put(None)
+        self.thread.join()
+
+    def _work(self) -> None:
+        while (thing := self._things.get()) is not None:
+            thing()
+            del thing  # it may hold tensors
 
 
 def _results(runs: Sequence[_Run[T]], before: ModuleState) -> list[T]:
@@ -218,26 +308,31 @@ def _results(runs: Sequence[_Run[T]], before: ModuleState) -> list[T]:
 
 
 class _Run(Generic[T]):
-    """A function that runs for one rank, in a thread of its own.
+    """A function that runs for one rank.
 
     Args:
         rank: The rank.
         function: The function.
         here: What its thread has.
+        thread: The thread that runs it.
     """
 
-    def __init__(self, rank: InProcessRank, function: Callable[[InProcessRank], T], here: _Here) -> None:
-        self.rank, self._function = rank, function
+    def __init__(
+        self, rank: InProcessRank, function: Callable[[InProcessRank], T], here: _Here, thread: _Thread
+    ) -> None:
+        self.rank, self._function, self._here, self._thread = rank, function, here, thread
         self._results: list[T] = []
         self._error: BaseException | None = None
-        run, name = contextvars.copy_context().run, f"booster-rank-{rank.rank}"
-        self._thread = threading.Thread(target=run, args=(self._work, here), name=name, daemon=True)
+        self._has_ended: threading.Event | None = None
 
     def go_on(self) -> None:
         """Let the rank run until its next collective or its end; raise what it raises."""
-        if self._thread.ident is None:
-            self._thread.start()
-        self.rank.place.run(self._thread)
+        if self._has_ended is None:
+            self._has_ended = threading.Event()
+            work = functools.partial(contextvars.copy_context().run, self._work)
+            self._thread.do(work)
+            self._thread.do(self._has_ended.set)
+        self.rank.place.run(self._thread.thread)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -248,17 +343,17 @@ class _Run(Generic[T]):
 
     def abandon(self) -> None:
         """End the rank where it waits."""
-        if self._thread.ident is None:
+        if self._has_ended is None:
             return
         self.rank.place.is_abandoned, self.rank.place.answer = True, None
         self.rank.place.may_run.release()
-        self._thread.join()
+        self._has_ended.wait()
 
-    def _work(self, here: _Here) -> None:
+    def _work(self) -> None:
         self.rank.place.may_run.acquire()
         try:
             if not self.rank.place.is_abandoned:
-                with here.entered():
+                with self._here.entered():
                     self._results.append(self._function(self.rank))
         except _AbandonedError:
             pass

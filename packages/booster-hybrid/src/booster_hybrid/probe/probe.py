@@ -21,12 +21,12 @@ from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import Style
 from booster_hybrid.probe.batches import calls_of_model, clear_number, with_choices
 from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
-from booster_hybrid.probe.in_process import InProcessRank, on_ranks
+from booster_hybrid.probe.in_process import InProcessRank, on_ranks, returned_memory
 from booster_hybrid.probe.kinds import kind_of
 from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch, told_by_math
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
-from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored, return_memory
+from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
 from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated
@@ -105,11 +105,8 @@ def check_policy(
         ConfigError: Naming the first layer that differs, by how much, and what to correct in the policy.
     """
     plan = TensorPlan(model, policy, size, parallel_output=False)
-    try:
-        with restored(plan.model, device):
-            return _Probe(plan, device, batch, split_sequence, lengths or Lengths()).run()
-    finally:
-        return_memory(size)
+    with returned_memory(), restored(plan.model, device):
+        return _Probe(plan, device, batch, split_sequence, lengths or Lengths()).run()
 
 
 class _Probe:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import itertools
 import math
-import mmap
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +25,6 @@ _PERIOD = 1_000_003
 _LARGE = 1 << 16
 """Split matrices with more elements share one buffer, and get no gradient: one that is wrong shows in the input's."""
 _SHIFT = 997
-_POWERS = range(17, 25)
-"""Of sizes of blocks, in bytes: together 32 MiB. The C library takes those beyond a limit elsewhere."""
 
 
 class NoValuesError(Exception):
@@ -182,35 +176,6 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
         for tensor, before in tensors:
             if not torch.equal(tensor, before):
                 tensor.data = before
-
-
-def return_memory(num_threads: int) -> None:
-    """Give freed memory back to the system: a model's values need it next, and the C library may keep it in pieces.
-
-    Args:
-        num_threads: How many threads have run, and ended: each had a part of memory of its own, which new ones get.
-    """
-    gc.collect()  # what has just been made, and refers to itself
-    everybody = threading.Barrier(num_threads)
-    threads = [threading.Thread(target=_return_end, args=(everybody,)) for _ in range(num_threads)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _return_end(everybody: threading.Barrier) -> None:
-    """Give back the end of this thread's part, which `malloc_trim` leaves."""
-    blocks = [torch.empty(1 << power, dtype=torch.uint8) for power in _POWERS]  # are where the end is
-    with contextlib.suppress(OSError, AttributeError):  # as above
-        for each in blocks:
-            start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-            # Their contents are not needed.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
-    everybody.wait()
 
 
 def _put_back(container: Any, before: Any) -> None:
