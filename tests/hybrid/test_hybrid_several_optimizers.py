@@ -5,125 +5,106 @@ Compared with plain torch in one process. Muon updates whole matrices, which com
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process
 from handwritten_gpts import Config, FusedGPT, policy
-from matrix import matrix
+from matrix import matrix, named
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from booster_core import Booster
 from booster_core.errors import BoosterError
-from booster_core.plugin import unwrap_model
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
-
-STEPS, MAX_NORM, BATCH = 4, 0.5, 4
-MESHES = {
-    "tp": (2, {"tp_size": 2}),
-    "tp uneven": (4, {"tp_size": 4}),
-    "tp zero-1": (4, {"tp_size": 2, "zero_stage": 1}),
-    "tp offloaded": (4, {"tp_size": 2, "zero_stage": 1, "cpu_offload": True}),
-    "tp zero-2": (4, {"tp_size": 2, "zero_stage": 2}),
-    "tp zero-3": (4, {"tp_size": 2, "zero_stage": 3}),
-    "all_to_all": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all", "zero_stage": 1}),
-    "pp": (2, {"pp_size": 2, "num_microbatches": 2}),
-    "pp zero-1": (4, {"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}),
-    "tp pp": (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zbv"}),
-    "zero-3": (2, {"zero_stage": 3}),
-    "shared keys": (4, {"tp_size": 4, "sequence_parallelism_mode": "split_gather"}),
-}
 
 
-def batch(step):
-    ids = torch.randint(66, (BATCH, 17), generator=torch.Generator().manual_seed(step))
+def tokens(number, replica):
+    return torch.randint(66, (4, 17), generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def gpt_batch(number, replica):
+    ids = tokens(number, replica)
     return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def loss_of(model, idx, targets):
-    if hasattr(unwrap_model(model), "transformer"):
-        return model(idx, targets)[1]
-    return functional.cross_entropy(model(input_ids=idx).logits.flatten(0, 1), targets.flatten())
+def gpt_loss(outputs, _batch):
+    return outputs[1]
 
 
-def make(mesh):
-    """Return a model and its optimizers, in fp64: Muon's steps in bf16 make much of other roundings in fp32."""
-    torch.manual_seed(3)
-    if mesh == "shared keys":  # two queries for a key, of which there are fewer than ranks
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 24}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=66, **sizes, **heads)).double()
-        layers = model.model.layers
-    else:
-        model = FusedGPT(Config(n_layer=4 if "pp_style" in MESHES[mesh][1] else 2)).double()
-        layers = model.transformer.h
-    matrices = [parameter for parameter in layers.parameters() if parameter.dim() == 2]
+def gpt(layers=2):
+    """Return a model in fp64: Muon's steps in bf16 make much of other roundings in fp32."""
+    return FusedGPT(Config(n_layer=layers)).double()
+
+
+def deep_gpt():
+    return gpt(4)
+
+
+def llama_batch(number, replica):
+    return {"input_ids": tokens(number, replica)}
+
+
+def llama_loss(outputs, batch):
+    return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def llama():
+    """Return a model with two queries for a key, of which there are fewer than ranks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=66, **sizes, **heads)).double()
+
+
+def matrices_of(model):
+    layers = model.transformer.h if isinstance(model, FusedGPT) else model.model.layers
+    return [parameter for parameter in layers.parameters() if parameter.dim() == 2]
+
+
+def muon_and_adamw(model):
+    matrices = matrices_of(model)
     held = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in held]
-    return model, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
-def one_process(mesh):
-    model, optimizers = make(mesh)
-    norms = []
-    for step in range(STEPS):
-        loss_of(model, **batch(step)).backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    return dict(model.state_dict()), norms, gradients
+def with_policy(**options):
+    """Return a plugin for a GPT; transformers' models have a policy and dummy inputs."""
+    return HybridParallelPlugin(custom_policy=policy(), example_batch=gpt_batch(0, 0), **options)
 
 
-def boosted_with(mesh):
-    options = dict(MESHES[mesh][1])
-    model, optimizers = make(mesh)
-    if isinstance(model, FusedGPT) and mesh != "zero-3":  # transformers' models have a policy and dummy inputs
-        options |= {"custom_policy": policy(), "example_batch": batch(0)}
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    model, boosted, *_ = booster.boost(model, optimizers)
-    return booster, model, boosted
-
-
-def backward(booster, model, boosted, step):
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    own = {name: each.chunk(size)[rank] for name, each in batch(step).items()}
-    if booster.plugin.config.pipeline.size > 1:
-        booster.execute_pipeline(iter([own]), model, lambda outputs, _: outputs[1], boosted)
-    else:
-        booster.backward(loss_of(model, **own), boosted[step % 2])
-
-
-def trained(root, mesh):
-    booster, model, boosted = boosted_with(mesh)
-    norms = []
-    for step in range(STEPS):
-        if step == STEPS // 2:  # go on in new objects, from one checkpoint of both
-            booster.save_checkpoint(root, model=model, optimizer=boosted, step=step)
-            booster, model, boosted = boosted_with(mesh)
-            booster.load_checkpoint(root, model=model, optimizer=boosted)
-        backward(booster, model, boosted, step)
-        if step == STEPS - 1:
-            names = [name for name, _ in make(mesh)[0].named_parameters()]
-            gradients = {name: full_gradient(booster, model, name).clone() for name in names}
-        norms.append(float(boosted[step % 2].clip_grad_by_norm(MAX_NORM)))
-        for each in boosted:
-            each.step()
-            each.zero_grad()
-    return whole_model(booster, model), norms, gradients
+GPT = Case(build=gpt, batch=gpt_batch, loss=gpt_loss, optimizer=muon_and_adamw, steps=4)
+LLAMA = replace(GPT, build=llama, batch=llama_batch, loss=llama_loss)
+OF_PIPELINE = {"pp_size": 2, "num_microbatches": 2}
+MESHES = {
+    "tp": (GPT, Setting(with_policy, {"tp_size": 2})),
+    "tp uneven": (GPT, Setting(with_policy, {"tp_size": 4}, 4)),
+    "tp zero-1": (GPT, Setting(with_policy, {"tp_size": 2, "zero_stage": 1}, 4)),
+    "tp offloaded": (GPT, Setting(with_policy, {"tp_size": 2, "zero_stage": 1, "cpu_offload": True}, 4)),
+    "tp zero-2": (GPT, Setting(with_policy, {"tp_size": 2, "zero_stage": 2}, 4)),
+    "tp zero-3": (GPT, Setting(with_policy, {"tp_size": 2, "zero_stage": 3}, 4)),
+    "all_to_all": (
+        GPT,
+        Setting(with_policy, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all", "zero_stage": 1}),
+    ),
+    "pp": (GPT, Setting(with_policy, OF_PIPELINE)),
+    "pp zero-1": (GPT, Setting(with_policy, {**OF_PIPELINE, "zero_stage": 1}, 4)),
+    "tp pp": (
+        replace(GPT, build=deep_gpt),
+        Setting(with_policy, {**OF_PIPELINE, "tp_size": 2, "pp_style": "zbv"}, 4),
+    ),
+    "zero-3": (GPT, Setting(HybridParallelPlugin, {"zero_stage": 3})),
+    "shared keys": (
+        LLAMA,
+        Setting(HybridParallelPlugin, {"tp_size": 4, "sequence_parallelism_mode": "split_gather"}, 4),
+    ),
+}
 
 
 @matrix(["tp", "pp zero-1"], mesh=MESHES)
 def test_training_equals_one_process_through_a_checkpoint(mesh, tmp_path):
-    expected, expected_norms, expected_gradients = one_process(mesh)
-    for weights, norms, gradients in run_on_ranks(trained, MESHES[mesh][0], tmp_path / "run", mesh):
-        assert_same_tensors(weights, expected, tolerance_for(torch.float32))
-        assert_same_tensors(gradients, expected_gradients, tolerance_for(torch.float32))
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert_equals_one_process(*MESHES[mesh], checkpoint=tmp_path / "run")
 
 
 class Scaling(torch.optim.Optimizer):
@@ -143,39 +124,18 @@ class Scaling(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad * group["lr"] * ratio)
 
 
-OPTIMIZERS = {"Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), "Scaling": Scaling}
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters(), lr=0.01)
 
 
-def trained_by_one(name, root):
-    def boosted():
-        model, _ = make("tp")
-        plugin = HybridParallelPlugin(tp_size=2, custom_policy=policy(), example_batch=batch(0))
-        booster = Booster("cpu", plugin=plugin)
-        model, optimizer, *_ = booster.boost(model, OPTIMIZERS[name](model.parameters()))
-        return booster, model, optimizer
-
-    booster, model, optimizer = boosted()
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            booster.save_checkpoint(root, model=model, optimizer=optimizer, step=step)
-            booster, model, optimizer = boosted()
-            booster.load_checkpoint(root, model=model, optimizer=optimizer)
-        booster.backward(loss_of(model, **batch(step)), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_model(booster, model)
+def scaling(model):
+    return Scaling(model.parameters())
 
 
-@matrix(["Adafactor"], name=OPTIMIZERS)
-def test_norms_and_factors_are_those_of_whole_parameters(name, tmp_path):
-    model, _ = make("tp")
-    optimizer = OPTIMIZERS[name](model.parameters())
-    for step in range(STEPS):
-        loss_of(model, **batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for weights in run_on_ranks(trained_by_one, 2, name, tmp_path / "run"):
-        assert_same_tensors(weights, dict(model.state_dict()), tolerance_for(torch.float32))
+@matrix(["adafactor"], optimizer=named([adafactor, scaling], ["adafactor", "scaling"]))
+def test_norms_and_factors_are_those_of_whole_parameters(optimizer, tmp_path):
+    case = replace(GPT, optimizer=optimizer, max_norm=None)
+    assert_equals_one_process(case, Setting(with_policy, {"tp_size": 2}), checkpoint=tmp_path / "run")
 
 
 class Failing(torch.optim.Muon):
@@ -191,12 +151,10 @@ class Failing(torch.optim.Muon):
 
 
 def fail_on_one_rank():
-    model, _ = make("tp")
-    matrices = [parameter for parameter in model.transformer.h.parameters() if parameter.dim() == 2]
-    plugin = HybridParallelPlugin(tp_size=2, custom_policy=policy(), example_batch=batch(0))
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, Failing(matrices))
-    booster.backward(loss_of(model, **batch(0)), optimizer)
+    model = gpt()
+    booster = Setting(with_policy, {"tp_size": 2}).make_booster()
+    model, optimizer, *_ = booster.boost(model, Failing(matrices_of(model)))
+    booster.backward(model(**gpt_batch(0, 0))[1], optimizer)
     before = [list(group["params"]) for group in optimizer.param_groups]
     optimizer.unwrap().fails = torch.distributed.get_rank() == 1
     match = "no memory is left" if torch.distributed.get_rank() else "Failing has failed on another rank"

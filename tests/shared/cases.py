@@ -29,6 +29,7 @@ from booster_testing.training import Trained, whole_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from booster_core.plugin import Plugin
 
@@ -69,7 +70,8 @@ class Case:
         batch: Returns the samples of a replica, from the number of the batch and of the replica. The model is called
             with a mapping's entries by name, with a tuple's in their order, or with anything else as it is.
         loss: Returns the mean loss over these samples, from the model's outputs and them.
-        optimizer: Returns the optimizer over the model.
+        optimizer: Returns the optimizer over the model, or a list of several; these take turns in backward and clip.
+        before_step: Called with the number of each step, the model and its optimizer, before the step.
         steps: Number of steps.
         micro_batches: Batches of each replica in a step, all but the last under ``no_sync``.
         max_norm: Clip gradients by this norm, which is compared too.
@@ -81,7 +83,8 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], Any]
     loss: Callable[[Any, Any], torch.Tensor] = own_loss
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    optimizer: Callable[[nn.Module], Any] = sgd
+    before_step: Callable[[int, nn.Module, Any], None] | None = None
     steps: int = 3
     micro_batches: int = 1
     max_norm: float | None = 0.5
@@ -89,8 +92,8 @@ class Case:
     no_effect: tuple[str, ...] = ()
     tolerance: Tolerance = _CLOSE
 
-    def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the model and its optimizer."""
+    def make(self) -> tuple[nn.Module, Any]:
+        """Return the model and its optimizer, or its optimizers."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             model = self.build()
@@ -161,6 +164,8 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
     trained = Trained()
     weight = 1 / (num_replicas * case.micro_batches * parts)
     for step in range(case.steps):
+        if case.before_step is not None:
+            case.before_step(step, model, optimizer)
         trained.losses.append(0.0)
         for number in _batches(case, step):
             for replica in range(num_replicas):
@@ -173,19 +178,24 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
             trained.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)))
         if case.max_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), case.max_value)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
     trained.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return trained
 
 
-def train_boosted(case: Case, setting: Setting, tell: Callable[[Booster, Any, Any], Any] | None = None) -> OnRank:
+def train_boosted(
+    case: Case,
+    setting: Setting,
+    tell: Callable[[Booster, Any, Any], Any] | None = None,
+    checkpoint: Path | None = None,
+) -> OnRank:
     """Train under a plugin on this rank's samples.
 
     Args:
         case: What to train.
         setting: Under what.
         tell: Called with the Booster, the model and the optimizer in the end; its result is passed on.
+        checkpoint: Save here in the middle, and go on in new objects, whose trained parameters were zeros.
 
     Collective: every rank of the world.
     """
@@ -196,21 +206,33 @@ def train_boosted(case: Case, setting: Setting, tell: Callable[[Booster, Any, An
     replica, num_replicas = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
     trained = Trained()
     for step in range(case.steps):
+        if checkpoint is not None and step == case.steps // 2:
+            booster.save_checkpoint(checkpoint, model=model, optimizer=optimizer, step=step)
+            booster = setting.make_booster()
+            net, optimizer = case.make()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    if parameter.requires_grad:
+                        parameter.zero_()
+            model, optimizer, *_ = booster.boost(net, optimizer)
+            booster.load_checkpoint(checkpoint, model=model, optimizer=optimizer)
+        if case.before_step is not None:
+            case.before_step(step, model.unwrap(), optimizer)
         numbers = _batches(case, step)
         losses = []
         for number in numbers:
             is_last = number == numbers[-1]
             with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
-                losses.append(_backward(booster, model, optimizer, case, case.batch(number, replica)))
+                losses.append(_backward(booster, model, optimizer, case, number, replica))
         trained.losses.append(_mean_over_ranks(losses))
         found = {name: full_gradient(booster, model, name) for name in names}
         trained.gradients.append({name: gradient for name, gradient in found.items() if gradient is not None})
+        clipping = _taking_turns(optimizer, step)
         if case.max_norm is not None:
-            trained.norms.append(float(optimizer.clip_grad_by_norm(case.max_norm)))
+            trained.norms.append(float(clipping.clip_grad_by_norm(case.max_norm)))
         if case.max_value is not None:
-            optimizer.clip_grad_by_value(case.max_value)
-        optimizer.step()
-        optimizer.zero_grad()
+            clipping.clip_grad_by_value(case.max_value)
+        _step(optimizer)
     whole = whole_model(booster, model)
     trained.parameters = {name: whole[name] for name in names}
     told = None if tell is None else tell(booster, model, optimizer)
@@ -218,7 +240,12 @@ def train_boosted(case: Case, setting: Setting, tell: Callable[[Booster, Any, An
 
 
 def assert_equals_one_process(
-    case: Case, setting: Setting, *, parts: int = 1, tell: Callable[[Booster, Any, Any], Any] | None = None
+    case: Case,
+    setting: Setting,
+    *,
+    parts: int = 1,
+    tell: Callable[[Booster, Any, Any], Any] | None = None,
+    checkpoint: Path | None = None,
 ) -> list[Any]:
     """Assert that ranks train as one process does: each step's loss, gradients and norm, and the parameters after them.
 
@@ -227,11 +254,12 @@ def assert_equals_one_process(
         setting: Under what.
         parts: Number of parts in which a pipeline runs a batch, if the loss couples samples.
         tell: As for `train_boosted`.
+        checkpoint: As for `train_boosted`.
 
     Returns:
         What each rank told.
     """
-    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, timeout_seconds=120)
+    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, checkpoint, timeout_seconds=120)
     expected = train_plainly(case, results[0].num_replicas, parts)
     for result in results:
         assert_same_training(result.trained, expected, case)
@@ -278,8 +306,20 @@ def _batches(case: Case, step: int) -> range:
     return range(step * case.micro_batches, (step + 1) * case.micro_batches)
 
 
-def _backward(booster: Booster, model: Any, optimizer: Any, case: Case, batch: Any) -> float:
+def _step(optimizer: Any) -> None:
+    """Step, one optimizer after the other: what one drops is not the others'."""
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        each.step()
+        each.zero_grad()
+
+
+def _taking_turns(optimizer: Any, number: int) -> Any:
+    return optimizer[number % len(optimizer)] if isinstance(optimizer, list) else optimizer
+
+
+def _backward(booster: Booster, model: Any, optimizer: Any, case: Case, number: int, replica: int) -> float:
     """Run forward and backward of a batch; return its loss, not a number on ranks that do not have it."""
+    batch = case.batch(number, replica)
 
     def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
         return case.loss(outputs, batch) / case.micro_batches
@@ -288,7 +328,7 @@ def _backward(booster: Booster, model: Any, optimizer: Any, case: Case, batch: A
         loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_loss=True)["loss"]
         return math.nan if loss is None else float(loss) * case.micro_batches
     loss = loss_of(call(model, batch), batch)
-    booster.backward(loss, optimizer)
+    booster.backward(loss, _taking_turns(optimizer, number))
     return float(loss.detach()) * case.micro_batches
 
 

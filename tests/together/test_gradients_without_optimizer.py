@@ -14,7 +14,6 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
@@ -101,52 +100,3 @@ def teach(name):
 @matrix(["fsdp", "zero", "gemini", "hybrid", "hybrid zero"], name=PLUGINS)
 def test_a_teacher_needs_no_optimizer(name):
     run_on_ranks(teach, 2, name)
-
-
-def train_plainly(frozen_steps, size):
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[0].requires_grad_(requires_grad=False)
-    for step in range(4):
-        if step == frozen_steps:
-            model[0].requires_grad_(requires_grad=True)
-        torch.cat([model(batch(10 * step + rank)) for rank in range(size)]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def unfreeze(name, how, precision=None):
-    net = make()
-    net[0].requires_grad_(requires_grad=False)
-    held = net.parameters() if how == "held" else [p for p in net.parameters() if p.requires_grad]
-    booster = Booster("cpu", precision, PLUGINS[name]())
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(held, lr=0.1))
-    for step in range(4):
-        if step == 2:
-            net[0].requires_grad_(requires_grad=True)
-            if how == "added":
-                optimizer.add_param_group({"params": list(net[0].parameters())})
-        booster.backward(model(batch(10 * step + dist.get_rank())).float().square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    if name in ("gemini", "hybrid zero3"):
-        return model.state_dict()
-    if name.startswith("fsdp"):
-        return whole_model(booster, model)
-    return {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
-
-
-@matrix(1, how=["held", "added"], name=PLUGINS)
-def test_a_parameter_that_the_optimizer_holds_trains_once_it_is_unfrozen(name, how):
-    expected = train_plainly(2, 2)
-    for actual in run_on_ranks(unfreeze, 2, name, how):
-        assert_same_tensors(actual, expected, CLOSE)
-
-
-@matrix(1, precision=["fp32", "bf16"], name=PLUGINS)
-def test_a_parameter_that_no_group_holds_raises_once_it_is_unfrozen(name, precision):
-    match = r"Parameter '0\.(weight|bias)' got a gradient, but it was frozen at `boost`.*add_param_group"
-    if name.startswith("fsdp"):
-        match = r"2 parameters that were frozen at `boost` require gradients now, such as '0\.(weight|bias)'"
-    expect_on_ranks(GradientError, match, unfreeze, 2, name, "left out", precision)

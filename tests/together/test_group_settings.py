@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix, named
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing import expect_on_ranks
+from booster_testing.compare import tolerance_for
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 
-CLOSE = tolerance_for(torch.float64)
-PLUGINS = {
-    "zero": LowLevelZeroPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "gemini": lambda **options: GeminiPlugin(min_chunk_bytes=256, **options),
-    "hybrid": lambda **options: HybridParallelPlugin(tp_size=1, pp_size=1, zero=ZeroConfig(**options)),
-}
+
+def gemini(**options):
+    return GeminiPlugin(min_chunk_bytes=256, **options)
+
+
+def hybrid(**options):
+    return HybridParallelPlugin(tp_size=1, pp_size=1, zero=ZeroConfig(**options))
+
+
+PLUGINS = {"zero": LowLevelZeroPlugin, "fsdp": TorchFSDPPlugin, "gemini": gemini, "hybrid": hybrid}
 
 
 class Lars(torch.optim.Optimizer):
@@ -40,60 +44,50 @@ class Lars(torch.optim.Optimizer):
                     p.sub_(p.grad * group["lr"] * ratio)
 
 
-def make():
-    torch.manual_seed(8)
+def net():
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
-def groups_of(net, *, adds):
-    matrices = [p for p in net.parameters() if p.dim() == 2]
-    vectors = [p for p in net.parameters() if p.dim() == 1]
-    first, second = {"params": vectors}, {"params": matrices, "lr": 0.01, "trust": True}
-    return ([first], second) if adds else ([first, second], None)
+def batch(number, replica):
+    generator = torch.Generator().manual_seed(10 * number + replica)
+    return torch.randn(4, 6, generator=generator, dtype=torch.float64)
 
 
-def train(batches, net, optimizer, backward, model):
-    for step in range(5):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)[batches]
-        backward(model(x).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+def group_of(model, kind):
+    return {"params": [parameter for name, parameter in model.named_parameters() if name.endswith(kind)]}
 
 
-def plainly():
-    net = make()
-    groups, _ = groups_of(net, adds=False)
-    train(slice(None), net, Lars(groups), lambda loss, _: loss.backward(), net)
-    return {key: p.detach() for key, p in net.named_parameters()}
+def group_of_matrices(model):
+    return {**group_of(model, "weight"), "lr": 0.01, "trust": True}
 
 
-def boosted(name, folder, *, adds=False, **options):
-    net = make()
-    booster = Booster("cpu", plugin=PLUGINS[name](**options))
-    groups, further = groups_of(net, adds=adds)
-    paths = {id(p): key for key, p in net.named_parameters()}
-    model, optimizer, *_ = booster.boost(net, Lars(groups))
-    if further is not None:
-        held = [model.unwrap().get_parameter(paths[id(p)]) for p in further["params"]]
-        optimizer.add_param_group({**further, "params": held})
-    train(slice(dist.get_rank(), None, dist.get_world_size()), net, optimizer, booster.backward, model)
-    booster.save_model(model, f"{folder}/model.safetensors")
+def lars(model):
+    return Lars([group_of(model, "bias"), group_of_matrices(model)])
+
+
+def lars_of_vectors(model):
+    return Lars([group_of(model, "bias")])
+
+
+def add_matrices(step, model, optimizer):
+    if step == 0:
+        optimizer.add_param_group(group_of_matrices(model))
+
+
+AT_BOOST = Case(build=net, batch=batch, optimizer=lars, steps=5, max_norm=None, tolerance=tolerance_for(torch.float64))
+ADDED = replace(AT_BOOST, optimizer=lars_of_vectors, before_step=add_matrices)
 
 
 @matrix(
     ["boost-zero"],
-    **{"adds, options": named([(False, {}), (True, {"partition": "parameter"})], ["boost", "added"], joint=True)},
+    **{"case, options": named([(AT_BOOST, {}), (ADDED, {"partition": "parameter"})], ["boost", "added"], joint=True)},
     name=PLUGINS,
 )
-def test_groups_of_two_kinds_step_as_in_one_process(name, adds, options, tmp_path):
-    from safetensors.torch import load_file
-
-    run_on_ranks(boosted, 2, name, str(tmp_path), adds=adds, **options)
-    assert_same_tensors(load_file(tmp_path / "model.safetensors"), plainly(), CLOSE)
+def test_groups_of_two_kinds_step_as_in_one_process(name, case, options):
+    assert_equals_one_process(case, Setting(PLUGINS[name], options))
 
 
 @matrix(["fsdp"], name=PLUGINS)
-def test_a_group_of_another_kind_is_refused_where_parameters_are_cut(name, tmp_path):
+def test_a_group_of_another_kind_is_refused_where_parameters_are_cut(name):
     match = "Lars takes the parameters of the new group as wholes.*partition='parameter'"
-    expect_on_ranks(ConfigError, match, boosted, 2, name, str(tmp_path), adds=True)
+    expect_on_ranks(ConfigError, match, train_boosted, 2, ADDED, Setting(PLUGINS[name]))

@@ -1,7 +1,11 @@
 """Parameters that are unfrozen after `boost` and that no optimizer steps: an error on every rank, not silence."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
 from torch import nn
 
@@ -10,12 +14,13 @@ from booster_core.errors import GradientError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
 from booster_testing.training import whole_model
+from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = [None, "ddp", "fsdp", "zero", "gemini", "hybrid"]
 WORLD_SIZES = {None: 1}
@@ -82,20 +87,24 @@ def test_a_parameter_group_that_is_added_later_trains() -> None:
 SPLIT = ShardingPolicy(
     rules=(ModuleRule("layers.*.up", Style.COLUMN), ModuleRule("layers.*.down", Style.ROW)), layers=("layers",)
 )
-MESHES = {
-    "single": SingleDeviceStrategy,
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "tp": lambda: HybridParallelPlugin(tp_size=2, custom_policy=SPLIT),
-    "pp": lambda: HybridParallelPlugin(pp_size=2, custom_policy=SPLIT, example_batch=torch.ones(2, 8)),
-    "pp-zero": lambda: HybridParallelPlugin(
-        pp_size=2, zero_stage=2, custom_policy=SPLIT, example_batch=torch.ones(2, 8)
-    ),
-    "tp-zero": lambda: HybridParallelPlugin(tp_size=2, zero_stage=1, custom_policy=SPLIT),
-    "tp-zero3": lambda: HybridParallelPlugin(tp_size=2, zero_stage=3, custom_policy=SPLIT),
+OF_STAGES = {"pp_size": 2, "custom_policy": SPLIT, "example_batch": torch.ones(2, 8)}
+SETTINGS = {
+    "single": Setting(SingleDeviceStrategy, num_ranks=1),
+    "ddp": Setting(TorchDDPPlugin),
+    "fsdp": Setting(TorchFSDPPlugin),
+    "fsdp, units": Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}),
+    "fsdp, one replicated": Setting(TorchFSDPPlugin, {"ignored_modules": ["layers.0"]}),
+    "zero": Setting(LowLevelZeroPlugin),
+    "gemini": Setting(GeminiPlugin, {"min_chunk_bytes": 256}),
+    "hybrid": Setting(HybridParallelPlugin, {"tp_size": 1, "pp_size": 1}),
+    "hybrid zero": Setting(HybridParallelPlugin, {"tp_size": 1, "pp_size": 1, "zero_stage": 1}),
+    "hybrid zero3": Setting(HybridParallelPlugin, {"zero_stage": 3}),
+    "tp": Setting(HybridParallelPlugin, {"tp_size": 2, "custom_policy": SPLIT}),
+    "pp": Setting(HybridParallelPlugin, OF_STAGES),
+    "pp-zero": Setting(HybridParallelPlugin, {**OF_STAGES, "zero_stage": 2}, 4),
+    "tp-zero": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1, "custom_policy": SPLIT}, 4),
+    "tp-zero3": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3, "custom_policy": SPLIT}, 4),
 }
-"""Strategies and meshes besides those of `test_gradients_without_optimizer`, which tests ZeRO's kin."""
-MESH_SIZES = {"single": 1, "pp-zero": 4, "tp-zero": 4, "tp-zero3": 4}
 
 
 class Layer(nn.Module):
@@ -118,75 +127,59 @@ class Stack(nn.Module):
         return x
 
 
-def frozen_stack(how):
-    """Return a model of which two layers are frozen, one on each of two stages, and an optimizer."""
-    torch.manual_seed(3)
+def frozen_of(model):
+    """Return the parameters of two layers, one on each of two stages."""
+    return [*model.layers[0].parameters(), *model.layers[3].parameters()]
+
+
+def frozen_stack():
     model = Stack()
-    frozen = [*model.layers[0].parameters(), *model.layers[3].parameters()]
-    for parameter in frozen:
+    for parameter in frozen_of(model):
         parameter.requires_grad_(False)
-    held = list(model.parameters()) if how == "listed" else [p for p in model.parameters() if p.requires_grad]
-    return model, frozen, torch.optim.Adam(held, lr=0.01)
+    return model
 
 
-def rows(step, replica):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + replica))
+def over(how, model):
+    held = model.parameters() if how == "listed" else [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.Adam(held, lr=0.01, eps=1e-2)
 
 
-def squared(outputs, _):
-    return outputs.square().mean()
+def unfreeze(how, step, model, optimizer):
+    if step == 2:
+        for parameter in frozen_of(model):
+            parameter.requires_grad_(True)
+        if how == "added":
+            optimizer.add_param_group({"params": frozen_of(model)})
 
 
-def plainly(how, num_replicas):
-    model, frozen, optimizer = frozen_stack(how)
-    for step in range(4):
-        if step == 2:
-            unfreeze(frozen, optimizer, how)
-        for replica in range(num_replicas):
-            (squared(model(rows(step, replica)), None) / num_replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def rows(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def unfreeze(frozen, optimizer, how):
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    if how == "added":
-        optimizer.add_param_group({"params": frozen})
+def unfreezing(how):
+    hooks = {"optimizer": partial(over, how), "before_step": partial(unfreeze, how)}
+    return Case(build=frozen_stack, batch=rows, steps=4, **hooks)
 
 
-def unfreeze_on(mesh, how):
-    model, frozen, optimizer = frozen_stack(how)
-    booster = Booster("cpu", plugin=MESHES[mesh]())
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    replica, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    inner = model.unwrap()
-    frozen = [*inner.layers[0].parameters(), *inner.layers[3].parameters()]
-    for step in range(4):
-        if step == 2:
-            unfreeze(frozen, optimizer, how)
-        if mesh.startswith("pp"):
-            booster.execute_pipeline(iter([rows(step, replica)]), model, squared, optimizer)
-        else:
-            booster.backward(squared(model(rows(step, replica)), None), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_model(booster, model)
-
-
-@matrix(1, mesh=MESHES, how=["listed", "added"])
+@matrix(1, mesh=SETTINGS, how=["listed", "added"])
 def test_parameters_that_the_optimizer_holds_train_once_they_are_unfrozen(mesh, how) -> None:
-    num_replicas = 1 if mesh in ("single", "tp", "pp") else 2
-    expected = plainly(how, num_replicas)
-    for found in run_on_ranks(unfreeze_on, MESH_SIZES.get(mesh, 2), mesh, how):
-        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+    assert_equals_one_process(unfreezing(how), SETTINGS[mesh])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_that_no_optimizer_holds_raise_once_they_are_unfrozen(mesh) -> None:
-    match = r"frozen at `boost`|that were frozen"
-    expect_on_ranks(GradientError, match, unfreeze_on, MESH_SIZES.get(mesh, 2), mesh, "left out")
+IN_BF16 = {"fsdp, one replicated", "zero", "gemini", "hybrid zero3", "tp"}
+
+
+@matrix(
+    [f"{'bf16' if mesh in IN_BF16 else 'fp32'}-{mesh}" for mesh in SETTINGS],
+    precision=["fp32", "bf16"],
+    mesh=SETTINGS,
+)
+def test_parameters_that_no_optimizer_holds_raise_once_they_are_unfrozen(mesh, precision) -> None:
+    match = r"Parameter 'layers\.[03]\.(up|down)\..*' got a gradient, but it was frozen at `boost`.*add_param_group"
+    if not mesh.startswith(("zero", "gemini", "hybrid", "tp", "pp")):
+        match = r"8 parameters that were frozen at `boost` require gradients now, such as 'layers\."
+    setting = replace(SETTINGS[mesh], precision=precision)
+    expect_on_ranks(GradientError, match, train_boosted, setting.num_ranks, unfreezing("left out"), setting)
 
 
 def set_second_adapter(plugin) -> None:
