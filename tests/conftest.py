@@ -13,9 +13,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 from forked_scripts import forked_scripts
 
-from booster_testing import close_ranks, rank_pool
+from booster_testing import close_ranks, rank_forks, rank_pool
 from booster_testing.rank_worker import run_in_turns
 
 # How long an example takes depends on what else the machine does.
@@ -31,6 +32,9 @@ _OF_RANKS = ("run_on_ranks", "expect_on_ranks", "open_ranks", "run_on_devices", 
 
 def pytest_configure() -> None:
     run_in_turns()  # also the scripts and commands that tests start
+    # Many processes share the processors, and threads that wait for each other would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # torch has read the variable before
 
 
 @pytest.hookimpl(trylast=True)  # after markers and names have selected the tests
@@ -122,12 +126,19 @@ def simulated_device():
     close_ranks()  # torch would use the device as the machine's accelerator in later tests
 
 
+@pytest.fixture(scope="session")
+def forks_with_torch_alone():
+    """Start the process that `ranks_with_torch_alone` are forked from."""
+    with contextlib.closing(rank_forks.Forks(torch_alone=True)) as forks:
+        yield forks
+
+
 @pytest.fixture(scope="module")
-def new_interpreters():
-    """Run ranks in new interpreters, for libraries that others look for when they are imported themselves."""
+def ranks_with_torch_alone(forks_with_torch_alone):
+    """Run ranks that have imported torch alone, for libraries that others look for when they are imported."""
     close_ranks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_pool, "can_fork", lambda: False)
+        patch.setattr(rank_pool, "_forks", forks_with_torch_alone)
         yield
         close_ranks()  # these workers have imported what other tests must not see
 

@@ -73,7 +73,7 @@ class ForkedScripts:
             environments: What each has in its environment on top of this process' variables, if anything.
             folder: The folder to run it in; its own if ``None``.
         """
-        each = [{**os.environ, "OMP_NUM_THREADS": "1", **own} for own in environments or [{}] * len(arguments)]
+        each = [{**os.environ, **own} for own in environments or [{}] * len(arguments)]
         job = {"script": str(script), "arguments": [list(map(str, own)) for own in arguments], "environments": each}
         job["folder"] = str(folder or Path(script).parent)
         assert self._process.stdin is not None

@@ -71,9 +71,13 @@ class ForkedProcess:
 
 
 class Forks:
-    """The process that forks workers. It outlives these, since no state of a test gets into it."""
+    """The process that forks workers. It outlives these, since no state of a test gets into it.
 
-    def __init__(self) -> None:
+    Args:
+        torch_alone: Whether forks share torch only, for tests whose libraries look for others when they are imported.
+    """
+
+    def __init__(self, *, torch_alone: bool = False) -> None:
         self._owner = os.getpid()
         life_read, self._life_write = os.pipe()  # closes when this process ends; the workers end then
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -89,7 +93,8 @@ class Forks:
         os.close(life_read)
         assert self._process.stdin is not None
         with self._process.stdin as names, contextlib.suppress(BrokenPipeError):  # `fork` tells of its end
-            names.write("\n".join(sorted(filter(_is_shared, sys.modules))).encode())
+            shared = [] if torch_alone else sorted(filter(_is_shared, sys.modules))
+            names.write("\n".join(shared).encode())
 
     @property
     def pid(self) -> int:

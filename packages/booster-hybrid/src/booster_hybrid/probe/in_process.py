@@ -257,11 +257,12 @@ def _return_end() -> None:
     # They fill what is free in between, and reach beyond what is in use.
     blocks = [torch.empty(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(_END_BYTES // _BLOCK_BYTES)]
     with contextlib.suppress(OSError, AttributeError):  # as above
+        give_back = ctypes.CDLL(None).madvise
+        give_back.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for each in blocks:
             start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-            # Their contents are not needed.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+            give_back(start, length, mmap.MADV_DONTNEED)  # their contents are not needed
 
 
 class _Thread:
