@@ -243,8 +243,8 @@ def minimums(session: nox.Session, core: str) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation site strictly, into build/site, and run the examples in docstrings, READMEs and docs."""
     python = _checkout(session)
-    # The theme prints a notice about another project in each build.
-    _run(session, python, "-m", "mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+    # The theme prints a notice about another project in each build. With `--quiet`, warnings would not count.
+    _run(session, python, "-m", "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     sources = [f"packages/{name}/src" for name in PACKAGES]
     _pytest(session, python, "--doctest-modules", *sources, *session.posargs, success_codes=[0, 5])
     pages = ("page_examples", "site", "cluster_page", "start_page")

@@ -243,6 +243,14 @@ def test_model_that_is_wrapped_elsewhere():
         Booster("cpu").boost(DistributedDataParallel())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_model_that_is_scripted(tmp_path):
+    model = torch.jit.script(nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match=r"scripted or traced.*Pass the model itself"):
+        Booster("cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Booster("cpu").save_model(model, tmp_path / "model.safetensors")
+
+
 def test_optimizer_that_is_boosted():
     booster = Booster("cpu")
     model, optimizer = model_and_optimizer()

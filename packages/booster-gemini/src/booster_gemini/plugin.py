@@ -51,9 +51,9 @@ _OF_LAYERS = "use `HybridParallelPlugin` to split layers and sequences; the mode
 class GeminiPlugin(Strategy):
     """Data parallelism whose parameters, gradients and optimizer state are in chunks, split over the ranks.
 
+    `GeminiConfig` documents the keywords of the signature, and `ShardingOptions` those that it shares with ZeRO.
+
     Args:
-        **options: Keywords as in the signature; `GeminiConfig` documents them, and `ShardingOptions` those that it
-            shares with ZeRO.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:

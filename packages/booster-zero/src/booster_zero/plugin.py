@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 class LowLevelZeroPlugin(Strategy):
     """Data parallelism whose optimizer state (stage 1) and gradients (stage 2) are split over the ranks.
 
+    `ZeroConfig` documents the keywords of the signature, and `ShardingOptions` those that it shares with Gemini.
+
     Args:
-        **options: Keywords as in the signature; `ZeroConfig` documents them, and `ShardingOptions` those that it
-            shares with Gemini.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
 
     Raises:

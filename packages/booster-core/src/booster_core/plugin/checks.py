@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -38,12 +39,19 @@ def check_arguments(objects: Boosted, plugin: Plugin | None = None) -> None:
 
     Raises:
         TypeError: If an argument has another type than its place asks for.
-        ConfigError: If the model or an optimizer is boosted, wrapped or distributed already, an optimizer holds
-            parameters that are not the model's, or another optimizer's, or parameters have gradients, two tensors would
-            have one name, a scheduler steers another optimizer, or the plugin trains by one optimizer only.
+        ConfigError: If the model or an optimizer is boosted, wrapped or distributed already, the model is scripted, an
+            optimizer holds parameters that are not the model's, or another optimizer's, or parameters have gradients,
+            two tensors would have one name, a scheduler steers another optimizer, or the plugin trains by one
+            optimizer only.
     """
     _check_types(objects)
     model, optimizers = objects.model, objects.optimizers
+    if isinstance(model, ScriptModule):
+        msg = (
+            "The model is scripted or traced (`torch.jit`), and can't be wrapped: torch puts no hooks on it. Pass the "
+            "model itself, and compile it by `torch.compile` where that is what scripting was for."
+        )
+        raise ConfigError(msg)
     if isinstance(boosted_inside(model), ModelWrapper) or was_boosted(model):
         name = own_class(unwrap_model(model)).__name__
         msg = (

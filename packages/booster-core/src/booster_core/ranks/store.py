@@ -43,7 +43,7 @@ _openings = itertools.count()
 class Host(NamedTuple):
     """Where a process runs. Processes with equal hosts reach each other by loopback and see one temporary folder.
 
-    Args:
+    Attributes:
         name: The host's name.
         boot: Identifies the running kernel; empty, like the next two, where the system does not tell.
         network: Identifies the network namespace.

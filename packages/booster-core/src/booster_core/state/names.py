@@ -75,7 +75,8 @@ def _inner_attribute(module: nn.Module, wrappers: tuple[tuple[type, str], ...]) 
 def compiled_module(model: nn.Module) -> nn.Module | None:
     """Return the module inside a compiled one; ``None`` where ``torch.compile`` did not make ``model``."""
     # Not by attribute: a module may forward unknown attributes to one inside of it.
-    return model._modules.get(_COMPILED)  # noqa: SLF001 - torch's class costs the import of its compiler
+    modules = model._modules  # noqa: SLF001 - torch's class costs the import of its compiler
+    return modules[_COMPILED] if _COMPILED in modules else None  # noqa: SIM401 - a scripted module's have no `get`
 
 
 def own_class(model: nn.Module) -> type[nn.Module]:
