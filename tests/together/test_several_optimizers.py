@@ -7,9 +7,11 @@ one model are used for most.
 import math
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case, train_plainly
 from matrix import matrix
 from torch import nn
 
@@ -62,35 +64,36 @@ class Transformer(nn.Module):
         return self.head(x) * self.scale
 
 
-def make(dtype=torch.float64):
-    """Return a model and its optimizers; in fp64, as Muon's steps in bf16 make much of other roundings in fp32."""
-    torch.manual_seed(3)
-    model = Transformer().to(dtype)
+def build():
+    """Return a model in fp64, as Muon's steps in bf16 make much of other roundings in fp32."""
+    return Transformer().double()
+
+
+def muon_and_adamw(model):
     matrices = [parameter for parameter in model.layers.parameters() if parameter.dim() == 2]
     held = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in held]
-    return model, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
 
 
-def batch(step):
-    return torch.randint(16, (8, 5), generator=torch.Generator().manual_seed(step))
+def whole(number, _replica=0):
+    return torch.randint(16, (8, 5), generator=torch.Generator().manual_seed(number))
 
 
-def one_process():
-    """Return the weights after training in plain torch, the norms of the gradients, and the last of these."""
-    model, optimizers = make()
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-    norms = []
-    for step in range(STEPS):
-        model(batch(step)).square().mean().backward()
-        if step == STEPS - 1:
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        for each in (*optimizers, *schedulers):
-            each.step()
-        for each in optimizers:
-            each.zero_grad()
-    return dict(model.state_dict()), norms, gradients
+def decay(step, _model, optimizers):
+    """Do before each step but the first what a scheduler of each optimizer does after a step."""
+    for each in optimizers if step else ():
+        for group in each.param_groups:
+            group["lr"] *= 0.9
+
+
+PLAIN = Case(build=build, batch=whole, optimizer=muon_and_adamw, steps=STEPS, max_norm=MAX_NORM)
+
+
+def make(dtype=torch.float64):
+    model, _ = PLAIN.make()
+    model = model.to(dtype)
+    return model, muon_and_adamw(model)
 
 
 def trained(plugin, root, is_lazy):
@@ -103,7 +106,7 @@ def trained(plugin, root, is_lazy):
     assert steered == schedulers
     assert [each.unwrap() for each in boosted] == optimizers
     coordinator = DistCoordinator()
-    norms = []
+    norms, gradients = [], []
     for step in range(STEPS):
         if step == STEPS // 2:  # go on in new objects, from one checkpoint of both optimizers
             booster.save_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered, step=step)
@@ -113,11 +116,10 @@ def trained(plugin, root, is_lazy):
             model, boosted, _, _, steered = booster.boost(model, tuple(optimizers), lr_scheduler=schedulers)
             assert type(boosted) is tuple
             booster.load_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered)
-        own = batch(step).chunk(coordinator.world_size)[coordinator.rank]
+        own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
         booster.backward(model(own).square().mean(), boosted[step % 2])
-        if step == STEPS - 1:
-            names = [name for name, _ in model.unwrap().named_parameters()]
-            gradients = {name: full_gradient(booster, model, name).clone() for name in names}
+        names = [name for name, _ in model.unwrap().named_parameters()]
+        gradients.append({name: full_gradient(booster, model, name).clone() for name in names})
         norms.append(float(boosted[step % 2].clip_grad_by_norm(MAX_NORM)))  # of the whole model, by either
         for each in boosted:  # one after the other: what one drops is not the other's
             each.step()
@@ -132,11 +134,12 @@ def trained(plugin, root, is_lazy):
     **{"plugin, is_lazy": [*((plugin, False) for plugin in RANKS), ("zero-1", True), ("gemini", True)]},
 )
 def test_training_equals_one_process_through_a_checkpoint(plugin, is_lazy, tmp_path):
-    expected, expected_norms, expected_gradients = one_process()
+    expected = train_plainly(replace(PLAIN, before_step=decay), 1)
     for weights, norms, gradients in run_on_ranks(trained, RANKS[plugin], plugin, tmp_path / "run", is_lazy):
-        assert_same_tensors(weights, expected, tolerance_for(torch.float32))
-        assert_same_tensors(gradients, expected_gradients, tolerance_for(torch.float32))
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
+        for found, plain in zip(gradients, expected.gradients, strict=True):
+            assert_same_tensors(found, plain, PLAIN.tolerance)
+        assert norms == pytest.approx(expected.norms, rel=1e-5)
 
 
 def trained_by_train_batch(plugin):
@@ -145,7 +148,7 @@ def trained_by_train_batch(plugin):
     model, boosted, *_ = booster.boost(model, optimizers)
     coordinator = DistCoordinator()
     for step in range(STEPS):
-        parts = [each.chunk(coordinator.world_size)[coordinator.rank] for each in batch(step).chunk(2)]
+        parts = [each.chunk(coordinator.world_size)[coordinator.rank] for each in whole(step).chunk(2)]
         train_batch(
             booster,
             iter([(part,) for part in parts]),
@@ -160,16 +163,9 @@ def trained_by_train_batch(plugin):
 
 @matrix(["fsdp", "zero-2", "gemini"], plugin=RANKS)
 def test_train_batch_steps_all_of_them(plugin):
-    model, optimizers = make()
-    for step in range(STEPS):
-        model(batch(step)).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        for each in optimizers:
-            each.step()
-        for each in optimizers:
-            each.zero_grad()
+    expected = train_plainly(PLAIN, 1)
     for weights in run_on_ranks(trained_by_train_batch, RANKS[plugin], plugin):
-        assert_same_tensors(weights, dict(model.state_dict()), tolerance_for(torch.float32))
+        assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
 
 
 def overflow_in_one(plugin, overflowing):
@@ -183,7 +179,7 @@ def overflow_in_one(plugin, overflowing):
     found = []
     for step in range(3):
         before = whole_model(booster, model)
-        booster.backward(model(batch(step)[:4]).square().mean(), boosted)
+        booster.backward(model(whole(step)[:4]).square().mean(), boosted)
         if step == 0:
             name = watched[overflowing]
             set_full_gradient(booster, model, name, torch.full_like(full_gradient(booster, model, name), math.inf))
@@ -229,7 +225,7 @@ def move(root, source, target):
         if plugin == target:
             booster.load_checkpoint(root, model=model, optimizer=boosted)
         for step in steps:
-            own = batch(step).chunk(coordinator.world_size)[coordinator.rank]
+            own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
             booster.backward(model(own).square().mean(), boosted)
             for each in boosted:
                 each.step()
@@ -244,15 +240,9 @@ def move(root, source, target):
     ("source", "target"), [("fsdp", "zero-2"), ("zero-1", "ddp"), ("ddp", "gemini"), ("gemini", "fsdp")]
 )
 def test_a_checkpoint_moves_between_plugins(source, target, tmp_path):
-    model, optimizers = make()
-    for step in range(STEPS):
-        model(batch(step)).square().mean().backward()
-        for each in optimizers:
-            each.step()
-        for each in optimizers:
-            each.zero_grad()
+    expected = train_plainly(replace(PLAIN, max_norm=None), 1)
     for weights in run_on_ranks(move, 2, tmp_path / "run", source, target):
-        assert_same_tensors(weights, dict(model.state_dict()), tolerance_for(torch.float32))
+        assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
 
 
 def accumulated(plugin):
@@ -261,7 +251,7 @@ def accumulated(plugin):
     model, optimizers = make()
     model, (muon, adamw), *_ = booster.boost(model, optimizers)
     for step in range(STEPS):
-        own = batch(step).chunk(coordinator.world_size)[coordinator.rank]
+        own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
         booster.backward(model(own).square().mean(), muon)
         muon.step()
         muon.zero_grad()
@@ -275,7 +265,7 @@ def accumulated(plugin):
 def test_one_steps_while_the_other_adds_up(plugin):
     model, (muon, adamw) = make()
     for step in range(STEPS):
-        model(batch(step)).square().mean().backward()
+        model(whole(step)).square().mean().backward()
         muon.step()
         muon.zero_grad()
         if step % 2:
@@ -303,7 +293,7 @@ def with_a_late_group(plugin):
             boosted[1].add_param_group({"params": [*model.unwrap().head.parameters()], "lr": 0.1})
             with pytest.raises(ConfigError, match=r"'head.weight' is in a parameter group already"):
                 boosted[0].add_param_group({"params": [model.unwrap().head.weight]})
-        own = batch(step).chunk(coordinator.world_size)[coordinator.rank]
+        own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
         booster.backward(model(own).square().mean(), boosted)
         for each in boosted:
             each.step()
@@ -318,7 +308,7 @@ def test_a_parameter_joins_an_optimizer_that_takes_it_in_another_way(plugin):
     for step in range(STEPS):
         if step == 1:
             optimizers[1].add_param_group({"params": [*model.head.parameters()], "lr": 0.1})
-        model(batch(step)).square().mean().backward()
+        model(whole(step)).square().mean().backward()
         for each in optimizers:
             each.step()
         model.zero_grad()
