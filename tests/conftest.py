@@ -31,6 +31,7 @@ _OF_RANKS = ("run_on_ranks", "expect_on_ranks", "open_ranks", "run_on_devices", 
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all is imported and collected, of which nothing is garbage
     run_in_turns()  # also the scripts and commands that tests start
     # Many processes share the processors, and threads that wait for each other would spin.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +59,7 @@ def _has_ranks(path: Path) -> bool:
 
 def pytest_collection_finish() -> None:
     _settle_garbage()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the file

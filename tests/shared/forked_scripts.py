@@ -107,11 +107,13 @@ def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
 
 
 def _main() -> None:
+    gc.disable()  # nothing that is imported is garbage
     for name in _IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # the tests of a wheel have only what that needs
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that the forks' garbage collections leave the shared memory alone
+    gc.enable()
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryFile("w+") as screen:

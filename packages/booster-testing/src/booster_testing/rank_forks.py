@@ -138,11 +138,13 @@ def _is_shared(name: str) -> bool:
 def main() -> None:
     """Import modules and fork workers, as `Forks` asks, until that ends."""
     control, life_fd = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    gc.disable()  # nothing that is imported is garbage
     _import_all(sys.stdin.read().split())
     from booster_testing import rank_worker
 
     gc.collect()
     gc.freeze()  # so that the forks' garbage collections leave the shared memory alone
+    gc.enable()
     wake_fd = _wake_on_end_of_a_fork()
     status_fds: dict[int, int] = {}
     while True:
