@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 CLOSE = "close"
 """In the place of a call, closes the open group."""
-_THOROUGH_CALLS = 50
+_THOROUGH_CALLS = 100
 """Number of calls between two garbage collections of all objects."""
 _SECONDS_TO_END = 2.0
 """How long threads that a call began may take to end after it."""
-_MANY_GLOO_THREADS = 50
+_MANY_GLOO_THREADS = 100
 """More than after the last thorough collection, these ask for one: garbage may hold process groups."""
 _num_calls = 0
 _num_threads_kept = 0
