@@ -166,7 +166,7 @@ def test_parameters_that_the_optimizer_holds_train_once_they_are_unfrozen(mesh, 
     assert_equals_one_process(unfreezing(how), SETTINGS[mesh])
 
 
-IN_BF16 = {"fsdp, one replicated", "zero", "gemini", "hybrid zero3", "tp"}
+IN_BF16 = {"fsdp, units", "fsdp, one replicated", "zero", "gemini", "hybrid zero3", "tp"}
 
 
 @matrix(

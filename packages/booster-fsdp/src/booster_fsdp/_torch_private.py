@@ -24,6 +24,7 @@ _OF_ROOTS = ("_is_root", "_root_post_backward_final_callback")
 _OF_STATES = ("_pre_backward", "_register_pre_backward_hook")
 _OF_GROUPS = (
     "_all_gather_result",
+    "_init_mp_dtypes",
     "_partial_reduce_output",
     "all_reduce_grads",
     "fsdp_params",
@@ -140,6 +141,12 @@ def check_internals(modules: Sequence[FSDPModule]) -> None:
             "Use a version of torch from 2.10 to 2.15, or a later release of booster-fsdp."
         )
         raise ConfigError(msg)
+
+
+def take_formats(group: Any) -> None:
+    """Let a group whose parameters were all frozen take the formats of its gradients, once one has been unfrozen."""
+    if getattr(group, "_orig_dtype", None) is None:
+        group._init_mp_dtypes()  # noqa: SLF001
 
 
 def gradient_of(inner: Any) -> torch.Tensor | None:

@@ -26,6 +26,7 @@ from booster_fsdp._torch_private import (
     groups_of,
     has_gradients,
     reduce_accumulated,
+    take_formats,
 )
 from booster_runtime import collectives
 from booster_runtime.sharding import BufferWatch, RaisedAnywhere
@@ -182,6 +183,7 @@ class ShardedGradients:
             self._unreduced.add(group)
         # A unit that never ran has nothing to accumulate, and torch fails where it would convert that.
         if group.reduce_grads or gathered:
+            take_formats(group)
             reduce(*unused)
 
     def _complete(self, gathered: Sequence[Any]) -> None:
