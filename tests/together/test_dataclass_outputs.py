@@ -53,6 +53,11 @@ pytree._private_register_pytree_node(
 )
 
 
+@dataclasses.dataclass
+class Unopened(Hidden):
+    """Hidden states that torch's pytree does not open."""
+
+
 class Plain:
     """The same, of no known kind."""
 
@@ -73,7 +78,7 @@ class Block(Layer):
     """A layer that returns a dataclass as well."""
 
     def forward(self, x):
-        return Hidden(super().forward(x), x.mean())
+        return Unopened(super().forward(x), x.mean())
 
 
 class Net(nn.Module):
