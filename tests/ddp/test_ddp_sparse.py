@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, own_loss, train_plainly
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import GradientError
 from booster_testing import RankError, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import assert_same_tensors
 
 
 class Table(nn.Module):
@@ -25,74 +28,42 @@ class Table(nn.Module):
         return self.bias + (self.table(tokens).sum(1) if len(tokens[0]) else torch.zeros(len(tokens), 4))
 
 
-def tokens_of(step, rank, *, is_used_on_all):
-    if not is_used_on_all and rank:
-        return torch.empty(3, 0, dtype=torch.int64)
-    return torch.randint(10, (3, 2), generator=torch.Generator().manual_seed(10 * step + rank))
+def on_all(number, replica):
+    return torch.randint(10, (3, 2), generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def train_plainly(model, is_used_on_all):
-    optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(3):
-        for rank in range(2):
-            (model(tokens_of(step, rank, is_used_on_all=is_used_on_all)).square().mean() / 2).backward()
-        gradients.append(dense(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
+def on_first(number, replica):
+    return torch.empty(3, 0, dtype=torch.int64) if replica else on_all(number, replica)
 
 
-def dense(model):
-    return {name: p.grad.to_dense().clone() for name, p in model.named_parameters()}
-
-
-def compare_with_one_process(*, is_used_on_all, find_unused_parameters):
+def compare_with_one_process(batch, find_unused_parameters, *, under_no_sync):
     from booster_ddp import TorchDDPPlugin
 
-    torch.manual_seed(0)
-    model, plain = Table(), Table()
-    plain.load_state_dict(model.state_dict())
-    expected = train_plainly(plain, is_used_on_all)
+    case = Case(build=Table, batch=batch, max_norm=None)
+    expected = train_plainly(case, 2)
     booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=find_unused_parameters))
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        tokens = tokens_of(step, dist.get_rank(), is_used_on_all=is_used_on_all)
-        booster.backward(boosted(tokens).square().mean(), optimizer)
+    model, plain_optimizer = case.make()
+    boosted, optimizer, *_ = booster.boost(model, plain_optimizer)
+    for step in range(case.steps):
+        with booster.no_sync(boosted) if under_no_sync else contextlib.nullcontext():
+            booster.backward(own_loss(boosted(batch(step, dist.get_rank())), None), optimizer)
+        optimizer.settle()
         assert model.table.weight.grad.is_sparse
-        assert_same_tensors(dense(model), expected[step], tolerance_for(torch.float32))
+        ours = {name: p.grad.to_dense() for name, p in model.named_parameters()}
+        theirs = {name: gradient.to_dense() for name, gradient in expected.gradients[step].items()}
+        assert_same_tensors(ours, theirs, case.tolerance)
         optimizer.step()
         optimizer.zero_grad()
-    assert_same_tensors(model.state_dict(), plain.state_dict(), tolerance_for(torch.float32))
+    assert_same_tensors(model.state_dict(), expected.parameters, case.tolerance)
 
 
 @pytest.mark.parametrize("find_unused_parameters", [None, False])
 def test_sparse_gradients_equal_one_process(find_unused_parameters):
-    run_on_ranks(compare_with_one_process, 2, is_used_on_all=True, find_unused_parameters=find_unused_parameters)
-
-
-def used_on_one_rank():
-    """Compare steps in which one rank does not use the table."""
-    from booster_ddp import TorchDDPPlugin
-
-    torch.manual_seed(0)
-    model, plain = Table(), Table()
-    plain.load_state_dict(model.state_dict())
-    expected = train_plainly(plain, is_used_on_all=False)
-    booster = Booster("cpu", plugin=TorchDDPPlugin())
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        tokens = tokens_of(step, dist.get_rank(), is_used_on_all=False)
-        with booster.no_sync(boosted):
-            booster.backward(boosted(tokens).square().mean(), optimizer)
-        optimizer.settle()
-        assert model.table.weight.grad.is_sparse
-        assert_same_tensors(dense(model), expected[step], tolerance_for(torch.float32))
-        optimizer.step()
-        optimizer.zero_grad()
+    run_on_ranks(compare_with_one_process, 2, on_all, find_unused_parameters, under_no_sync=False)
 
 
 def test_sparse_gradient_of_one_rank_is_averaged_with_zeros_under_no_sync():
-    run_on_ranks(used_on_one_rank, 2)
+    run_on_ranks(compare_with_one_process, 2, on_first, None, under_no_sync=True)
 
 
 def used_on_one_rank_outside_of_no_sync():
@@ -101,8 +72,7 @@ def used_on_one_rank_outside_of_no_sync():
     model = Table()
     booster = Booster("cpu", plugin=TorchDDPPlugin(find_unused_parameters=True))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    tokens = tokens_of(0, dist.get_rank(), is_used_on_all=False)
-    booster.backward(boosted(tokens).square().mean(), optimizer)
+    booster.backward(own_loss(boosted(on_first(0, dist.get_rank())), None), optimizer)
 
 
 def test_sparse_gradient_that_ddp_can_not_average_names_no_sync():
