@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, own_loss, train_plainly
 from torch import nn
 
 from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
+from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import assert_same_tensors
 from booster_testing.training import whole_model
 
 
@@ -19,7 +21,6 @@ class Skipping(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, x, skipped=()):
@@ -29,39 +30,35 @@ class Skipping(nn.Module):
         return x
 
 
-def batch(number):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+def batch(number, replica):
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+CASE = Case(build=Skipping, batch=batch, steps=4, max_norm=None)
 
 
 def trained(options, *, evaluates, skipped):
-    """Return the values after steps, right before which the model has run with some layers left out."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Return gradients and values of steps, right before which the model has run with some layers left out."""
     booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"], **options))
-    net = Skipping()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
-    for number in range(4):
-        booster.backward(model(batch(number)[rank::size]).square().mean(), optimizer)
+    model, optimizer, *_ = booster.boost(*CASE.make())
+    gradients = []
+    for number in range(CASE.steps):
+        x = batch(number, dist.get_rank())
+        booster.backward(own_loss(model(x), None), optimizer)
         with torch.set_grad_enabled(not evaluates):
-            model(batch(number)[rank::size], skipped)
+            model(x, skipped)
+        gradients.append({name: full_gradient(booster, model, name) for name, _ in model.unwrap().named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    return whole_model(booster, model)
-
-
-def in_one_process():
-    net = Skipping()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    for number in range(4):
-        net(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.state_dict()
+    return gradients, whole_model(booster, model)
 
 
 @pytest.mark.parametrize("evaluates", [True, False], ids=["without gradients", "without backward"])
 @pytest.mark.parametrize("options", [{}, {"forward_prefetch": 2}], ids=["default", "two ahead"])
 @pytest.mark.parametrize("skipped", [(1,), (1, 2), (3,)], ids=str)
 def test_layers_that_were_gathered_ahead_and_left_out_have_the_values_of_the_next_step(options, evaluates, skipped):
-    expected = in_one_process()
-    for values in run_on_ranks(trained, 2, options, evaluates=evaluates, skipped=skipped):
-        assert_same_tensors(values, expected, tolerance_for(torch.float32))
+    expected = train_plainly(CASE, 2)
+    for gradients, values in run_on_ranks(trained, 2, options, evaluates=evaluates, skipped=skipped):
+        for ours, theirs in zip(gradients, expected.gradients, strict=True):
+            assert_same_tensors(ours, theirs, CASE.tolerance)
+        assert_same_tensors(values, expected.parameters, CASE.tolerance)
