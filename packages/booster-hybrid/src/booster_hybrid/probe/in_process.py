@@ -47,10 +47,11 @@ _LOOK_SECONDS = 10.0
 """How often the caller looks at a rank that does not stop."""
 _STANDING_LOOKS = 3
 """After how many looks without a move, and with a tenth of a processor at most, a rank stands still."""
-_BLOCK_BYTES = 120 << 10
-"""The C library takes blocks of up to 128 KiB from the memory of the thread, whatever its settings have become."""
-_END_BYTES = 64 << 20
-"""The most that the C library keeps at the end of a thread's memory, twice its largest limit for blocks."""
+_SMALL_BLOCKS = (120 << 10,) * 550
+"""Sizes in bytes. The C library takes blocks of up to 128 KiB from a thread's memory, whatever its limit for these has
+become, and keeps at most twice that limit at the end of it, 64 MiB: these fill what is free before it, and reach it."""
+_LARGE_BLOCKS = tuple(1 << power for power in range(17, 25) for _ in range(3))
+"""Those of them below the limit reach as far, and leave fewer of the pages where blocks begin."""
 
 
 class _AbandonedError(BaseException):
@@ -254,15 +255,16 @@ def _threads(number: int) -> Iterator[list[_Thread]]:
 
 def _return_end() -> None:
     """Give back the end of this thread's part of memory, which `malloc_trim` leaves."""
-    # They fill what is free in between, and reach beyond what is in use.
-    blocks = [torch.empty(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(_END_BYTES // _BLOCK_BYTES)]
     with contextlib.suppress(OSError, AttributeError):  # as above
         give_back = ctypes.CDLL(None).madvise
         give_back.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for each in blocks:
-            start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-            give_back(start, length, mmap.MADV_DONTNEED)  # their contents are not needed
+        for sizes in (_SMALL_BLOCKS, _LARGE_BLOCKS):
+            blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            for each in blocks:
+                start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+                length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+                give_back(start, length, mmap.MADV_DONTNEED)  # their contents are not needed
+            del blocks, each
 
 
 class _Thread:
