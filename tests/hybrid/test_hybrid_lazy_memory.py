@@ -135,11 +135,14 @@ def many_threads() -> Iterator[None]:
             each.join()
 
 
-def boost(settings: dict[str, int], folder: Path | None, options: dict[str, Any]) -> tuple[int, int, int]:
+def boost(
+    settings: dict[str, int], folder: Path | None, options: dict[str, Any], *, crowded: bool
+) -> tuple[int, int, int]:
     """Return the peak of boosting a model, what was read for it, and what of it is here, in bytes."""
     booster = Booster(plugin=HybridParallelPlugin(**options))
     DistCoordinator().block_all(name="everybody is ready", timeout_seconds=60)
-    with many_threads(), peak_memory() as memory, counted_reads() as counts:
+    others = many_threads() if crowded else contextlib.nullcontext()
+    with others, peak_memory() as memory, counted_reads() as counts:
         with LazyInitContext() as context:
             model = make_llama(settings) if folder is None else type_of_llama().from_pretrained(folder)
         boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
@@ -165,13 +168,13 @@ def check_values(booster: Booster, boosted: Any, settings: dict[str, int]) -> No
         assert torch.equal(shard.data, expected[tuple(slice(*bounds) for bounds in shard.box)]), shard.name
 
 
-def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[float, float]:
+def measured(mesh: str, settings: dict[str, int], folder: Path | None, *, crowded: bool = False) -> tuple[float, float]:
     """Return the sum of all ranks' peaks, and what they read, as multiples of what they keep."""
     options, num_copies = MESHES[mesh]
     for each in (WARM, settings):  # what is imported on the way, and Python's own memory
         if folder is not None:
             run_on_ranks(write, 1, folder, each, timeout_seconds=120)
-        results = run_on_ranks(boost, 4, each, folder, options, timeout_seconds=240)
+        results = run_on_ranks(boost, 4, each, folder, options, crowded=crowded, timeout_seconds=240)
     total = num_copies * 4 * sum(shape.numel() for shape in shapes_of(settings).values())
     ratio = sum(peak for peak, _, _ in results) / total
     print(f"{mesh}: {total / 2**20:.0f} MiB; peaks {[round(peak / 2**20) for peak, *_ in results]}; {ratio:.3f}")
@@ -181,7 +184,7 @@ def measured(mesh: str, settings: dict[str, int], folder: Path | None) -> tuple[
 
 @pytest.mark.parametrize("mesh", ["tp2pp2"])
 def test_a_pretrained_model_is_read_once_and_never_held_twice(mesh: str, tmp_path: Path) -> None:
-    ratio, num_reads = measured(mesh, SMALL, tmp_path / "model")
+    ratio, num_reads = measured(mesh, SMALL, tmp_path / "model", crowded=True)
     assert ratio <= 1.2
     assert num_reads == pytest.approx(1, rel=0.01)
 
@@ -232,8 +235,8 @@ def test_a_tenth_of_a_billion_pretrained_parameters(mesh: str, tmp_path: Path) -
 
 
 def test_one_parameter_is_drawn_at_a_time() -> None:
-    ratio, _ = measured("tp2pp2", SMALL_DRAWN, None)
-    assert ratio <= 1.28  # Python's own memory grows by 2 to 6 MiB a rank, and more where others use the machine
+    ratio, _ = measured("tp2pp2", SMALL_DRAWN, None, crowded=True)
+    assert ratio <= 1.25
 
 
 @pytest.mark.slow

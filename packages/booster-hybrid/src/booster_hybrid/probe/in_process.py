@@ -227,9 +227,9 @@ def returned_memory() -> Iterator[None]:
     finally:
         _kept.reset(token)
         gc.collect()  # what has just been made, and refers to itself
-        for each in threads:
-            each.do(_return_end)
-            each.end()
+        _return_ends(threads)
+        # By new ones, too, which get the parts of those that have ended: what these freed last has joined the ends.
+        _return_ends([_Thread(each.thread.name) for each in threads])
         with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -253,7 +253,16 @@ def _threads(number: int) -> Iterator[list[_Thread]]:
                 each.end()
 
 
-def _return_end() -> None:
+def _return_ends(threads: Sequence[_Thread]) -> None:
+    """Let threads give back the ends of their parts of memory, and end."""
+    everybody = threading.Barrier(max(1, len(threads)))  # none gets the part of one that has ended
+    for each in threads:
+        each.do(functools.partial(_return_end, everybody))
+    for each in threads:
+        each.end()
+
+
+def _return_end(everybody: threading.Barrier) -> None:
     """Give back the end of this thread's part of memory, which `malloc_trim` leaves."""
     with contextlib.suppress(OSError, AttributeError):  # as above
         give_back = ctypes.CDLL(None).madvise
@@ -265,6 +274,7 @@ def _return_end() -> None:
                 length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
                 give_back(start, length, mmap.MADV_DONTNEED)  # their contents are not needed
             del blocks, each
+    everybody.wait()
 
 
 class _Thread:
