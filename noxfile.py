@@ -381,10 +381,11 @@ def _measure(session: nox.Session, folder: str, variable: str, writer: str) -> N
 def _workers() -> tuple[str, ...]:
     """Return pytest's arguments for parallel tests.
 
-    Ranks wait for each other and for time limits, so one test process keeps about half a core busy on two cores. The
-    tests of a file run in one process, because they share fixtures; tests/conftest.py orders the files.
+    Ranks wait for each other and for time limits, so three test processes keep two cores busy; a fourth one takes more
+    processor time than it finds. The tests of a file run in one process, because they share fixtures; tests/conftest.py
+    orders the files.
     """
-    return ("-n", str(max(4, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
+    return ("-n", str(max(3, (os.cpu_count() or 2) // 2)), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def _selected(session: nox.Session) -> list[str]:
