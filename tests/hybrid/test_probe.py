@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 
 from booster_core.errors import ConfigError
 from booster_hybrid import ModuleRule, ShardingPolicy, Style
-from booster_hybrid.probe.in_process import on_ranks
+from booster_hybrid.probe.in_process import on_ranks, returned_memory
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.tensor_parallel.plan import parallelize
@@ -371,6 +371,15 @@ def test_a_lock_around_a_split_layer_is_told_and_does_not_hang(monkeypatch):
         on_ranks(2, run)
     assert threading.enumerate() == before
     assert lock.acquire(blocking=False)
+
+
+@pytest.mark.timeout(60)
+def test_where_there_is_no_memory_to_give_back_nothing_hangs(monkeypatch):
+    monkeypatch.setattr("booster_hybrid.probe.in_process._LARGE_BLOCKS", (1 << 60,))
+    before = threading.enumerate()
+    with returned_memory():
+        assert on_ranks(2, lambda rank: rank.rank) == [0, 1]
+    assert threading.enumerate() == before
 
 
 def test_ranks_within_a_process_leave_torchs_modes_as_they_were():

@@ -264,7 +264,8 @@ def _return_ends(threads: Sequence[_Thread]) -> None:
 
 def _return_end(everybody: threading.Barrier) -> None:
     """Give back the end of this thread's part of memory, which `malloc_trim` leaves."""
-    with contextlib.suppress(OSError, AttributeError):  # as above
+    # Other C libraries, and no memory for the blocks, in which case there is none to give back: the others go on.
+    with contextlib.suppress(OSError, AttributeError, RuntimeError, MemoryError):
         give_back = ctypes.CDLL(None).madvise
         give_back.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for sizes in (_SMALL_BLOCKS, _LARGE_BLOCKS):
