@@ -79,7 +79,7 @@ ADDED = replace(AT_BOOST, optimizer=lars_of_vectors, before_step=add_matrices)
 
 
 @matrix(
-    ["boost-zero"],
+    ["boost-zero", "added-zero"],
     **{"case, options": named([(AT_BOOST, {}), (ADDED, {"partition": "parameter"})], ["boost", "added"], joint=True)},
     name=PLUGINS,
 )

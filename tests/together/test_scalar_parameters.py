@@ -72,7 +72,7 @@ def save(path, booster, model, _optimizer):
     booster.save_model(model, path, use_safetensors=True)
 
 
-@matrix(["ddp-Contrasting", "hybrid-Contrasting"], name=SETTINGS, kind=[Contrasting, Expanded])
+@matrix(["ddp-Contrasting", "fsdp-Contrasting", "hybrid-Contrasting"], name=SETTINGS, kind=[Contrasting, Expanded])
 def test_scalar_parameters_train_as_in_one_process(name, kind, tmp_path):
     close = tolerance_for(torch.float64)
     case = Case(build=kind, batch=batch, optimizer=momentum, steps=4, tolerance=close)
