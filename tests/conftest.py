@@ -129,18 +129,18 @@ def simulated_device():
 
 
 @pytest.fixture(scope="session")
-def forks_with_torch_alone():
-    """Start the process that `ranks_with_torch_alone` are forked from."""
-    with contextlib.closing(rank_forks.Forks(torch_alone=True)) as forks:
+def forks_with_isolated_libraries():
+    """Start the process that `ranks_with_isolated_libraries` are forked from."""
+    with contextlib.closing(rank_forks.Forks(["with_isolated_libraries"])) as forks:
         yield forks
 
 
 @pytest.fixture(scope="module")
-def ranks_with_torch_alone(forks_with_torch_alone):
-    """Run ranks that have imported torch alone, for libraries that others look for when they are imported."""
+def ranks_with_isolated_libraries(forks_with_isolated_libraries):
+    """Run ranks that have found the isolated libraries, and in which others found them when they were imported."""
     close_ranks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_pool, "_forks", forks_with_torch_alone)
+        patch.setattr(rank_pool, "_forks", forks_with_isolated_libraries)
         yield
         close_ranks()  # these workers have imported what other tests must not see
 

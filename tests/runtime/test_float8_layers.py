@@ -14,7 +14,7 @@ from booster_testing.compare import EXACT, assert_same_tensors
 from booster_testing.models import tiny_llama
 
 pytestmark = [
-    pytest.mark.usefixtures("ranks_with_torch_alone"),
+    pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.skipif(bool(missing_libraries(["torchao"])), reason=f"torchao not installed, nor in {FOLDER}"),
 ]
 

@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'boos
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = [
-    pytest.mark.usefixtures("ranks_with_torch_alone"),
+    pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21
     pytest.mark.skipif(
         bool(missing_libraries(["bitsandbytes"])), reason=f"bitsandbytes not installed, nor in {FOLDER}"

@@ -19,7 +19,7 @@ from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 pytestmark = [
-    pytest.mark.usefixtures("ranks_with_torch_alone"),
+    pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.skipif(bool(missing_libraries(["torchao"])), reason=f"torchao not installed, nor in {FOLDER}"),
 ]
 PLUGINS = {

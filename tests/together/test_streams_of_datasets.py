@@ -12,7 +12,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 
 pytestmark = [
-    pytest.mark.usefixtures("ranks_with_torch_alone"),
+    pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.skipif(bool(missing_libraries(["datasets"])), reason=f"datasets not installed, nor in {FOLDER}"),
 ]
 

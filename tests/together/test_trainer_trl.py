@@ -14,7 +14,7 @@ from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
 pytestmark = [
-    pytest.mark.usefixtures("ranks_with_torch_alone"),
+    pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.skipif(bool(missing_libraries(["trl", "datasets"])), reason=f"trl not installed, nor in {FOLDER}"),
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),  # TRL 1.16
 ]

@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "transformers' adafactor": ("transformers", "Adafactor", {"lr": 0.01, "relative_step": False}),
 }
 STEPS, SAMPLES = 4, 3
-pytestmark = pytest.mark.usefixtures("ranks_with_torch_alone")
+pytestmark = pytest.mark.usefixtures("ranks_with_isolated_libraries")
 
 
 def make(name, **changes):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RUN_EAGERLY: dict[str, dict[str, int]] = {}
 """Operations that ran eagerly because they can't be recorded, by model: none in the zoo."""
 
-pytestmark = pytest.mark.usefixtures("ranks_with_torch_alone")
+pytestmark = pytest.mark.usefixtures("ranks_with_isolated_libraries")
 
 
 def build_both(name: str) -> dict[str, Any]:

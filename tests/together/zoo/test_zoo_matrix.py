@@ -34,7 +34,7 @@ RESULTS = os.environ.get("BOOSTER_ZOO_RESULTS")
 
 
 @pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory, ranks_with_torch_alone):
+def plain_runs(tmp_path_factory, ranks_with_isolated_libraries):
     """Return a function that trains a model in one process, once for all plugins; it returns its folder and errors."""
     known: dict[str, tuple[Path, list[str]]] = {}
 

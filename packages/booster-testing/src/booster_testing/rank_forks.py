@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import select
 import signal
@@ -17,6 +18,10 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SHARED = ("numpy", "peft", "safetensors", "torch", "transformers")
 """Packages whose modules are imported before a fork, as ours are, where the test process has imported them."""
@@ -74,10 +79,10 @@ class Forks:
     """The process that forks workers. It outlives these, since no state of a test gets into it.
 
     Args:
-        torch_alone: Whether forks share torch only, for tests whose libraries look for others when they are imported.
+        first: Modules that are imported after torch and before those that this process has imported.
     """
 
-    def __init__(self, *, torch_alone: bool = False) -> None:
+    def __init__(self, first: Sequence[str] = ()) -> None:
         self._owner = os.getpid()
         life_read, self._life_write = os.pipe()  # closes when this process ends; the workers end then
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,8 +98,8 @@ class Forks:
         os.close(life_read)
         assert self._process.stdin is not None
         with self._process.stdin as names, contextlib.suppress(BrokenPipeError):  # `fork` tells of its end
-            shared = [] if torch_alone else sorted(filter(_is_shared, sys.modules))
-            names.write("\n".join(shared).encode())
+            modules = [*first, *sorted(filter(_is_shared, sys.modules))]
+            names.write(json.dumps({"path": sys.path, "modules": modules}).encode())
 
     @property
     def pid(self) -> int:
@@ -139,7 +144,9 @@ def main() -> None:
     """Import modules and fork workers, as `Forks` asks, until that ends."""
     control, life_fd = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     gc.disable()  # nothing that is imported is garbage
-    _import_all(sys.stdin.read().split())
+    asked = json.load(sys.stdin)
+    sys.path[:] = asked["path"]
+    _import_all(asked["modules"])
     from booster_testing import rank_worker
 
     gc.collect()
