@@ -28,6 +28,8 @@ _SLOW_SECONDS = 3600
 """Time limit of a slow test; pytest.ini has that of the others."""
 _OF_RANKS = ("run_on_ranks", "expect_on_ranks", "open_ranks", "run_on_devices", "Conformance", "scripts.run")
 """What is in files whose tests run on ranks."""
+_STARTED_FIRST = {"ranks_with_isolated_libraries": "isolated libraries", "scripts.run": "scripts"}
+"""What is in files whose tests need a process that imports for seconds. One test process runs all of them."""
 
 
 def pytest_configure() -> None:
@@ -42,19 +44,40 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests their time limit; move files with many cases to the front, and those without ranks to the end.
 
-    A parallel run starts files in this order: one that takes long and started last would run alone in the end.
+    A parallel run starts files in this order: what takes long and started last would run alone in the end.
     """
     cases = Counter(item.path for item in items)
-    items.sort(key=lambda item: (not _has_ranks(item.path), -cases[item.path]))
+    items.sort(key=lambda item: (_group_of(item.path) is None, not _has_ranks(item.path), -cases[item.path]))
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Deal out files, and groups of files that share a process, where the run asks for files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _group_of(config.rootpath / file) or file
+
+    return Scheduling(config, log)
 
 
 @functools.cache
 def _has_ranks(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     return any(word in text for word in _OF_RANKS)
+
+
+@functools.cache
+def _group_of(path: Path) -> str | None:
+    text = path.read_text(encoding="utf-8")
+    return next((group for word, group in _STARTED_FIRST.items() if word in text), None)
 
 
 def pytest_collection_finish() -> None:
