@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,10 @@ class ModuleState:
         self._modules = [*modules]
         self._kept = [(vars(each), dict(vars(each))) for each in self._modules]
         self._containers: list[tuple[Any, Any]] = [
-            (each, each.copy()) for each in self.values() if isinstance(each, (dict, list, set))
+            # Most are empty: each module has a dozen of them, for hooks.
+            (each, each.copy() if each else ())
+            for each in self.values()
+            if isinstance(each, (dict, list, set))
         ]
 
     def now(self) -> ModuleState:
@@ -149,8 +153,11 @@ class ModuleState:
 
     def put_back(self) -> None:
         """Let the modules have all of it again."""
-        for container, content in (*self._kept, *self._containers):
-            _put_back(container, content)
+        for container, content in itertools.chain(self._kept, self._containers):
+            if content:
+                _put_back(container, content)
+            elif container:
+                container.clear()
 
 
 @contextlib.contextmanager
@@ -183,7 +190,10 @@ def _put_back(container: Any, before: Any) -> None:
     if isinstance(container, list):
         container[:] = before
     elif isinstance(container, dict):
-        if list(container) != list(before):
+        has_same_keys = list(container) == list(before)
+        if has_same_keys and all(map(operator.is_, container.values(), before.values())):
+            return
+        if not has_same_keys:
             container.clear()
         for key, value in before.items():  # in place, as somebody may be going through the keys
             if key not in container or container[key] is not value:
