@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from booster_core.errors import BudgetError, ConfigError, OffloadError
+from booster_gemini.memory import tiers
 from booster_gemini.memory.disk import _THREADS, DiskStore
 from booster_gemini.memory.tiered import TieredMemory
-from booster_gemini.memory.tiers import Tier
 from booster_gemini.placement.auto import AutoPlacement
 from booster_gemini.placement.static import StaticPlacement
-from booster_runtime.memory import ALIGNMENT, aligned_buffer
+from booster_runtime.memory import ALIGNMENT, aligned, aligned_buffer
 from booster_zero.engine import FlatBuffer, Role
 
 NUMEL = 5000
@@ -49,7 +49,7 @@ def make(tmp_path):
     memories = []
 
     def make(policy, budget=None):
-        memory = TieredMemory([Tier(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
+        memory = TieredMemory([tiers.Tier(torch.device("cpu"), budget)], DiskStore(tmp_path), policy)
         memories.append(memory)
         return memory
 
@@ -68,6 +68,22 @@ def settle(store):
 
 def everything_away():
     return StaticPlacement({Role.PARAM: 1.0}, class_of=lambda key: key[1], ahead={Role.PARAM: 2})
+
+
+@pytest.mark.parametrize("budget", [None, 2 * BYTES + 100])
+def test_later_steps_use_again_what_the_first_has_taken(budget, monkeypatch):
+    """Buffers are of whole pages, and blocks are not."""
+    made = []
+    monkeypatch.setattr(tiers, "aligned_buffer", lambda num_bytes: made.append(num_bytes) or aligned_buffer(num_bytes))
+    tier = tiers.Tier(torch.device("cpu"), budget)
+    tier.take(100)  # is in use throughout
+    for _ in range(4):
+        both = [tier.take(BYTES) for _ in range(2)]
+        while both:
+            tier.give(both.pop(), BYTES)
+        tier.end_step()
+    assert made == [ALIGNMENT, aligned(BYTES), aligned(BYTES)]
+    assert tier.held_bytes == 2 * BYTES + 100
 
 
 def test_regions_come_back_as_they_were_written(tmp_path):

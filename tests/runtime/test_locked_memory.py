@@ -27,8 +27,8 @@ class Driver:
         self.calls.append("unregister")
         del self.locked[address]
 
-    def synchronize(self):
-        self.calls.append("synchronize")
+    def synchronize(self, device):
+        self.calls.append(f"synchronize {device}")
 
 
 @pytest.fixture
@@ -37,10 +37,11 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.synchronize)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return driver
 
 
-def test_pages_are_locked_until_the_last_tensor_is_gone(driver):
+def test_pages_are_locked_until_the_last_tensor_is_gone(driver, monkeypatch):
     num_bytes = (1 << 20) + 12
     buffer = locked_buffer(num_bytes)
     assert buffer.numel() == (1 << 20) + ALIGNMENT
@@ -53,10 +54,11 @@ def test_pages_are_locked_until_the_last_tensor_is_gone(driver):
     gc.collect()
     assert driver.locked
     view.fill_(2.0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread of its own
     del view
     gc.collect()
     assert not driver.locked
-    assert driver.calls == ["synchronize", "unregister"], "copies that are under way end first"
+    assert driver.calls == ["synchronize 3", "unregister"], "copies that are under way end first, on the rank's device"
 
 
 def test_another_process_unlocks_nothing(driver, monkeypatch):

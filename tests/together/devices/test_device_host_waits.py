@@ -4,6 +4,7 @@ Under fp16's loss scale it is once, because the host must know whether to skip t
 """
 
 import pytest
+from device_smoke import Case
 from host_waits import CASES, waits_of
 from simulated_device import NAME, run_on_devices
 
@@ -24,3 +25,10 @@ def test_the_host_waits_once_in_a_step_of_fp16(name, simulated_device):
         assert len(found) == 2, "two steps were looked at"
         assert all("any_raised" in each or "loss_scaler.py" in each for each in found), found
         assert seen == 3, "what is looked for is found"
+
+
+def test_clipping_on_the_host_reads_the_norm_once_a_step(simulated_device):
+    case = Case("gemini", {"min_chunk_bytes": 1 << 13, "offload_param_frac": 1.0, "offload_optim_frac": 1.0})
+    ((found, _),) = run_on_devices(waits_of, 1, simulated_device, case, NAME, timeout_seconds=240.0)
+    reads = [each for each in found if not each.startswith("synchronize")]
+    assert len(reads) == 2, "two steps were looked at"

@@ -47,7 +47,7 @@ class Tier:
         self._wanted_bytes = self._step_bytes = 0
         self.pins = pins
         self._copy_stream = copy_stream
-        self._idle: list[Tensor] = []
+        self._idle: list[tuple[Tensor, int]] = []  # with the bytes of the block that had it last
 
     def has(self, num_bytes: int) -> bool:
         """Return whether so many bytes are left of the budget."""
@@ -56,7 +56,7 @@ class Tier:
     @property
     def held_bytes(self) -> int:
         """What is allocated: used bytes, and those that wait to be lent again."""
-        return self.used_bytes + sum(buffer.numel() for buffer in self._idle)
+        return self.used_bytes + sum(num_bytes for _, num_bytes in self._idle)
 
     def count(self, num_bytes: int) -> None:
         """Count bytes as taken, or as given back where negative."""
@@ -71,30 +71,30 @@ class Tier:
             with contextlib.nullcontext() if self._copy_stream is None else self._copy_stream.own_order():
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         length = aligned(num_bytes)
-        for position, buffer in enumerate(self._idle):
+        for position, (buffer, _) in enumerate(self._idle):
             if buffer.numel() == length and is_free(buffer):
-                return self._idle.pop(position)
-        self._trim(length)
+                del self._idle[position]
+                return buffer
+        self._trim()
         return locked_buffer(length) if self.pins else aligned_buffer(length)
 
     def give(self, buffer: Tensor, num_bytes: int) -> None:
         """Take a buffer back; it is lent again when nobody else reads it."""
         self.count(-num_bytes)
         if self.device.type == "cpu":  # torch's allocators for accelerators keep memory themselves
-            self._idle.append(buffer)
-            self._trim(0)
+            self._idle.append((buffer, num_bytes))
+            self._trim()
 
-    def _trim(self, needed: int) -> None:
-        """Give idle memory back to the system where it would go beyond the budget, or nobody is going to want it."""
+    def _trim(self) -> None:
+        """Give idle memory back to the system where it would go beyond the budget, or nobody is going to use it."""
         most = max(self._wanted_bytes, self._step_bytes) if self.budget_bytes is None else self.budget_bytes
-        idle = sum(buffer.numel() for buffer in self._idle)
-        while self._idle and self.used_bytes + idle + needed > most:
-            idle -= self._idle.pop(0).numel()
+        while self._idle and self.held_bytes > most:
+            self._idle.pop(0)
 
     def end_step(self) -> None:
         """Keep no more idle memory than the step that ends has used at once; the next one is taken to be as it was."""
         self._wanted_bytes, self._step_bytes = self._step_bytes, self.used_bytes
-        self._trim(0)
+        self._trim()
 
     def clear(self) -> None:
         """Give all idle memory back to the system."""

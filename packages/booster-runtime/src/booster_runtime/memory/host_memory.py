@@ -44,23 +44,25 @@ class _LockedPages(mmap.mmap):
 
     Attributes:
         address: Of the first page.
+        device: Index of the rank's device; the thread that frees them may have another one.
         process: Whose they are; a fork has none of them.
     """
 
     address: int
+    device: int
     process: int
 
     def __del__(self) -> None:
         if sys.is_finalizing() or self.process != os.getpid():
             return
-        torch.cuda.synchronize()  # nobody holds the memory, but a copy may be under way
+        torch.cuda.synchronize(self.device)  # nobody holds the memory, but a copy may be under way
         torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
 def _locked_by_cuda(num_bytes: int) -> Tensor | None:
     """Return zeroed pages that are locked by CUDA; ``None`` where it refuses."""
     pages = _LockedPages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.process = -1
+    pages.process, pages.device = -1, torch.cuda.current_device()
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):

@@ -184,9 +184,13 @@ class ShardedOptimizer(OptimizerWrapper):
             return norm
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as `clip_by_norm` does
         if norm.device.type != "cpu" or not bool(factor == 1.0):  # asking a device takes longer than multiplying
+            factors = {norm.device: factor}
             for part in self._parts_of_all():
                 if part:
-                    torch._foreach_mul_(part, factor.to(part[0].device))
+                    place = part[0].device
+                    if place not in factors:  # reading it for the host waits for the device
+                        factors[place] = factor.to(place)
+                    torch._foreach_mul_(part, factors[place])
         return norm
 
     def _parts_of_all(self) -> Iterator[list[Tensor]]:
