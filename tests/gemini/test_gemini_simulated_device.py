@@ -231,3 +231,21 @@ def test_parameters_and_state_on_the_host_are_updated_there(precision, simulated
     assert places["cpu"] >= (working + 8) * (NUMEL - 3 * WIDTH * WIDTH)
     assert to_device <= 2 * working * NUMEL + 4096
     assert to_host == pytest.approx(4 * NUMEL, abs=4096), "gradients"
+
+
+def _elements_by_device(precision):
+    booster, model, optimizer = boost({"offload_optim_frac": 0.5}, precision)
+    for number in range(3):
+        step(booster, model, optimizer, number)
+    found = dict.fromkeys(("cpu", "simulated"), 0)
+    for state in optimizer.state.values():
+        found[state["exp_avg"].device.type] += state["exp_avg"].numel()
+    close(model)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_half_of_the_state_is_on_the_host_where_half_was_asked_for(precision, simulated_device):
+    """The state grows in the first step, and takes more on the host, where it has a copy of the values."""
+    (found,) = run_on_devices(_elements_by_device, 1, simulated_device, precision)
+    assert found == {"cpu": NUMEL // 2, "simulated": NUMEL // 2}

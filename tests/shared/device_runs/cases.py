@@ -152,6 +152,7 @@ def all_cases() -> dict[str, Case]:
         streams,
         training,
         two_ranks,
+        vocabulary,
         waits,
     )
 
@@ -174,6 +175,7 @@ def all_cases() -> dict[str, Case]:
         offload_speed.CASES,
         checkpoint_speed.CASES,
         two_ranks.MEMORY,
+        vocabulary.CASES,
         speed.LATER,
     ):
         for case in cases:

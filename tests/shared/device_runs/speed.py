@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 PLAIN = "the plain loop"
 BAR = 1.02
 """The most that a step of a plugin with one rank may take of the plain loop's, where the device is the limit."""
-_WARM = 3
+_WARM = 6
+"""In the first steps ranks compare what they do, and the host waits for that."""
 _HOST_TOKENS = 8
 _LEAK_BYTES = 1 << 20
 

@@ -179,6 +179,9 @@ def _over_rows(parameter: DTensor, *, requires_grad: bool) -> ShardedParameter:
     return made
 
 
+_GRAD = torch.Tensor.grad
+
+
 def _run_function(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -186,6 +189,8 @@ def _run_function(
     del cls, types
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's documented way
+        if name == "__set__" or getattr(func, "__self__", None) is _GRAD:
+            return func(*args, **kwargs)
         if any(torch.Tag.inplace_view in each.tags for each in _overloads(name)):
             _refuse_shape(f"`{name}`")
         if isinstance(kwargs.get("out"), DTensor):
@@ -197,6 +202,8 @@ def _run_function(
             if is_mixed and (where := _calling_method()) is not None:
                 _refuse_mix(where, func, error)
             raise
+        if not isinstance(result, (torch.Tensor, tuple, list)):  # such as most attributes
+            return result
         leaves = [each for each in pytree.tree_leaves(result) if isinstance(each, DTensor)]
         if any(each.requires_grad or isinstance(each, _Sharded) for each in leaves):
             return result

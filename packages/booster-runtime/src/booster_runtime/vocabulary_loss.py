@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 28
+_CHUNK_BYTES, _DEVICE_CHUNK_BYTES = 1 << 27, 1 << 29
 """Logits that exist at once, in the format of the head: fewer cost more passes over the weight's gradient."""
-_BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 22, 1 << 26
+_BLOCK_BYTES, _DEVICE_BLOCK_BYTES = 1 << 22, 1 << 27
 """Of these, what is in fp32 at once."""
 _ABSENT = object()
 
@@ -91,10 +91,10 @@ class _LabelLoss:
         terms[2] = of_label if is_here is None else of_label.masked_fill(~is_here, 0)
         of_all = torch.zeros_like(terms[0])
         for rows in _chunks(logits, logits.shape[-1], wide, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
-            values = logits[rows].to(wide)
+            values = logits[rows]
             # Where all logits are -inf, their differences to it would be no numbers.
-            largest = values.amax(-1).clamp_(min=torch.finfo(wide).min)
-            values.sub_(largest.unsqueeze(-1))
+            largest = values.amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
+            values = values.sub_(largest.unsqueeze(-1)) if values.dtype == wide else values - largest.unsqueeze(-1)
             if smoothing:
                 of_all[rows] = values.sum(-1)
             values.exp_()
@@ -209,6 +209,8 @@ def _add(gradients: list[Tensor | None], tokens: slice, of_logits: Tensor, hidde
         torch.mm(of_logits, weight, out=of_hidden[tokens])
     if of_weight is not None and of_weight.dtype == of_logits.dtype:
         of_weight.addmm_(of_logits.t(), hidden)
+    elif of_weight is not None and of_weight.is_cuda:
+        torch.addmm(of_weight, of_logits.t(), hidden, out_dtype=of_weight.dtype, out=of_weight)
     elif of_weight is not None:
         # The products are in the narrow format, and few of them exist at once.
         for rows in _chunks(of_weight, of_weight.shape[1], of_logits.dtype, _BLOCK_BYTES, _DEVICE_BLOCK_BYTES):
@@ -337,7 +339,7 @@ def linear_cross_entropy(
         ConfigError: If the head is another layer, or the shapes don't fit.
         IndexError: If a label that counts is outside of a split vocabulary; torch raises for a whole one.
 
-    Memory: logits of a chunk, 128 MiB (256 MiB on devices) in the head's format, and from forward to backward the
+    Memory: logits of a chunk, 128 MiB (512 MiB on devices) in the head's format, and from forward to backward the
     gradients of ``hidden`` and, in fp32, of the weight.
 
     Collective: as the head's forward.

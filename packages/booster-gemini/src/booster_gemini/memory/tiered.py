@@ -69,6 +69,7 @@ class TieredMemory(Memory):
         self._policy = policy
         self._record = record
         self._blocks: dict[Key, Block] = {}
+        self._state_bytes: dict[Key, int] = {}
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()
@@ -106,17 +107,19 @@ class TieredMemory(Memory):
     def step_device(self, number: int, num_bytes: int, preferred: torch.device) -> torch.device:
         """Return where a bucket's optimizer state is stepped on; see `Memory.step_device`.
 
-        What is there stays where it is, unless more comes.
+        What is there stays where it is, unless more comes than a budget holds.
         """
         if len(self.tiers) == 1:
             return preferred
         key = number, Role.OPTIM
-        block = self._blocks.get(key)
-        if block is not None and num_bytes <= block.num_bytes:
+        block, budget = self._blocks.get(key), self.tiers[0].budget_bytes
+        if block is not None and (budget is None or num_bytes <= block.num_bytes):
             return block.tier.device
         sizes = {**self.sizes(), key: num_bytes}
-        budget = self.tiers[0].budget_bytes
-        if not self._policy.may_stay(key, sizes) or (budget is not None and sum(sizes.values()) > budget):
+        # Of state that takes more on the host, as asked: so each next one is judged alike.
+        self._state_bytes[key] = num_bytes
+        asked = {other: self._state_bytes.get(other, size) for other, size in sizes.items()}
+        if not self._policy.may_stay(key, asked) or (budget is not None and sum(sizes.values()) > budget):
             return self.tiers[1].device
         return self.tiers[0].device
 

@@ -37,7 +37,7 @@ gloo's all-reduce up to here, and is slower from 1 MiB on."""
 _MOST_SENT_BYTES = 3 * SMALL_BYTES
 """The most of such tensors that a rank sends in all."""
 _BLOCK_NUMEL = 1 << 16
-"""Sums are computed in blocks of this many elements, which stay in the cache between passes."""
+"""On the CPU sums are computed in blocks of this many elements, which stay in the cache between passes."""
 
 
 class Transport:
@@ -285,8 +285,9 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _sum_in_blocks(out: Tensor, terms: Sequence[Tensor], *, scale: float, accumulate: bool) -> None:
-    for start in range(0, out.numel(), _BLOCK_NUMEL):
-        block = slice(start, start + _BLOCK_NUMEL)
+    numel = _BLOCK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    for start in range(0, out.numel(), numel):
+        block = slice(start, start + numel)
         sum_into(out[block], [term[block] for term in terms], scale=scale, accumulate=accumulate)
 
 
