@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from compiler_warnings import ignore_compiler_warnings
-from model_parity import assert_parts_of_gradients, cases
+from matrix import matrix
+from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
 from torch import nn
 
@@ -18,7 +19,6 @@ from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_testing import run_on_ranks
 
 NAMES = ("llama_tied", "gpt2_lm", "qwen2", "opt", "phi", "cohere", "glm", "bert_masked_lm", "vit", "t5_generation")
-DEFAULT = ("gpt2_lm",)
 
 
 class Counted:
@@ -80,7 +80,7 @@ def compare(name):
     assert_parts_of_gradients(model, splits, whole, name)
 
 
-@pytest.mark.parametrize("name", cases(NAMES, DEFAULT))
+@matrix(["gpt2_lm"], name=NAMES)
 def test_gradients_are_those_of_the_whole_model(name):
     run_on_ranks(compare, 2, name, timeout_seconds=300)
 

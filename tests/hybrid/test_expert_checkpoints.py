@@ -5,81 +5,57 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from expert_models import batch_of, make, make_optimizer
+from cases import train_plainly
+from expert_models import batch_of, expert_case
 from matrix import matrix
 
 from booster_core import Booster
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
-
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
-
-
-def boosted(name, options):
-    from booster_hybrid import HybridParallelPlugin
-
-    plugin = HybridParallelPlugin(**options) if options is not None else None
-    booster = Booster("cpu", plugin=plugin)
-    model = make(name)
-    if options is None:  # one process
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter)
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    index = 0 if plugin is None else plugin.data_parallel_coordinates(booster.context.coordinator)[0]
-    return booster, model, optimizer, index
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 
-def train(booster, model, optimizer, index, steps):
-    """Train on one batch for all, so that the number of data parallel ranks does not matter."""
-    del index
+def same_batch_of(number, _replica):
+    """Return one batch for all, so that the number of data parallel ranks does not matter."""
+    return batch_of(number, 0)
+
+
+def case_of(name, **changes):
+    return expert_case(name, batch=same_batch_of, max_norm=None, **changes)
+
+
+def boosted(case, options):
+    booster = Booster("cpu", plugin=options if options is None else HybridParallelPlugin(**options))
+    model, optimizer, *_ = booster.boost(*case.make())
+    return booster, model, optimizer
+
+
+def train(case, booster, model, optimizer, steps):
     for step in steps:
-        batch = batch_of(step, 0)
-        if booster.plugin is not None and getattr(booster.plugin, "pp_size", 1) > 1:
-            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        batch = case.batch(step, 0)
+        if getattr(booster.plugin, "pp_size", 1) > 1:
+            booster.execute_pipeline(iter([batch]), model, case.loss, optimizer)
         else:
             booster.backward(model(**batch).loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def write(name, options, folder):
-    booster, model, optimizer, index = boosted(name, options)
-    train(booster, model, optimizer, index, range(2))
+def write(case, options, folder):
+    booster, model, optimizer = boosted(case, options)
+    train(case, booster, model, optimizer, range(case.steps))
     booster.save_model(model, folder / "model", shard=True)
     booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
 
 
-def plain(name, steps):
-    model = make(name)
-    optimizer = make_optimizer(model)
-    for step in range(steps):
-        model(**batch_of(step, 0)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def read(name, options, folder, steps=3):
-    """Load, train one more step, and compare with three steps in one process."""
-    booster, model, optimizer, index = boosted(name, options)
+def read(case, options, folder):
+    """Load and train the last step."""
+    booster, model, optimizer = boosted(case, options)
     booster.load_model(model, folder / "model")
     booster.load_optimizer(optimizer, folder / "optimizer")
-    train(booster, model, optimizer, index, range(2, steps))
-    expected = dict(plain(name, steps).named_parameters())
-    seen = set()
-    for shard in booster.state_adapter(model).model_shards():
-        if shard.name in expected:
-            seen.add(shard.name)
-            whole = expected[shard.name].detach()[tuple(slice(*span) for span in shard.box)].reshape(-1)
-            start, stop = shard.flat_range
-            found = shard.data.detach().reshape(-1)
-            torch.testing.assert_close(found, whole[start:stop], rtol=1e-5, atol=1e-7, msg=shard.name)
-    everywhere = [seen]
-    if dist.is_initialized():
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, seen)
-    assert set().union(*everywhere) == expected.keys()
-    if options is None or (options.get("zero_stage", 0) < 3 and options.get("pp_size", 1) == 1):
-        assert seen == expected.keys(), "ranks hold all parameters"
+    train(case, booster, model, optimizer, [case.steps - 1])
+    return whole_model(booster, model)
 
 
 MESHES = {
@@ -103,8 +79,17 @@ MESHES = {
     reads=list(MESHES),
 )
 def test_any_mesh_goes_on_with_what_another_one_has_saved(writes, reads, tmp_path):
-    run_on_ranks(write, MESHES[writes][0], "qwen3_moe", MESHES[writes][1], tmp_path)
-    run_on_ranks(read, MESHES[reads][0], "qwen3_moe", MESHES[reads][1], tmp_path)
+    run_on_ranks(write, MESHES[writes][0], case_of("qwen3_moe"), MESHES[writes][1], tmp_path)
+    case = case_of("qwen3_moe", steps=3)
+    expected = train_plainly(case, 1).parameters
+    for whole in run_on_ranks(read, MESHES[reads][0], case, MESHES[reads][1], tmp_path):
+        assert_same_tensors({key: whole[key] for key in expected}, expected, case.tolerance)
+
+
+def assert_transformers_reads(folder, case):
+    loaded = type(case.build()).from_pretrained(folder / "model", dtype=next(case.build().parameters()).dtype)
+    expected = train_plainly(case, 1).parameters
+    assert_same_tensors({key: loaded.get_parameter(key).detach() for key in expected}, expected, case.tolerance)
 
 
 @pytest.mark.parametrize(
@@ -112,50 +97,23 @@ def test_any_mesh_goes_on_with_what_another_one_has_saved(writes, reads, tmp_pat
     ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow), pytest.param("gpt_oss", marks=pytest.mark.slow)],
 )
 def test_transformers_reads_what_spread_experts_have_saved(name, tmp_path):
-    run_on_ranks(write, 2, name, {"ep_size": 2}, tmp_path)
-    expected = plain(name, 2)
-    loaded = type(expected).from_pretrained(tmp_path / "model", dtype=torch.float64)
-    for key, parameter in expected.named_parameters():
-        torch.testing.assert_close(loaded.get_parameter(key), parameter, rtol=1e-5, atol=1e-7, msg=key)
-
-
-def write_large(folder):
-    """Save experts above the size at which one tensor is written by several ranks."""
-    booster, model, optimizer, _ = boosted_large({"ep_size": 2})
-    booster.backward(model(**batch_of(0, 0)).loss, optimizer)
-    optimizer.step()
-    booster.save_model(model, folder / "model", shard=True)
-    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
-
-
-def boosted_large(options):
-    from booster_hybrid import HybridParallelPlugin
-
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    model = large()
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    return booster, model, optimizer, 0
-
-
-def large():
-    return make("qwen3_moe", moe_intermediate_size=512, num_hidden_layers=1, dtype=torch.float32)
+    run_on_ranks(write, 2, case_of(name), {"ep_size": 2}, tmp_path)
+    assert_transformers_reads(tmp_path, case_of(name))
 
 
 def test_each_rank_writes_a_part_of_large_experts(tmp_path):
-    run_on_ranks(write_large, 4, tmp_path)
-    model = large()
-    optimizer = make_optimizer(model)
-    model(**batch_of(0, 0)).loss.backward()
-    optimizer.step()
-    loaded = type(model).from_pretrained(tmp_path / "model")
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(loaded.get_parameter(key), parameter, rtol=1e-4, atol=1e-6, msg=key)
+    """These are above the size at which one tensor is written by several ranks."""
+    sizes = {"moe_intermediate_size": 512, "num_hidden_layers": 1, "dtype": torch.float32}
+    case = case_of("qwen3_moe", steps=1, settings=sizes, tolerance=tolerance_for(torch.float32))
+    run_on_ranks(write, 4, case, {"ep_size": 2}, tmp_path)
+    assert_transformers_reads(tmp_path, case)
 
 
 def steps_after_laying_out_again():
     """Give ranks' experts other step counts, lay out in another order, and return counts of experts and of the rest."""
-    booster, model, optimizer, index = boosted("qwen3_moe", {"ep_size": 2, "zero_stage": 1})
-    train(booster, model, optimizer, index, range(2))
+    case = case_of("qwen3_moe")
+    booster, model, optimizer = boosted(case, {"ep_size": 2, "zero_stage": 1})
+    train(case, booster, model, optimizer, range(case.steps))
     layout = optimizer.layout
     for number, state in optimizer.hosted.states().items():
         state["step"].fill_(3.0 if layout.ranks_of(number) == layout.ranks else 10.0 + dist.get_rank())

@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from expert_models import LENGTH, assert_same_gradients, batch_of, make, make_optimizer, train_plainly
+from cases import Setting, assert_equals_one_process, sgd, train_plainly
+from expert_models import LENGTH, assert_same_gradients, batch_of, expert_case, make
 from torch import nn
 
 from booster_core import Booster
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
 from booster_hybrid.rank_group import RankGroup
-from booster_runtime import full_gradient, join
+from booster_runtime import LazyInitContext, full_gradient, join
 from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
+SETTING = Setting(HybridParallelPlugin, {"ep_size": 2})
 WIDTH, NUM_EXPERTS, TOP_K, TOKENS = 16, 8, 2, 24
 
 
@@ -92,19 +96,15 @@ def test_the_options_are_described():
 
 def filled_in():
     """A lazy model makes this rank's experts alone, and they are those of the model that is built at once."""
-    from booster_runtime import LazyInitContext
-
     booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
-    torch.manual_seed(3)
-    whole = build()
-    torch.manual_seed(3)
+    case = expert_case("qwen3_moe", steps=1, build=build)
     with LazyInitContext(default_device=booster.device):
-        model = build()
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+        model, optimizer = case.make()
+    model, optimizer, *_ = booster.boost(model, optimizer)
     booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
-    gradients = train_plainly(whole, 1, dist.get_world_size()).gradients[0]
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(full_gradient(booster, model, key), gradient, rtol=1e-4, atol=2e-6, msg=key)
+    expected = train_plainly(case, dist.get_world_size()).gradients[0]
+    found = {key: full_gradient(booster, model, key) for key in expected}
+    assert_same_tensors(found, expected, tolerance_for(torch.float32))
 
 
 def build():
@@ -145,28 +145,21 @@ def test_ranks_that_have_run_out_of_batches_compute_the_others_tokens():
     run_on_ranks(with_uneven_ends, 2)
 
 
-def with_other_lengths():
-    """Ranks may have other numbers of tokens, in training and in evaluation."""
+def shorter_batch_of(number, replica):
+    return {key: value[:, : LENGTH - 5 * replica] for key, value in batch_of(number, replica).items()}
+
+
+def compare_logits(booster, model, _optimizer):
     whole = make("qwen3_moe")
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
-    model = make("qwen3_moe")
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = [
-        {key: value[:, : LENGTH - 5 * rank] for key, value in batch_of(0, rank).items()}
-        for rank in range(dist.get_world_size())
-    ]
-    own = batches[dist.get_rank()]
+    whole.load_state_dict(whole_model(booster, model))
+    own = shorter_batch_of(0, dist.get_rank())
     with torch.no_grad():
         torch.testing.assert_close(model(**own).logits, whole(**own).logits)
-    booster.backward(model(**own).loss, optimizer)
-    for batch in batches:
-        (whole(**batch).loss / len(batches)).backward()
-    expected = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
-    assert_same_gradients({key: full_gradient(booster, model, key) for key in expected}, expected)
 
 
 def test_ranks_may_have_other_numbers_of_tokens():
-    run_on_ranks(with_other_lengths, 2)
+    """In training and in evaluation."""
+    assert_equals_one_process(expert_case("qwen3_moe", batch=shorter_batch_of), SETTING, tell=compare_logits)
 
 
 def adapted():
@@ -184,26 +177,13 @@ def adapted():
     return model.double()
 
 
-def with_adapters_elsewhere():
-    whole, model = adapted(), adapted()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(trained, lr=0.1))
-    booster.backward(model(**batch_of(0, dist.get_rank())).loss, optimizer)
-    for rank in range(dist.get_world_size()):
-        (whole(**batch_of(0, rank)).loss / dist.get_world_size()).backward()
-    expected = {key: parameter.grad for key, parameter in whole.named_parameters() if parameter.grad is not None}
-    assert expected
-    assert_same_gradients({key: full_gradient(booster, model, key) for key in expected}, expected)
-
-
 @pytest.mark.filterwarnings(
     # Version 0.21 of peft reads an attribute that transformers 5.23 has renamed.
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 def test_adapters_of_other_layers_are_trained_through_frozen_experts():
     pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
-    run_on_ranks(with_adapters_elsewhere, 2)
+    assert_equals_one_process(expert_case("qwen3_moe", build=adapted, optimizer=sgd), SETTING)
 
 
 class Branching(nn.Module):

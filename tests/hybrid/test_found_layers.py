@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from model_parity import cases
+from matrix import matrix
 from model_zoo.transformers_build import from_config
 from torch import nn
 
@@ -131,7 +131,6 @@ FAMILIES = {
         },
     ),
 }
-DEFAULT = ("deepseek_v2", "bart", "gpt_neo", "mamba")
 
 
 def family(name):
@@ -172,7 +171,7 @@ def compare(make, batch, loss_of, options):
     return held / sum(parameter.numel() for parameter in whole.parameters())
 
 
-@pytest.mark.parametrize("name", cases(FAMILIES, DEFAULT))
+@matrix(["deepseek_v2", "bart", "gpt_neo", "mamba"], name=FAMILIES)
 def test_families_without_a_policy_train_as_one_process(name):
     shares = run_on_ranks(compare, 2, functools.partial(family, name), tokens(), own_loss, {})
     assert min(shares) < 1.0

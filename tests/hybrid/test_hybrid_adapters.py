@@ -8,24 +8,24 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix, named
+from model_parity import assert_near_fp32
 from model_zoo import ZOO
-from model_zoo.registry import weighted_outputs
+from model_zoo.registry import in_double, weighted_outputs
 from model_zoo.transformers_build import from_config
 from model_zoo.transformers_heads import HEADS
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import Tolerance, assert_same_tensors
-from booster_testing.training import whole_model
+from booster_testing.compare import Tolerance
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 
@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-STEPS = 3
 SAMPLES = 4
 IN_DOUBLE = Tolerance(relative=1e-5, reason="transformers' losses are taken in fp32, and some steps follow")
 DEEP = "transformers/llama of four layers"
@@ -60,7 +59,7 @@ TARGETS = {
 }
 
 
-def adapted(name, config, add=peft.get_peft_model):
+def adapted(name, config, add=peft.get_peft_model, dtype=torch.float64):
     """Return a model with adapters that have an effect, the same in every process."""
     model = MODELS[name].seeded().double()
     if "mixtral" in name or "deepseek" in name:
@@ -75,11 +74,7 @@ def adapted(name, config, add=peft.get_peft_model):
         if second is not None:
             model.add_adapter("second", peft.LoraConfig(**{**known, **second}))
             model.base_model.set_adapter(["default", "second"])
-    return model.double()
-
-
-def in_double(batch):
-    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    return model.to(dtype)
 
 
 def make_optimizer(model):
@@ -87,75 +82,29 @@ def make_optimizer(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
-def plainly(name, config, data_size):
-    zoo = MODELS[name]
-    model = adapted(name, config)
-    optimizer = make_optimizer(model)
-    losses, norms, gradients = [], [], []
-    for step in range(STEPS):
-        loss = zoo.loss_of(model, in_double(zoo.whole(step, data_size, SAMPLES)))
-        loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    return losses, norms, gradients, {users_name(n): p for n, p in trained.items()}
+def case_of(name, config, **changes):
+    functions = {"build": partial(adapted, name, config), "batch": partial(batch_of, name), "loss": MODELS[name].loss}
+    return Case(optimizer=make_optimizer, max_norm=1.0, tolerance=IN_DOUBLE, **functions, **changes)
 
 
-def users_name(path):
-    return path.removeprefix("base_model.model.").replace(".base_layer", "")
+def batch_of(name, number, replica):
+    return in_double(MODELS[name].share(number, replica, SAMPLES))
 
 
-def boosted(name, config, options, precision=None):
-    zoo = MODELS[name]
-    if "pp_size" in options:
-        options = {**options, "example_batch": in_double(zoo.share(0, 0, SAMPLES))}
-    booster = Booster("cpu", precision, HybridParallelPlugin(**options))
+def setting_of(name, num_ranks, options, precision=None):
+    """Return a setting with an example, since some layers take more than hidden states."""
+    return Setting(HybridParallelPlugin, {**options, "example_batch": batch_of(name, 0, 0)}, num_ranks, precision)
+
+
+def assert_parity(name, config, mesh, **changes):
+    assert_equals_one_process(case_of(name, config, **changes), setting_of(name, *mesh))
+
+
+def boosted(name, config, options):
+    booster = setting_of(name, 2, options).make_booster()
     model = adapted(name, config, lambda model, lora: booster.enable_lora(model, lora_config=lora))
-    optimizer = make_optimizer(model)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    data_rank, data_size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    return booster, model, optimizer, zoo, data_rank, data_size
-
-
-def backward(booster, model, optimizer, zoo, batch):
-    """Run one batch forward and back, and return its loss where this rank has it."""
-    if booster.plugin.config.pipeline.size > 1:
-        return booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)["loss"]
-    loss = zoo.loss_of(model, batch)
-    booster.backward(loss, optimizer)
-    return loss.detach()
-
-
-def mean_over_ranks(loss):
-    found = [None if each is None else float(each) for each in gathered(loss)]
-    known = [each for each in found if each is not None]
-    return sum(known) / len(known)
-
-
-def gathered(value):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def compare(name, config, options, *, recompute=False):
-    booster, model, optimizer, zoo, data_rank, data_size = boosted(name, config, options)
-    if recompute:
-        enable_activation_checkpointing(model)
-    losses, norms, gradients, parameters = plainly(name, config, data_size)
-    for step in range(STEPS):
-        loss = backward(booster, model, optimizer, zoo, in_double(zoo.share(step, data_rank, SAMPLES)))
-        assert mean_over_ranks(loss) == pytest.approx(losses[step], rel=1e-5)
-        found = {key: full_gradient(booster, model, key) for key in gradients[step]}
-        assert_same_tensors(found, gradients[step], IN_DOUBLE)
-        assert float(optimizer.clip_grad_by_norm(1.0)) == pytest.approx(norms[step], rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = whole_model(booster, model)
-    assert_same_tensors({key: whole[key] for key in parameters}, parameters, IN_DOUBLE)
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    return booster, model, optimizer
 
 
 TP2 = {"tp_size": 2}
@@ -172,19 +121,6 @@ MESHES = {
     "ring_attn": (2, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
     "ring_attn-tp2": (4, {**TP2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
 }
-DEFAULT = {
-    ("transformers/llama", "tp2pp2"),
-    ("transformers/llama", "tp3"),
-    ("transformers/llama", "tp4"),
-    ("transformers/llama", "split_gather"),
-    ("transformers/llama", "ring_attn"),
-    ("transformers/gpt2_lm", "tp2"),
-    ("heads/falcon_groups_lm", "tp2dp2zero1"),
-    ("transformers/llama", "tp2dp2zero3"),
-    ("transformers/t5_generation", "tp2"),
-    ("transformers/bert_masked_lm", "tp3"),
-}
-"""One of each kind; the others are left to the long run."""
 SPLIT_POSITIONS = ("split_gather", "all_to_all", "ring_attn", "ring_attn-tp2")
 REFUSED = {
     **dict.fromkeys(("transformers/falcon", "transformers/bloom"), SPLIT_POSITIONS[1:]),
@@ -192,21 +128,21 @@ REFUSED = {
     "heads/falcon_groups_lm": ("tp3", "tp4", *SPLIT_POSITIONS[1:]),
 }
 """What can't be had of a model, with adapters or without."""
-NARROW = 2.5
-"""How much farther from the truth than one process in bf16: sums over ranks round once more."""
 
 
-def cases():
-    for name in TARGETS:
-        for mesh in [mesh for mesh in MESHES if mesh not in REFUSED.get(name, ())]:
-            marks = [] if (name, mesh) in DEFAULT else [pytest.mark.slow]
-            yield pytest.param(name, mesh, marks=marks, id=f"{name.rpartition('/')[2]}-{mesh}")
+NOT_REFUSED = [(name, mesh) for name in TARGETS for mesh in MESHES if mesh not in REFUSED.get(name, ())]
 
 
-@matrix(["llama-split_gather", "gpt2_lm-tp2"], **{"name, mesh": list(cases())})
+@matrix(
+    ["llama-split_gather", "gpt2_lm-tp2"],
+    **{
+        "name, mesh": named(
+            NOT_REFUSED, [f"{name.rpartition('/')[2]}-{mesh}" for name, mesh in NOT_REFUSED], joint=True
+        )
+    },
+)
 def test_adapters_train_as_on_one_process(name, mesh):
-    num_ranks, options = MESHES[mesh]
-    run_on_ranks(compare, num_ranks, name, {}, options)
+    assert_parity(name, {}, MESHES[mesh])
 
 
 @pytest.mark.slow
@@ -215,7 +151,7 @@ def test_adapters_train_as_on_one_process(name, mesh):
     ["transformers/blip2", "transformers/sam", "heads/qwen3_lm", "heads/gemma_lm", "heads/cohere_lm", "heads/gptj_lm"],
 )
 def test_every_linear_layer_may_be_adapted(name):
-    run_on_ranks(compare, 2, name, {"target_modules": "all-linear"}, TP2)
+    assert_parity(name, {"target_modules": "all-linear"}, (2, TP2))
 
 
 class Block(nn.Module):
@@ -238,7 +174,7 @@ class CustomModel(nn.Module):
         self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, labels=None):
         x = self.tokens(input_ids)
         for block in self.blocks:
             x = block(x)
@@ -255,7 +191,7 @@ POLICY = ShardingPolicy(
     layers=("blocks",),
 )
 CUSTOM = "a custom model"
-MODELS[CUSTOM] = replace(ZOO["transformers/llama"], build=CustomModel, loss=weighted_outputs, loss_only=("labels",))
+MODELS[CUSTOM] = replace(ZOO["transformers/llama"], build=CustomModel, loss=weighted_outputs)
 
 
 @pytest.mark.parametrize(
@@ -267,20 +203,24 @@ MODELS[CUSTOM] = replace(ZOO["transformers/llama"], build=CustomModel, loss=weig
     ids=["adapted", "copied"],
 )
 def test_adapters_follow_a_custom_policy(config):
-    run_on_ranks(compare, 3, CUSTOM, config, {"tp_size": 3, "custom_policy": POLICY})
+    assert_parity(CUSTOM, config, (3, {"tp_size": 3, "custom_policy": POLICY}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["interleaved", "zbv"])
 def test_adapters_train_in_several_stages_on_a_rank(style):
     config = {"target_modules": LLAMA}
-    run_on_ranks(compare, 4, DEEP, config, {**TP2, "pp_size": 2, "pp_style": style, "num_microbatches": 4})
+    assert_parity(DEEP, config, (4, {**TP2, "pp_size": 2, "pp_style": style, "num_microbatches": 4}))
+
+
+def recompute(step, model, _optimizer):
+    if step == 0:
+        enable_activation_checkpointing(model)
 
 
 @pytest.mark.parametrize("mesh", ["tp4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SPLIT_POSITIONS)])
 def test_layers_with_adapters_may_be_recomputed(mesh):
-    num_ranks, options = MESHES[mesh]
-    run_on_ranks(compare, num_ranks, "transformers/llama", {}, options, recompute=True)
+    assert_parity("transformers/llama", {}, MESHES[mesh], before_step=recompute)
 
 
 def loss_in_double(outputs, batch):
@@ -290,7 +230,7 @@ def loss_in_double(outputs, batch):
 
 # Its adapters' gradients are small, and what the loss rounds is more of them than the tolerance.
 IN_DOUBLE_THROUGHOUT = "llama with its loss in fp64"
-MODELS[IN_DOUBLE_THROUGHOUT] = replace(ZOO["transformers/llama"], loss=loss_in_double, loss_only=("labels",))
+MODELS[IN_DOUBLE_THROUGHOUT] = replace(ZOO["transformers/llama"], loss=loss_in_double)
 
 KINDS = {
     "rslora": (IN_DOUBLE_THROUGHOUT, {"use_rslora": True, "lora_alpha": 2}),
@@ -317,55 +257,11 @@ HOW = {
     "tp2pp2": MESHES["tp2pp2"],
     "split_gather": MESHES["split_gather"],
 }
-KINDS_BY_DEFAULT = {
-    ("several", "tp2"),
-    ("whole-tied", "tp2"),
-    ("biases", "tp2"),
-    ("biases-of-adapters", "split_gather"),
-    ("head", "split-logits"),
-    ("head", "tp2"),
-    ("embedding", "tp2"),
-    ("whole-head", "split-logits"),
-    ("whole-embedding", "tp2"),
-    ("whole-embedding", "tp2pp2"),
-    ("whole-block", "tp2"),
-}
 
 
-def kinds():
-    for kind in KINDS:
-        for how in HOW:
-            marks = [] if (kind, how) in KINDS_BY_DEFAULT else [pytest.mark.slow]
-            yield pytest.param(kind, how, marks=marks, id=f"{kind}-{how}")
-
-
-@matrix(["head-tp2", "whole-embedding-tp2pp2"], **{"kind, how": list(kinds())})
+@matrix(["head-tp2", "whole-embedding-tp2pp2"], kind=KINDS, how=HOW)
 def test_each_kind_of_adapter_trains_as_on_one_process(kind, how):
-    num_ranks, options = HOW[how]
-    run_on_ranks(compare, num_ranks, *KINDS[kind], options)
-
-
-def narrow(name, options):
-    """Bound the distance of bf16's gradients to fp64's by that of one process in bf16."""
-    zoo = MODELS[name]
-    batch = zoo.whole(0, 1, SAMPLES)
-    whole, rounded = adapted(name, {}), adapted(name, {}).bfloat16()
-    zoo.loss_of(whole, batch).backward()
-    with torch.autocast("cpu", torch.bfloat16):
-        zoo.loss_of(rounded, batch).backward()
-    truth, alone = ({n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (whole, rounded))
-    booster = Booster("cpu", "bf16", HybridParallelPlugin(**options))
-    model = adapted(name, {}, lambda model, lora: booster.enable_lora(model, lora_config=lora)).float()
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    backward(booster, model, optimizer, zoo, batch)
-    found = {key: full_gradient(booster, model, key) for key in truth}
-    ours, theirs = (distance(each, truth) for each in (found, alone))
-    assert ours <= NARROW * theirs + 2**-8, (ours, theirs)
-
-
-def distance(found, truth):
-    squares = sum(float((found[key].double() - value).square().sum()) for key, value in truth.items())
-    return (squares / sum(float(value.square().sum()) for value in truth.values())) ** 0.5
+    assert_parity(*KINDS[kind], HOW[how])
 
 
 @pytest.mark.parametrize(
@@ -382,13 +278,13 @@ def distance(found, truth):
     ],
 )
 def test_bf16_is_as_near_to_fp32_as_one_process(name, mesh):
-    num_ranks, options = MESHES[mesh]
-    run_on_ranks(narrow, num_ranks, name, options)
+    case = replace(case_of(name, {}), build=partial(adapted, name, {}, dtype=torch.float32))
+    assert_near_fp32(case, setting_of(name, *MESHES[mesh], "bf16"))
 
 
 def dropped(name, options, config=None):
     """Return what the dropouts of adapters drop, and this rank's gradients of what all ranks have."""
-    booster, model, optimizer, zoo, *_ = boosted(name, {"lora_dropout": 0.5, **(config or {})}, options)
+    booster, model, optimizer = boosted(name, {"lora_dropout": 0.5, **(config or {})}, options)
     masks = {}
 
     def watch(module, name):
@@ -397,11 +293,12 @@ def dropped(name, options, config=None):
     for path, module in model.unwrap().named_modules():
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in path:
             watch(module, path.split(".")[-3])
-    backward(booster, model, optimizer, zoo, in_double(zoo.share(0, 0, SAMPLES)))
+    booster.backward(MODELS[name].loss_of(model, batch_of(name, 0, 0)), optimizer)
     whole = [
         path
         for path in sorted(set(booster.plugin.parameter_paths(model).values()))
-        if "lora_" in path and users_name(path) not in model.local.splits
+        if "lora_" in path
+        and path.removeprefix("base_model.model.").replace(".base_layer", "") not in model.local.splits
     ]
     return masks, {path: full_gradient(booster, model, path) for path in whole}
 
@@ -457,19 +354,14 @@ def test_unsupported_models_are_refused_on_every_rank(name, config, match):
     expect_on_ranks(ConfigError, match, refused, 2, name, config)
 
 
-def trained_tokens(config):
-    plan = MODELS["transformers/llama"].seeded()._tp_plan
-    if any(pattern.endswith("embed_tokens") for pattern in plan):
-        match = r"embed_tokens' has adapters of peft's type .*\.TrainableTokens.*`trainable_token_indices`"
-        with pytest.raises(ConfigError, match=match):
-            boosted("transformers/llama", config, TP2)
-    else:
-        compare("transformers/llama", config, TP2)
-
-
 def test_trained_tokens_of_an_embedding_that_a_plan_splits_are_refused():
     """Plans of transformers 5.12 leave the table of a Llama whole, with which it trains."""
-    run_on_ranks(trained_tokens, 2, {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]})
+    name, config = "transformers/llama", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}
+    if any(pattern.endswith("embed_tokens") for pattern in MODELS[name].seeded()._tp_plan):
+        match = r"embed_tokens' has adapters of peft's type .*\.TrainableTokens.*`trainable_token_indices`"
+        expect_on_ranks(ConfigError, match, refused, 2, name, config)
+    else:
+        assert_parity(name, config, (2, TP2))
 
 
 def take_apart():

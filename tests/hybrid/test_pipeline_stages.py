@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix import matrix
-from model_parity import cases
 from model_zoo import get_model
 
 from booster_core.errors import ConfigError
@@ -41,8 +40,6 @@ MODELS = (
     "vit_classification",
     "whisper_generation",
 )
-DEFAULT = ("llama_tied", "mistral", "gpt2_lm", "bert_masked_lm", "t5_generation", "whisper_generation")
-"""The others train through the plugin, in `test_hybrid_models_pipeline`; here they are left to the long run."""
 
 
 def staged(model, batch, config, rank):
@@ -114,7 +111,7 @@ def compare(name, style, num_chunks, num_microbatches):
     return held / sum(parameter.numel() for parameter in whole.parameters()), bool(run.losses)
 
 
-@matrix(["mistral"], name=cases(MODELS, DEFAULT))
+@matrix(["mistral"], name=MODELS)
 def test_two_stages_train_as_one_process(name):
     shares = run_on_ranks(compare, 2, f"transformers/{name}", "1f1b", 1, 3)
     assert [has_loss for _, has_loss in shares] == [False, True]

@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 from matrix import matrix
-from model_parity import assert_parts_of_gradients, cases
+from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
+from model_zoo.registry import in_double
 
 from booster_core.errors import ConfigError
 from booster_hybrid.policy.base import ModuleRule, ShardingPolicy, Style
@@ -56,28 +57,6 @@ SPLIT = (
     "whisper_classification",
     "sam",
 )
-DEFAULT = (
-    "llama_tied",
-    "mixtral",
-    "qwen2",
-    "phi",
-    "cohere",
-    "glm",
-    "gptj",
-    "opt",
-    "gpt2_lm",
-    "bert",
-    "t5_encoder",
-    "vit",
-)
-"""Families and layers that `test_hybrid_models` does not train by default; the others are left to the long run."""
-
-
-def in_double(tree):
-    return {
-        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in tree.items()
-    }
 
 
 def compare(names):
@@ -101,7 +80,7 @@ def compare(names):
         assert_parts_of_gradients(model, split.splits, whole, name)
 
 
-@matrix(["mixtral", "gptj"], name=cases(SPLIT, DEFAULT))
+@matrix(["mixtral", "gptj"], name=SPLIT)
 def test_gradients_are_those_of_the_whole_model(name):
     run_on_ranks(compare, 2, [f"transformers/{name}"])
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cases import Case
 from model_zoo.transformers_build import from_config
 
 from booster_hybrid.policy.find import expert_rules
+from booster_testing.compare import Tolerance
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
 
 LENGTH, SAMPLES = 8, 2
 MAX_NORM = 0.5
+_TOLERANCE = Tolerance(relative=1e-6, reason="transformers takes softmaxes, norms and losses in fp32 in any format")
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -116,42 +121,13 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
-@dataclass
-class Plain:
-    """A training in one process.
+def expert_case(name: str, *, steps: int = 2, settings: Mapping[str, Any] | None = None, **changes: Any) -> Case:
+    """Return a training of one of `MODELS`, in fp64 unless its settings say otherwise.
 
-    Attributes:
-        model: The trained model.
-        optimizer: Its optimizer.
-        gradients: Those of each step by name, before clipping.
-        norms: Their global norms.
+    The gradients of a second step show whether the first one changed every parameter as it should.
     """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-
-
-def train_plainly(model: nn.Module, steps: int, data_size: int, backwards: int = 1) -> Plain:
-    """Train on the mean of the losses of each data parallel rank's batch, as these ranks do together.
-
-    Args:
-        model: The model.
-        steps: Number of steps.
-        data_size: Number of data parallel ranks.
-        backwards: Batches of each rank in a step, whose gradients are added up.
-    """
-    result = Plain(model, make_optimizer(model))
-    for step in range(steps):
-        for part in range(backwards):
-            for data_rank in range(data_size):
-                (model(**batch_of(step * backwards + part, data_rank)).loss / data_size).backward()
-        result.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        result.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        result.optimizer.step()
-        result.optimizer.zero_grad()
-    return result
+    functions = {"build": partial(make, name, **(settings or {})), "batch": batch_of, "optimizer": make_optimizer}
+    return Case(**{**functions, "steps": steps, "max_norm": MAX_NORM, "tolerance": _TOLERANCE, **changes})
 
 
 def assert_same_gradients(found: dict[str, Tensor | None], expected: dict[str, Tensor], what: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Train models of the zoo and their heads in one process, for tests that compare the hybrid plugin with it.
+"""Trainings of models of the zoo and their heads, for tests that compare the hybrid plugin with one process.
 
 fp32 is compared with a small tolerance. bf16 in one process is not exact either: its distance to fp32, with equally
 rounded parameters, bounds that of the plugin.
@@ -6,154 +6,92 @@ rounded parameters, bounds that of the plugin.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
-from isolated_libraries import import_quietly
-from model_zoo import ZOO
+from cases import Case, Setting, call, parameter_paths, train_boosted, train_plainly, zoo_case
+from model_zoo import ZOO, get_model
+from model_zoo.registry import in_double
 from model_zoo.transformers_heads import HEADS
 
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import run_on_ranks
+from booster_testing.compare import tolerance_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
-    from model_zoo import Batch, ZooModel
     from torch import Tensor, nn
 
-STEPS = 3
-MAX_NORM = 1.0
+    from booster_core import Booster
+
 MODELS = {**{name: model for name, model in ZOO.items() if name.startswith("transformers/")}, **HEADS}
 _WITHOUT_POLICY = ("albert", "wav2vec2", "hubert")
 NAMES = [name for name in MODELS if not any(family in name for family in _WITHOUT_POLICY) and "balanced" not in name]
-_NO_EFFECT = 1e-6
-"""Rounding error of a zero gradient, relative to the model's largest gradient: a few times fp32's 2**-24."""
 _CANCELLING = {"transformers/sam", "transformers/bert_multiple_choice"}
 """Models whose gradients are small sums of large terms of either sign, and need fp64."""
 _NARROW = 2.5
 """Allowed distance to fp32, relative to that of one process in bf16: sums over ranks round once more."""
 
 
-@dataclass
-class Plain:
-    """Results of a training in one process.
-
-    Attributes:
-        losses: The loss of each step.
-        norms: The global norm of each step's gradients.
-        gradients: Each step's gradients by name, before clipping.
-        parameters: The trained parameters by name.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+def parity_case(name: str, **changes: Any) -> Case:
+    """Return a training of a model of the table."""
+    is_double = name in _CANCELLING
+    tolerance = tolerance_for(torch.float64 if is_double else torch.float32)
+    settings = {"max_norm": 1.0, "tolerance": tolerance, "loss_atol": tolerance.relative / 10}
+    return zoo_case(name, double=is_double, **{**settings, **changes})
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose epsilon exceeds most gradients, so that rounding errors stay small in parameters."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-2, weight_decay=0.0)
+def parity_setting(name: str, options: Mapping[str, Any], num_ranks: int, precision: Any = None) -> Setting:
+    """Return a setting of the hybrid plugin with an example, since some layers take more than hidden states."""
+    example = get_model(name).share(0, 0, 2)
+    if name in _CANCELLING and precision is None:
+        example = in_double(example)
+    return Setting(HybridParallelPlugin, {**options, "example_batch": example}, num_ranks, precision)
 
 
-def find(name: str) -> ZooModel:
-    """Return a model of the table by name, with its library imported."""
-    zoo = MODELS[name]
-    import_quietly(zoo.needs)
-    return zoo
-
-
-def seeded(zoo: ZooModel) -> nn.Module:
-    """Return the model in the dtype of its comparison."""
-    return zoo.seeded().double() if zoo.name in _CANCELLING else zoo.seeded()
-
-
-def in_format(zoo: ZooModel, batch: Batch) -> Batch:
-    """Return a batch in the dtype of the model's comparison."""
-    if zoo.name not in _CANCELLING:
-        return batch
-    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
-
-
-def train_plainly(zoo: ZooModel, batch_of: Callable[[int], Batch]) -> Plain:
-    """Train in one process, on the whole batch of each step."""
-    model = seeded(zoo)
-    optimizer = make_optimizer(model)
-    plain = Plain()
-    for step in range(STEPS):
-        loss = zoo.loss_of(model, in_format(zoo, batch_of(step)))
-        loss.backward()
-        plain.gradients.append(gradients_of(model))
-        plain.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        plain.losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    plain.parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return plain
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a model's gradients by name."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Tensor], zoo: ZooModel, scale: float) -> None:
-    """Assert that named tensors agree; those without effect on the loss relative to the model's largest gradient."""
-    without = {name for name in theirs if any(fnmatch(name, pattern) for pattern in zoo.no_effect)}
-    differences = {name: float((ours[name] - theirs[name]).abs().max()) for name in without}
-    assert all(difference <= _NO_EFFECT * scale for difference in differences.values()), differences
-    kept = theirs.keys() - without
-    tolerance = tolerance_for(torch.float64 if zoo.name in _CANCELLING else torch.float32)
-    assert_same_tensors({name: ours[name] for name in kept}, {name: theirs[name] for name in kept}, tolerance)
-
-
-def largest(gradients: Mapping[str, Tensor]) -> float:
-    """Return the largest magnitude of all gradients."""
-    return max(float(gradient.abs().max()) for gradient in gradients.values())
-
-
-def assert_narrow(
-    zoo: ZooModel,
-    batch: Batch,
-    gradients: Callable[[Iterable[str]], Mapping[str, Any]],
+def assert_near_fp32(
+    case: Case,
+    setting: Setting,
     dtype: torch.dtype = torch.bfloat16,
     scale: float = 1.0,
+    tell: Callable[[Booster, Any, Any], Any] | None = None,
 ) -> None:
-    """Assert that gradients in a narrow dtype are about as close to fp32's as those of one process.
+    """Assert that the first gradients in a narrow dtype are about as close to wide ones as those of one process.
 
     Args:
-        zoo: The model.
-        batch: The whole batch.
-        gradients: Returns the plugin's gradients of the named parameters.
+        case: What is trained, in a wide dtype.
+        setting: Under what, in the narrow one.
         dtype: The narrow dtype.
         scale: Loss scale of backward.
+        tell: As for `train_boosted`.
     """
-    whole = zoo.seeded()
-    zoo.loss_of(whole, batch).backward()
-    truth = gradients_of(whole)
-    rounded = copy.deepcopy(zoo.seeded()).to(dtype)
-    with torch.autocast("cpu", dtype):
-        loss = zoo.loss_of(rounded, batch)
-    (loss.float() * scale).backward()
-    alone = {key: gradient.float() / scale for key, gradient in gradients_of(rounded).items()}
-    found = gradients(truth)
-    assert all(gradient is not None for gradient in found.values())
-    ours, theirs = _distance(found, truth), _distance(alone, truth)
-    assert ours <= _NARROW * theirs + torch.finfo(dtype).eps / 2, (ours, theirs)
+    case = replace(case, steps=1, max_norm=None)
+    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, timeout_seconds=120)
+    num_replicas = results[0].num_replicas
+    truth = train_plainly(case, num_replicas).gradients[0]
+    rounded = case.make()[0].to(dtype)
+    for replica in range(num_replicas):
+        batch = case.batch(0, replica)
+        with torch.autocast("cpu", dtype):
+            loss = case.loss(call(rounded, batch), batch)
+        (loss.float() * scale / num_replicas).backward()
+    alone = {
+        name: rounded.get_parameter(path).grad.float() / scale
+        for name, path in parameter_paths(rounded).items()
+        if name in truth
+    }
+    allowed = _NARROW * _distance(alone, truth) + torch.finfo(dtype).eps / 2
+    for result in results:
+        (found,) = result.trained.gradients
+        assert found.keys() == truth.keys()
+        assert _distance(found, truth) <= allowed
 
 
 def _distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    squares = [(float((found[key].float() - truth[key]).square().sum())) for key in truth if key in found]
+    squares = [(float((found[key].float() - value).square().sum())) for key, value in truth.items()]
     return float((sum(squares) / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
-
-
-def cases(names: Iterable[str], default: Iterable[str]) -> list[Any]:
-    """Return the cases of a table; those that are not run by default are marked as slow."""
-    return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in names]
 
 
 def assert_parts_of_gradients(model: nn.Module, splits: Mapping[str, Any], whole: nn.Module, name: str) -> None:

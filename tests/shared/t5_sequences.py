@@ -9,7 +9,18 @@ import pytest
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+
+REFUSED = r"changes what \w+ computes: on a part of a sequence it fails|computes with its attention mask itself"
+
+
+def is_refused(name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a model is a T5 whose layers the options can't split."""
+    from transformers import T5PreTrainedModel
+
+    splits_attention = options.get("sequence_parallelism_mode") in ("all_to_all", "ring_attn")
+    return "t5" in name and splits_attention and not getattr(T5PreTrainedModel, "_supports_sdpa", False)
 
 
 def run_or_refused(function: Callable[..., Any], name: str, options: dict[str, Any], *arguments: Any) -> Any:
@@ -21,12 +32,8 @@ def run_or_refused(function: Callable[..., Any], name: str, options: dict[str, A
         options: Of `HybridParallelPlugin`.
         *arguments: Further arguments.
     """
-    from transformers import T5PreTrainedModel
-
-    splits_attention = options.get("sequence_parallelism_mode") in ("all_to_all", "ring_attn")
-    if "t5" not in name or not splits_attention or getattr(T5PreTrainedModel, "_supports_sdpa", False):
+    if not is_refused(name, options):
         return function(name, options, *arguments)
-    refused = r"changes what \w+ computes: on a part of a sequence it fails"
-    with pytest.raises(ConfigError, match=f"{refused}|computes with its attention mask itself"):
+    with pytest.raises(ConfigError, match=REFUSED):
         function(name, options, *arguments)
     return None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process
 from torch import nn
 
-from booster_core import Booster
-from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.plugin import load
 from booster_runtime import LazyInitContext
-from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
-
-PLUGINS = ["ddp", "fsdp", "zero", "gemini", "hybrid"]
 
 
 class Penalized(nn.Module):
@@ -30,36 +28,21 @@ class Penalized(nn.Module):
         return self.second(torch.tanh(self.first(x))) * self.scale()
 
 
-def data(step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+def rows(number: int, replica: int) -> torch.Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = Penalized()
-    return model, torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25)
+def accumulating(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25)
 
 
-def train_boosted(plugin: str) -> dict[str, torch.Tensor]:
-    coordinator = DistCoordinator()
-    with LazyInitContext():
-        model, optimizer = build(seed=3)
-    booster = Booster(plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, optimizer)
-    for step in range(2):
-        batch = data(step)[coordinator.rank :: coordinator.world_size]
-        booster.backward(boosted(batch).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_model(booster, boosted)
+def lazily() -> nn.Module:
+    """Return a model that is lazy on ranks."""
+    with LazyInitContext() if dist.is_initialized() else contextlib.nullcontext():
+        return Penalized()
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini", "hybrid"])
 def test_state_made_at_construction_trains_as_in_one_process(plugin) -> None:
-    model, optimizer = build(seed=3)
-    for step in range(2):
-        model(data(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for whole in run_on_ranks(train_boosted, 2, plugin):
-        assert_same_tensors(whole, model.state_dict(), tolerance_for(torch.float32))
+    case = Case(build=lazily, batch=rows, optimizer=accumulating, max_norm=None)
+    assert_equals_one_process(case, Setting(load(plugin)))

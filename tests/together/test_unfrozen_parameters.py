@@ -141,7 +141,7 @@ def frozen_stack():
 
 def over(how, model):
     held = model.parameters() if how == "listed" else [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.Adam(held, lr=0.01, eps=1e-2)
+    return torch.optim.Adam(held, lr=0.01)
 
 
 def unfreeze(how, step, model, optimizer):

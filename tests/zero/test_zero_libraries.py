@@ -1,18 +1,17 @@
 """Optimizers of other libraries, which need whole parameters, against the same in one process."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import Case, Setting, assert_same_training, train_boosted, train_plainly
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 OPTIMIZERS = {
@@ -20,59 +19,60 @@ OPTIMIZERS = {
     "came": ("came_pytorch", "CAME", {"lr": 0.01, "weight_decay": 0.1}),
     "transformers' adafactor": ("transformers", "Adafactor", {"lr": 0.01, "relative_step": False}),
 }
-STEPS, SAMPLES = 4, 3
 pytestmark = pytest.mark.usefixtures("ranks_with_isolated_libraries")
 
 
-def make(name, **changes):
-    """Return a small model and an optimizer of a library over it, in two groups."""
+class Inputs(nn.Module):
+    def forward(self, x):
+        return x[:, :6]
+
+
+def net():
+    return nn.Sequential(Inputs(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make_optimizer(name, changes, model):
+    """Return an optimizer of a library over a model, in two groups."""
     home, kind, settings = OPTIMIZERS[name]
     use_isolated_libraries()
     import_quietly([home])
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    groups = [{"params": list(model[:3].parameters())}, {"params": list(model[3:].parameters()), "lr": 0.003}]
-    return model, getattr(importlib.import_module(home), kind)(groups, **{**settings, **changes})
+    groups = [{"params": list(model[:4].parameters())}, {"params": list(model[4:].parameters()), "lr": 0.003}]
+    return getattr(importlib.import_module(home), kind)(groups, **{**settings, **changes})
 
 
-def loss_of(model, step, samples):
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(12, size, generator=generator)[samples] for size in (6, 3))
-    return (model(x) - y).square().mean()
+def rows(number, replica):
+    """Return four rows of six inputs and three targets."""
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def plainly(name):
-    model, optimizer = make(name)
-    for step in range(STEPS):
-        loss_of(model, step, slice(0, 12)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {n: p.detach() for n, p in model.named_parameters()}
+def squares(outputs, batch):
+    return (outputs - batch[:, 6:]).square().mean()
 
 
-def boosted(name, options, changes=None):
-    model, optimizer = make(name, **(changes or {}))
-    net = model
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=128, **options))
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    for step in range(STEPS):
-        booster.backward(loss_of(model, step, slice(dist.get_rank(), None, dist.get_world_size())), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    owned = sum(parameter.numel() for parameter in optimizer.state)
-    return {n: p.detach().clone() for n, p in net.named_parameters()}, owned
+def case_of(name, **changes):
+    optimizer = partial(make_optimizer, name, changes)
+    return Case(build=net, batch=rows, loss=squares, optimizer=optimizer, steps=4, max_norm=None)
+
+
+def setting_of(world_size, **options):
+    return Setting(LowLevelZeroPlugin, {"bucket_bytes": 128, **options}, world_size)
+
+
+def count_owned(_booster, _model, optimizer):
+    return sum(parameter.numel() for parameter in optimizer.state)
 
 
 @matrix(["3-options1-came"], **{"world_size, options": [(2, {"stage": 1}), (3, {"stage": 2})]}, name=list(OPTIMIZERS))
 def test_parameters_equal_one_process(name, world_size, options):
     if missing := missing_libraries([OPTIMIZERS[name][0].partition(".")[0]]):
         pytest.skip(f"{missing[0]} not installed, neither as usual nor in {FOLDER}")
-    (expected,) = run_on_ranks(plainly, 1, name, timeout_seconds=120)
-    results = run_on_ranks(boosted, world_size, name, options, timeout_seconds=120)
-    for actual, _ in results:
-        assert_same_tensors(actual, expected, tolerance_for(torch.float32))
-    owned = [numel for _, numel in results]
-    assert sum(owned) == sum(parameter.numel() for parameter in expected.values())
+    case, setting = case_of(name), setting_of(world_size, **options)
+    (expected,) = run_on_ranks(train_plainly, 1, case, world_size, timeout_seconds=120)  # libraries are for ranks only
+    results = run_on_ranks(train_boosted, world_size, case, setting, count_owned, timeout_seconds=120)
+    for result in results:
+        assert_same_training(result.trained, expected, case)
+    owned = [result.told for result in results]
+    assert sum(owned) == sum(parameter.numel() for parameter in expected.parameters.values())
     assert max(owned) <= {2: 80, 3: 72}[world_size], "as even as whole parameters can be dealt out"
 
 
@@ -82,10 +82,9 @@ def test_a_norm_over_all_parameters_is_refused_with_the_way_out():
     expect_on_ranks(
         ConfigError,
         r"Lamb lets one parameter influence the update of another.* let the plugin clip \(`max_norm`\)",
-        boosted,
+        train_boosted,
         2,
-        "lamb",
-        {},
-        {"max_grad_norm": 1e-3},
+        case_of("lamb", max_grad_norm=1e-3),
+        setting_of(2),
         timeout_seconds=120,
     )

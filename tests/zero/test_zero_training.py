@@ -1,12 +1,13 @@
 """ZeRO against plain torch in one process, gradient by gradient, in the situations that go wrong elsewhere."""
 
-import contextlib
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from matrix import matrix, named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import collectives, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 CLOSE = tolerance_for(torch.float32)
@@ -24,17 +25,17 @@ CLOSE = tolerance_for(torch.float32)
 class Net(nn.Module):
     """Two matrices, tied across two uses, and vectors; which branch comes first is the caller's choice."""
 
-    def __init__(self, *, reentrant=False):
+    def __init__(self, *, reentrant=False, left_first=True):
         super().__init__()
         self.inner = nn.Linear(6, 6)
         self.left = nn.Linear(6, 6, bias=False)
         self.right = nn.Linear(6, 6, bias=False)
         self.out = nn.Linear(6, 3)
         self.reentrant = reentrant
-        self.left_first = True
+        self.left_first = left_first
 
     def forward(self, x):
-        x = torch.tanh(self._inner(x))
+        x = torch.tanh(self._inner(x[:, :6]))
         branches = [self.left, self.right] if self.left_first else [self.right, self.left]
         total = 0
         for branch in branches:
@@ -47,102 +48,77 @@ class Net(nn.Module):
         return self.inner(x)
 
 
-def make_net(**options):
-    torch.manual_seed(3)
-    return Net(**options)
-
-
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
-    "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02),
 }
-MICROS = (3, 1, 2)
 
 
-def data(step, micro, world_size, micros=MICROS):
-    generator = torch.Generator().manual_seed(100 * step + micro)
-    samples = micros[micro] * world_size
-    return torch.randn(samples, 6, generator=generator), torch.randn(samples, 3, generator=generator)
+def over_all(name, model):
+    return OPTIMIZERS[name](list(model.parameters()))
 
 
-def loss_of(model, x, y, samples):
-    return (model(x) - y).square().sum() / samples
+def rows(number, replica):
+    """Return three, one or two rows of six inputs and three targets."""
+    return torch.randn((3, 1, 2)[number % 3], 9, generator=torch.Generator().manual_seed(100 * number + replica))
 
 
-def plainly(optimizer_name, world_size, steps=5, micros=MICROS, left_first=True):
-    model = make_net()
-    model.left_first = left_first
-    optimizer = OPTIMIZERS[optimizer_name](list(model.parameters()))
-    gradients, norms = [], []
-    for step in range(steps):
-        for micro in range(len(micros)):
-            loss_of(model, *data(step, micro, world_size, micros), sum(micros) * world_size).backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        norms.append(float(nn.utils.clip_grad_norm_(held, 0.7)))
-        optimizer.step()
-        model.zero_grad()
-    return gradients, norms, {n: p.detach() for n, p in model.named_parameters()}
+def squares(outputs, batch):
+    return (outputs - batch[:, 6:]).square().sum(1).mean()
 
 
-def boosted(optimizer_name, options, steps=5, micros=MICROS, num_synced=1, left_first=True):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    booster = Booster(plugin=LowLevelZeroPlugin(**options))
-    model = make_net()
-    model.left_first = left_first
-    names = [n for n, _ in model.named_parameters()]
-    model, optimizer, *_ = booster.boost(model, OPTIMIZERS[optimizer_name](list(model.parameters())))
-    gradients, norms = [], []
-    for step in range(steps):
-        for micro in range(len(micros)):
-            x, y = data(step, micro, world_size, micros)
-            with booster.no_sync(model) if micro < len(micros) - num_synced else contextlib.nullcontext():
-                loss = loss_of(model, x[rank::world_size], y[rank::world_size], sum(micros))
-                booster.backward(loss, optimizer)
-        gradients.append({n: full_gradient(booster, model, n) for n in names})
-        norms.append(float(optimizer.clip_grad_by_norm(0.7)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, norms, {n: p.detach().clone() for n, p in model.unwrap().named_parameters()}
+def training(name="sgd", **changes):
+    """Return a training of five steps of three micro-batches of other sizes."""
+    settings = {"optimizer": partial(over_all, name), "steps": 5, "micro_batches": 3, "max_norm": 0.7}
+    return Case(**{"build": Net, "batch": rows, "loss": squares, **settings, **changes})
+
+
+def assert_parity(case, options, num_ranks=2, **more):
+    return assert_equals_one_process(
+        case, Setting(LowLevelZeroPlugin, {"bucket_bytes": 64, **options}, num_ranks), **more
+    )
 
 
 # others are in the conformance kit
 @matrix(1, name=["adagrad", "rmsprop", "nadam"], stage=[1, 2])
 def test_gradients_norm_and_parameters_equal_one_process(name, stage):
-    gradients, norms, parameters = plainly(name, 2)
-    for actual in run_on_ranks(boosted, 2, name, {"stage": stage, "bucket_bytes": 300}):
-        assert_same_run(actual, (gradients, norms, parameters), name)
-
-
-def assert_same_run(actual, expected, name):
-    """Compare the gradients, norms and parameters of all steps."""
-    held = {n for n, p in make_net().named_parameters() if name != "muon" or p.dim() == 2}  # others are never zeroed
-    for ours, theirs in zip(actual[0], expected[0], strict=True):
-        assert_same_tensors({n: ours[n] for n in held}, {n: theirs[n] for n in held}, CLOSE)
-    assert_same_tensors(actual[0][0], expected[0][0], CLOSE)
-    assert actual[1] == pytest.approx(expected[1], rel=CLOSE.relative)
-    assert_same_tensors(actual[2], expected[2], CLOSE)
+    assert_parity(training(name), {"stage": stage, "bucket_bytes": 300})
 
 
 @matrix(1, options=named([{"stage": 2}, {"partition": "parameter"}], ["flat", "parameter"]), world_size=[3, 4])
 def test_any_number_of_ranks_equals_one_process(world_size, options):
-    expected = plainly("sgd", world_size)
-    for actual in run_on_ranks(boosted, world_size, "sgd", {**options, "bucket_bytes": 200}):
-        assert_same_run(actual, expected, "sgd")
+    assert_parity(training(), {**options, "bucket_bytes": 200}, world_size)
 
 
-@pytest.mark.parametrize(("micros", "num_synced"), [(MICROS, 1), ((2,), 0)], ids=["the last synced", "none synced"])
-def test_replicas_equal_one_process(micros, num_synced):
-    """Also where the step has to average what the only backward did not, after which everything is laid out again."""
-    options = {"stage": 2, "replica_size": 2, "bucket_bytes": 300}
-    expected = plainly("adamw", 4, micros=micros, left_first=False)
-    for actual in run_on_ranks(boosted, 4, "adamw", options, micros=micros, num_synced=num_synced, left_first=False):
-        assert_same_run(actual, expected, "adamw")
+REPLICATED = {"stage": 2, "replica_size": 2, "bucket_bytes": 300}
+RIGHT_FIRST = partial(Net, left_first=False)
+
+
+def test_replicas_equal_one_process():
+    assert_parity(training("adamw", build=RIGHT_FIRST), REPLICATED, 4)
+
+
+def never_synced(case):
+    booster = Booster(plugin=LowLevelZeroPlugin(**REPLICATED))
+    model, optimizer, *_ = booster.boost(*case.make())
+    expected = train_plainly(case, dist.get_world_size())
+    for step in range(case.steps):
+        with booster.no_sync(model):
+            backward(booster, model, optimizer, step)
+        assert_same_tensors(gradients_of(booster, model), expected.gradients[step], CLOSE)
+        assert float(optimizer.clip_grad_by_norm(case.max_norm)) == pytest.approx(expected.norms[step], rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: parameter.detach() for name, parameter in model.unwrap().named_parameters()}
+    assert_same_tensors(found, expected.parameters, CLOSE)
+
+
+def test_a_step_averages_over_replicas_what_the_only_backward_did_not():
+    """After which everything is laid out again."""
+    run_on_ranks(never_synced, 4, training("adamw", micro_batches=1, build=RIGHT_FIRST))
 
 
 def repeated_with_delays():
@@ -157,16 +133,19 @@ def repeated_with_delays():
 
         return run
 
-    undisturbed = {stage: boosted("adamw", {"stage": stage, "bucket_bytes": 64}, steps=2) for stage in (1, 2)}
+    def trained(**options):
+        setting = Setting(LowLevelZeroPlugin, {"bucket_bytes": 64, **options})
+        return train_boosted(training("adamw", steps=2), setting).trained
+
+    undisturbed = {stage: trained(stage=stage) for stage in (1, 2)}
     collectives.reduce_scatter, collectives.all_gather = map(late, original)
     try:
         for repetition in range(20):
             stage = 1 + repetition % 2
-            options = {"stage": stage, "bucket_bytes": 64, "overlap_communication": repetition % 3 > 0}
-            options["overlap_allgather"] = repetition % 4 > 1
-            _, norms, parameters = boosted("adamw", options, steps=2)
-            assert norms == undisturbed[stage][1]
-            assert all(torch.equal(parameters[name], tensor) for name, tensor in undisturbed[stage][2].items())
+            overlap = {"overlap_communication": repetition % 3 > 0, "overlap_allgather": repetition % 4 > 1}
+            again = trained(stage=stage, **overlap)
+            assert again.norms == undisturbed[stage].norms
+            assert_same_tensors(again.parameters, undisturbed[stage].parameters, EXACT)
     finally:
         collectives.reduce_scatter, collectives.all_gather = original
 
@@ -178,11 +157,18 @@ def test_delays_and_overlap_do_not_change_a_bit():
 # ---- graphs that differ between ranks and steps
 
 
-def boost(options=None, optimizer="sgd", **net):
-    booster = Booster(plugin=LowLevelZeroPlugin(**{"bucket_bytes": 64, **(options or {})}))
-    model = make_net(**net)
-    model, optimizer, *_ = booster.boost(model, OPTIMIZERS[optimizer](list(model.parameters())))
+def boost(options=None, precision=None, **changes):
+    setting = Setting(LowLevelZeroPlugin, {"bucket_bytes": 64, **(options or {})}, precision=precision)
+    booster = setting.make_booster()
+    model, optimizer, *_ = booster.boost(*training(**changes).make())
     return booster, model, optimizer
+
+
+def backward(booster, model, optimizer, step=0):
+    x = rows(step, dist.get_rank())
+    loss = squares(model(x), x)
+    booster.backward(loss, optimizer)
+    return loss
 
 
 def layout_over_steps():
@@ -193,7 +179,7 @@ def layout_over_steps():
     for _ in range(2):
         laid_out = [slot.index for bucket in optimizer.layout.buckets for slot in bucket.plan.slots]
         orders.append([optimizer.names[index] for index in laid_out if optimizer.names[index].endswith("weight")])
-        booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+        backward(booster, model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return orders, len(optimizer.layout.buckets)
@@ -207,16 +193,8 @@ def test_buckets_follow_backward_after_the_first_step():
         assert num_buckets >= 4
 
 
-def own_data(step=0):
-    x, y = data(step, 0, dist.get_world_size())
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return x[rank::size], y[rank::size]
-
-
-def expected_gradients(step=0, **net):
-    model = make_net(**net)
-    loss_of(model, *data(step, 0, dist.get_world_size()), MICROS[0] * dist.get_world_size()).backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+def expected_gradients():
+    return train_plainly(training(steps=1, micro_batches=1), dist.get_world_size()).gradients[0]
 
 
 def gradients_of(booster, model):
@@ -224,36 +202,23 @@ def gradients_of(booster, model):
     return {n: gradient for n, gradient in every.items() if gradient is not None}
 
 
-def order_differs(stage):
-    booster, model, optimizer = boost({"stage": stage})
-    for _ in range(3):
-        model.unwrap().left_first = dist.get_rank() == 0
-        booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
-        assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
-        optimizer.zero_grad()
+def order_differs(_step, model, _optimizer):
+    model.left_first = not dist.is_initialized() or dist.get_rank() == 0
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_may_produce_gradients_in_another_order(stage):
-    run_on_ranks(order_differs, 2, stage)
-
-
-def reentrant_checkpointing():
-    booster, model, optimizer = boost(reentrant=True)
-    for _ in range(3):
-        booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
-        assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
-        optimizer.zero_grad()
+    assert_parity(training(before_step=order_differs), {"stage": stage})
 
 
 def test_a_gradient_that_comes_in_parts_is_complete():
-    run_on_ranks(reentrant_checkpointing, 2)
+    assert_parity(training(build=partial(Net, reentrant=True)), {})
 
 
 def reentrant_later():
     booster, model, optimizer = boost()
     for _ in range(2):
-        booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+        backward(booster, model, optimizer)
         model.unwrap().reentrant = True
 
 
@@ -263,13 +228,14 @@ def test_a_gradient_that_comes_in_parts_unexpectedly_raises():
 
 def plain_backward():
     booster, model, optimizer = boost({"stage": 1})
+    x = rows(0, dist.get_rank())
     for _ in range(2):
-        loss_of(model, *own_data(), MICROS[0]).backward()
+        squares(model(x), x).backward()
         assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
         optimizer.zero_grad()
     with booster.no_sync(model):
-        loss_of(model, *own_data(), MICROS[0]).backward()
-    loss_of(model, *own_data(), MICROS[0]).backward()
+        squares(model(x), x).backward()
+    squares(model(x), x).backward()
     twice = {name: 2 * gradient for name, gradient in expected_gradients().items()}
     assert_same_tensors(gradients_of(booster, model), twice, CLOSE)
 
@@ -286,80 +252,43 @@ VARIANTS = {
 }
 
 
-def freezes_and_unfreezes(options):
-    booster, model, optimizer = boost(options)
-    net = model.unwrap()
-    reference = make_net()
-    plain = OPTIMIZERS["sgd"](list(reference.parameters()))
-    for step in range(4):
-        for each in (net, reference):
-            each.left.requires_grad_(step in (1, 3))
-            each.out.requires_grad_(step != 3)
-        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
-        loss_of(reference, *data(step, 0, dist.get_world_size()), MICROS[0] * dist.get_world_size()).backward()
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-        assert_same_tensors(net.state_dict(), reference.state_dict(), CLOSE)
+def freezes_and_unfreezes(step, model, _optimizer):
+    model.left.requires_grad_(step in (1, 3))
+    model.out.requires_grad_(step != 3)
+
+
+def frozen_net():
+    model = Net()
+    model.left.requires_grad_(requires_grad=False)
+    return model
+
+
+def unfreezes(step, model, _optimizer):
+    model.left.requires_grad_(step >= 2)
+
+
+def over_some(model):
+    return OPTIMIZERS["sgd"]([*model.inner.parameters(), *model.left.parameters()])
+
+
+def adds_a_group(step, model, optimizer):
+    model.zero_grad()  # also what no group holds
+    if step == 2:
+        optimizer.add_param_group({"params": list(model.out.parameters()), "lr": 0.01})
+        assert optimizer.param_groups[1]["lr"] == 0.01
+
+
+CHANGES = {
+    "frozen": {"before_step": freezes_and_unfreezes},
+    "frozen at boost": {"build": frozen_net, "before_step": unfreezes},
+    "added": {"optimizer": over_some, "before_step": adds_a_group, "max_norm": None},
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters_may_be_frozen_and_unfrozen(variant):
-    run_on_ranks(freezes_and_unfreezes, 2, VARIANTS[variant])
-
-
-def starts_frozen(options):
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, **options))
-    net, reference = make_net(), make_net()
-    for each in (net, reference):
-        each.left.requires_grad_(requires_grad=False)
-    model, optimizer, *_ = booster.boost(net, OPTIMIZERS["sgd"](list(net.parameters())))
-    plain = OPTIMIZERS["sgd"](list(reference.parameters()))
-    for step in range(4):
-        if step == 2:
-            for each in (net, reference):
-                each.left.requires_grad_(requires_grad=True)
-        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
-        loss_of(reference, *data(step, 0, dist.get_world_size()), MICROS[0] * dist.get_world_size()).backward()
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-        assert_same_tensors(net.state_dict(), reference.state_dict(), CLOSE)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters_frozen_at_boost_may_be_unfrozen(variant):
-    run_on_ranks(starts_frozen, 2, VARIANTS[variant])
-
-
-def group_added_later(options):
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, **options))
-    net, reference = make_net(), make_net()
-    optimizers = [
-        torch.optim.SGD([*each.inner.parameters(), *each.left.parameters()], lr=0.1, momentum=0.9)
-        for each in (net, reference)
-    ]
-    model, optimizer, *_ = booster.boost(net, optimizers[0])
-    for step in range(4):
-        if step == 2:
-            optimizer.add_param_group({"params": list(net.out.parameters()), "lr": 0.01})
-            optimizers[1].add_param_group({"params": list(reference.out.parameters()), "lr": 0.01})
-            assert optimizer.param_groups[1]["lr"] == 0.01
-        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
-        loss_of(reference, *data(step, 0, dist.get_world_size()), MICROS[0] * dist.get_world_size()).backward()
-        if step == 0:  # also of parameters that no group holds
-            expected = {n: p.grad for n, p in reference.named_parameters()}
-            assert_same_tensors(gradients_of(booster, model), expected, CLOSE)
-        for each, owner in ((optimizer, net), (optimizers[1], reference)):
-            each.step()
-            owner.zero_grad()
-            each.zero_grad()
-        assert_same_tensors(net.state_dict(), reference.state_dict(), CLOSE)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_group_may_be_added_later(variant):
-    run_on_ranks(group_added_later, 2, VARIANTS[variant])
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_may_be_frozen_and_unfrozen_and_added(change, variant):
+    assert_parity(training(steps=4, micro_batches=1, **CHANGES[change]), VARIANTS[variant])
 
 
 def adds_wrong_group(which):
@@ -378,7 +307,8 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(10, 4, sparse=True)
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks are made equal by `boost`
+        self.table = nn.Embedding(10, 4, sparse=dist.is_initialized())  # AdamW by itself takes no sparse gradients
         self.wide = nn.Linear(4, 4, dtype=torch.float64)
         self.norm = nn.BatchNorm1d(4)
         self.empty = nn.Parameter(torch.empty(0, 3))
@@ -392,38 +322,29 @@ class Odd(nn.Module):
         return self.optional(x) if use_optional else x
 
 
-def odd_parameters(options):
-    torch.manual_seed(dist.get_rank())  # the ranks are made equal by `boost`
-    net = Odd()
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, **options))
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5))
-    never = net.never.weight.detach().clone()
-    reference = Odd()
-    reference.load_state_dict(net.state_dict())
-    plain = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.5)
-    for step in range(3):
-        tokens = torch.arange(5) + step
-        # The optional layer is used on the last rank only: its gradient is the mean of one and of nothing.
-        (model(tokens, dist.get_rank() == 1).square().sum()).backward()
-        loss = reference(tokens, use_optional=False).square().sum() / 2
-        (loss + reference(tokens, use_optional=True).square().sum() / 2).backward()
-        reference.table.weight.grad = reference.table.weight.grad.to_dense()
-        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-        assert_same_tensors(gradients_of(booster, model), expected, CLOSE)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.step()
-        plain.zero_grad()
-    assert torch.equal(net.never.weight, never), "no weight decay of what nobody used"
-    ours, theirs = ({n: p.detach() for n, p in each.named_parameters()} for each in (model.unwrap(), reference))
-    assert_same_tensors(ours, theirs, tolerance_for(torch.float16))
-    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+def odd_tokens(number, replica):
+    """Return a batch with which the optional layer is used on the last rank only."""
+    return torch.arange(5) + number, replica == 1
+
+
+def total(outputs, _batch):
+    return outputs.square().sum()
+
+
+def decaying(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+
+def buffers_of(_booster, model, _optimizer):
+    return {name: buffer.clone() for name, buffer in model.unwrap().named_buffers()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_odd_parameters_train_as_in_one_process(variant):
-    first, second = run_on_ranks(odd_parameters, 2, VARIANTS[variant])
-    assert all(torch.equal(first[name], second[name]) for name in first), "buffers too are equal on every rank"
+    """No weight decays of what nobody used; a gradient of the optional layer is the mean of one and of nothing."""
+    case = Case(build=Odd, batch=odd_tokens, loss=total, optimizer=decaying, max_norm=None)
+    first, second = assert_parity(case, VARIANTS[variant], tell=buffers_of)
+    assert_same_tensors(first, second, EXACT)
 
 
 class WithStatistics(nn.Module):
@@ -442,7 +363,7 @@ def running_statistics(kind):
     booster = Booster(plugin=LowLevelZeroPlugin())
     model, optimizer, *_ = booster.boost(net, OPTIMIZERS["sgd"](list(net.parameters())))
     for step in range(2):
-        booster.backward(model(own_data(step)[0]).square().mean(), optimizer)
+        booster.backward(model(rows(3 * step, dist.get_rank())[:, :6]).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return net.norm.running_mean.clone(), net.norm.running_var.clone()
@@ -475,13 +396,13 @@ def test_unused_parameters_can_be_forbidden():
 
 def gradients_are_dropped(how):
     booster, model, optimizer = boost()
-    booster.backward(loss_of(model, *own_data(1), MICROS[0]), optimizer)
+    backward(booster, model, optimizer, 1)
     {"model": model.zero_grad, "optimizer": optimizer.zero_grad}[how]()
-    booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+    backward(booster, model, optimizer)
     assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
     optimizer.zero_grad(set_to_none=False)
     assert all(not gradient.any() for gradient in gradients_of(booster, model).values())
-    booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+    backward(booster, model, optimizer)
     assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
 
 
@@ -491,28 +412,20 @@ def test_zero_grad_drops_reduced_gradients(how):
 
 
 def clips_by_itself(closure):
+    case = training(steps=2, micro_batches=1, max_norm=0.25)
     booster, model, optimizer = boost({"max_norm": 0.25})
-    reference = make_net()
-    plain = OPTIMIZERS["sgd"](list(reference.parameters()))
-    size = dist.get_world_size()
     for step in range(2):
 
         def evaluate(step=step):
             optimizer.zero_grad()
-            loss = loss_of(model, *own_data(step), MICROS[0])
-            booster.backward(loss, optimizer)
-            return loss
+            return backward(booster, model, optimizer, step)
 
         if closure:
             optimizer.step(evaluate)
         else:
             evaluate()
             optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, *data(step, 0, size), MICROS[0] * size).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.25)
-        plain.step()
-        assert_same_tensors(model.state_dict(), reference.state_dict(), CLOSE)
+    assert_same_tensors(model.state_dict(), train_plainly(case, dist.get_world_size()).parameters, CLOSE)
 
 
 @pytest.mark.parametrize("closure", [False, True])
@@ -520,21 +433,21 @@ def test_the_plugin_clips_each_step_where_told_to(closure):
     run_on_ranks(clips_by_itself, 2, closure)
 
 
-def offloads(options):
-    return boosted("adamw", options)[2]
-
-
 def test_offload_where_there_is_no_accelerator_changes_nothing():
-    plain, offloaded = (run_on_ranks(offloads, 2, {"cpu_offload": offload})[0] for offload in (False, True))
-    assert all(torch.equal(plain[name], tensor) for name, tensor in offloaded.items())
+    settings = [Setting(LowLevelZeroPlugin, {"cpu_offload": offload}) for offload in (False, True)]
+    plain, offloaded = (run_on_ranks(train_boosted, 2, training("adamw"), each)[0].trained for each in settings)
+    assert_same_tensors(offloaded.parameters, plain.parameters, EXACT)
+
+
+def plain_sgd(lr, model):
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def narrow(options, precision):
-    booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64, **options))
-    net = make_net()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=1e-4))
+    booster, model, optimizer = boost(options, precision, optimizer=partial(plain_sgd, 1e-4))
+    net = model.unwrap()
     for step in range(10):
-        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
+        backward(booster, model, optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
     kinds = {piece.values.dtype for piece in optimizer.layout.pieces().values()}
@@ -546,7 +459,7 @@ def narrow(options, precision):
     return (
         {str(p.dtype) for p in net.parameters()},
         {str(kind) for kind in kinds},
-        masters - make_net().left.weight.detach().flatten(),
+        masters - training().make()[0].left.weight.detach().flatten(),
     )
 
 
@@ -560,7 +473,7 @@ def test_masters_take_steps_that_bf16_would_round_away():
 
 def narrow_wire():
     booster, model, optimizer = boost({"communication_dtype": "bf16"})
-    booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+    backward(booster, model, optimizer)
     assert_same_tensors(gradients_of(booster, model), expected_gradients(), tolerance_for(torch.bfloat16))
     assert any(not torch.equal(g, expected_gradients()[n]) for n, g in gradients_of(booster, model).items())
 
@@ -570,7 +483,7 @@ def test_gradients_may_travel_in_bf16():
 
 
 def tied_by_memory():
-    net = make_net()
+    net = Net()
     net.left.weight.data = net.right.weight.data
     Booster(plugin=LowLevelZeroPlugin()).boost(net, OPTIMIZERS["sgd"](list(net.parameters())))
 
@@ -580,7 +493,7 @@ def test_parameters_tied_by_memory_alone_are_refused():
 
 
 def refuses_lbfgs():
-    net = make_net()
+    net = Net()
     Booster(plugin=LowLevelZeroPlugin()).boost(net, torch.optim.LBFGS(net.parameters()))
 
 
@@ -589,11 +502,10 @@ def test_lbfgs_is_refused_on_every_rank():
 
 
 def values_written_by_hand(precision):
-    booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64))
-    net = make_net()
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    booster, model, optimizer = boost({}, precision, optimizer=partial(plain_sgd, 0.0))
+    net = model.unwrap()
     for step in range(2):
-        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
+        backward(booster, model, optimizer, step)
         if step == 1:
             with torch.no_grad():
                 net.left.weight.fill_(0.5)
@@ -611,7 +523,7 @@ def test_values_written_into_parameters_stay(precision):
 
 def other_memory():
     booster, model, optimizer = boost()
-    booster.backward(loss_of(model, *own_data(), MICROS[0]), optimizer)
+    backward(booster, model, optimizer)
     model.unwrap().left.weight.data = torch.ones(6, 6)
     optimizer.step()
 
@@ -620,33 +532,24 @@ def test_parameters_that_left_their_bucket_are_noticed():
     expect_on_ranks(ConfigError, "'left.weight' was given other memory after `boost`", other_memory, 2)
 
 
-def state_made_before(optimizer_name):
-    """Parameters named by the user, and state from steps in one process, go on under ZeRO."""
-    net, reference = make_net(), make_net()
-    make = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[optimizer_name]
-    optimizers = [make(list(each.named_parameters()), lr=0.01) for each in (net, reference)]
-    size = dist.get_world_size()
-    for each, plain in zip((net, reference), optimizers, strict=True):
-        loss_of(each, *data(0, 0, size), MICROS[0] * size).backward()
-        plain.step()
-        plain.zero_grad()
-    booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64))
-    model, optimizer, *_ = booster.boost(net, optimizers[0])
-    for step in range(1, 4):
-        booster.backward(loss_of(model, *own_data(step), MICROS[0]), optimizer)
-        loss_of(reference, *data(step, 0, size), MICROS[0] * size).backward()
-        for each in (optimizer, optimizers[1]):
-            each.step()
-            each.zero_grad()
-    held = optimizer.param_groups[0]
-    assert len(held["param_names"]) == len(held["params"])
-    for name, tensor in reference.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+def stepped_before(kind, model):
+    """Return an optimizer with names of the user's, and state from a step in one process."""
+    optimizer = kind(list(model.named_parameters()), lr=0.01)
+    model(rows(0, 5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_state_made_before_boost_moves_to_the_layout_of_the_first_step(name):
-    run_on_ranks(state_made_before, 2, name)
+def has_all_names(_booster, _model, optimizer):
+    (held,) = optimizer.param_groups
+    return len(held["param_names"]) == len(held["params"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_state_made_before_boost_moves_to_the_layout_of_the_first_step(kind):
+    case = training(optimizer=partial(stepped_before, kind), steps=3, micro_batches=1)
+    assert all(assert_parity(case, {}, tell=has_all_names))
 
 
 def llama():

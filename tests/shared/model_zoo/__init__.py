@@ -23,7 +23,7 @@ from model_zoo.torchvision_models import MODELS as _TORCHVISION
 from model_zoo.transformers_audio import MODELS as _AUDIO
 from model_zoo.transformers_encoders import MODELS as _ENCODERS
 from model_zoo.transformers_families import MODELS as _FAMILIES
-from model_zoo.transformers_heads import MODELS as _HEADS
+from model_zoo.transformers_heads import HEADS
 from model_zoo.transformers_language import MODELS as _LANGUAGE
 from model_zoo.transformers_vision import MODELS as _VISION
 
@@ -52,7 +52,9 @@ MATRIX: dict[str, ZooModel] = {
     **ZOO,
     **{
         model.name: model
-        for model in (replace(each, name=each.name.replace("heads/", "transformers/"), slow=True) for each in _HEADS)
+        for model in (
+            replace(each, name=each.name.replace("heads/", "transformers/"), slow=True) for each in HEADS.values()
+        )
         if model.name not in {f"transformers/{family}_lm" for family in (*_TWICE, "falcon")}
     },
     **{model.name: model for model in (*_TENSORS, *_USES, *_FAMILIES, *_TIMM_FAMILIES)},
@@ -67,7 +69,7 @@ def get_model(name: str) -> ZooModel:
     Raises:
         KeyError: If there is no model of that name.
     """
-    model = MATRIX[name]
+    model = {**MATRIX, **HEADS}[name]
     if model.needs not in {(), ("transformers",)}:
         use_isolated_libraries()
     import_quietly(model.needs)

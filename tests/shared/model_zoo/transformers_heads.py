@@ -68,7 +68,8 @@ def _one(name: str, family: str, settings: dict[str, Any], head: str) -> ZooMode
         loss=own_loss,
         needs=("transformers",),
         # Shifting all positions or keys equally has no effect.
-        no_effect=("*k_proj.bias", "*qa_outputs.bias") + (("*norm*.bias", "*ln_f.bias") if "question" in head else ()),
+        no_effect=("*k_proj.bias", "*qa_outputs.bias")
+        + (("*decoder.final_layer_norm.bias", "*ln_f.bias") if "question" in head else ()),
     )
 
 
