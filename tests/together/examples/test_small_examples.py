@@ -51,7 +51,7 @@ def test_adapters_train_and_go_on(run, tmp_path):
 @pytest.mark.slow  # bitsandbytes loads slowly; the plugins have tests of their own
 @pytest.mark.skipif(bool(missing_libraries(["bitsandbytes"])), reason="needs bitsandbytes, which quantises the base")
 def test_adapters_train_over_a_base_in_few_bits(run):
-    through = ROOT / "tests" / "examples" / "with_torchvision.py"
+    through = ROOT / "tests" / "together" / "examples" / "with_torchvision.py"
     _, before, after = run("lora.py", "--plugin", "ddp", "--quantize", "--steps", 6, ranks=2, through=through)
     assert after < before
 
@@ -108,7 +108,7 @@ _DIGITS = ["sklearn", "scipy", "joblib", "threadpoolctl", "narwhals"]
 @pytest.mark.slow  # three epochs in a minute; the example with ResNet reads images too
 @pytest.mark.skipif(bool(missing_libraries(_DIGITS)), reason="the digits are part of scikit-learn")
 def test_a_vision_transformer_reads_digits(run):
-    through = ROOT / "tests" / "examples" / "with_torchvision.py"
+    through = ROOT / "tests" / "together" / "examples" / "with_torchvision.py"
     arguments = ["--plugin", "ddp", "--epochs", 3, "--batch-size", 16]
     (accuracy,) = run(TRANSFORMER, *arguments, ranks=2, through=through)
     assert accuracy > 35  # percent, of ten digits

@@ -207,8 +207,8 @@ class _Borders:
                 self.changes.hook(module.register_forward_hook(_Scattering(self.positions)))
                 if getattr(module, "bias", None) is not None:
                     self.kept.add(id(module.bias))
-        for entry in entries:
-            self.changes.hook(entry.register_forward_pre_hook(gathering, with_kwargs=True))
+        for entry in entries:  # before hooks that tell the module of another width, as `LocalWidth` does
+            self.changes.hook(entry.register_forward_pre_hook(gathering, with_kwargs=True, prepend=True))
         self._sum_alone(set(block.modules()).difference(*(parent.modules() for parent in across)))
 
     def _sum_alone(self, inside: set[nn.Module]) -> None:

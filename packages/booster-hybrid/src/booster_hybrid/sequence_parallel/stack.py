@@ -86,6 +86,7 @@ class Stack(SplitList):
         self.is_clear: Callable[[nn.Module, int, int], bool] = lambda *_: False
         self.num_attentions = 0
         self._cut: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+        self._absent_cut: Tensor | None = None
 
     def cut(self, layer: nn.Module, name: str, values: Any, hidden: Tensor) -> Any:
         """Return this rank's part of what a layer is given for whole sequences.
@@ -186,6 +187,8 @@ class Stack(SplitList):
             return known
         part = self.layout(self.key_length).take(states, 1, self.group.rank)
         self._cut = weakref.ref(states), weakref.ref(part)
+        # Of what another stage has, the next layer must get the same one, for which the stage has received values.
+        self._absent_cut = part if is_absent(part) else None
         return part
 
 
