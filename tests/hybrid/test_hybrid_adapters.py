@@ -134,7 +134,7 @@ NOT_REFUSED = [(name, mesh) for name in TARGETS for mesh in MESHES if mesh not i
 
 
 @matrix(
-    ["llama-split_gather", "gpt2_lm-tp2"],
+    ["llama-split_gather", "gpt2_lm-tp2", "whisper_generation-all_to_all"],
     **{
         "name, mesh": named(
             NOT_REFUSED, [f"{name.rpartition('/')[2]}-{mesh}" for name, mesh in NOT_REFUSED], joint=True

@@ -64,6 +64,7 @@ class Lengths:
 
     Attributes:
         compared: The lengths at which that was compared.
+        compared_others: Those of other sequences that the layers attended to.
         conditions: What has to hold for other lengths, of whole sequences and of each rank's part.
         counts: A layer that makes something of the number of its positions, and what: nothing is known beyond the
             longest length that was compared. ``None`` where none does.
@@ -75,6 +76,7 @@ class Lengths:
     """
 
     compared: set[int] = field(default_factory=set)
+    compared_others: set[int] = field(default_factory=set)
     conditions: set[Condition] = field(default_factory=set)
     counts: tuple[str, str] | None = None
     samples: int = 1

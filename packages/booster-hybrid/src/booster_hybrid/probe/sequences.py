@@ -123,7 +123,9 @@ class _Probe:
         known = self.lengths
         samples, length = sizes_of(self._model, batch)
         parts = SequenceLayout(length, size, zigzag=self._mode == "ring_attn").lengths
-        if length < size or all(each.doubt(samples, length, parts) is None for each in known):
+        is_known = all(each.doubt(samples, length, parts) is None for each in known)
+        # Where there are several lists, the sequences of one may have another length.
+        if length < size or (is_known and (len(known) == 1 or all(each.unwatched <= each.watched for each in known))):
             return
         self.lengths = [Lengths(dims=each.dims) for each in known]
         self.size = size  # with fewer ranks, each would have more positions
@@ -131,6 +133,7 @@ class _Probe:
         longer, self.lengths = self.lengths, known
         for own, more in zip(known, longer, strict=True) if is_compared else ():
             own.compared |= more.compared
+            own.compared_others |= more.compared_others
 
     def _leave_out(self, changes: Changes) -> None:
         """Leave one layer of each kind in each list, but two where there are: models may use what is in between."""
@@ -181,11 +184,11 @@ class _Probe:
         return [stack for stack, _ in split]
 
     def _compare(self, whole: Result, runner: Runner, values: Mapping[int, Tensor], setting: Setting) -> None:
-        def run(rank: InProcessRank) -> tuple[Result, list[int]]:
+        def run(rank: InProcessRank) -> tuple[Result, list[tuple[int, int]]]:
             stacks = self._split(rank)
             result = runner.run(values)
             self.heads |= {heads for stack in stacks for heads in stack.heads}
-            return result, [stack.length for stack in stacks]
+            return result, [(stack.length, stack.key_length) for stack in stacks]
 
         what = f"`sequence_parallelism_mode={self._mode!r}` changes what {type(self._model).__name__} computes"
         remedy = (
@@ -220,8 +223,9 @@ class _Probe:
                     "out."
                 )
                 raise ConfigError(msg)
-        for lengths, length in zip(self.lengths, found[0][1], strict=True):
+        for lengths, (length, key_length) in zip(self.lengths, found[0][1], strict=True):
             lengths.compared |= {length} - {0}
+            lengths.compared_others |= {key_length} - {0}
 
 
 def _check_heads(found: Iterable[tuple[int, int]], size: int, tensor_size: int) -> None:

@@ -181,8 +181,9 @@ class Stack(SplitList):
         Raises:
             ConfigError: If the sequence is too short to be split.
         """
-        self.check_length(*states.shape[:2])
         self.key_length = states.shape[1]
+        if self.lengths is None or self.key_length not in self.lengths.compared_others:
+            self.check_length(*states.shape[:2])
         if self._cut is not None and self._cut[0]() is states and (known := self._cut[1]()) is not None:
             return known
         part = self.layout(self.key_length).take(states, 1, self.group.rank)
