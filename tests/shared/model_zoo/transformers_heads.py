@@ -67,9 +67,12 @@ def _one(name: str, family: str, settings: dict[str, Any], head: str) -> ZooMode
         batch=batch_of(input_ids=_TOKENS, **fields),
         loss=own_loss,
         needs=("transformers",),
-        # Shifting all positions or keys equally has no effect.
-        no_effect=("*k_proj.bias", "*qa_outputs.bias")
-        + (("*decoder.final_layer_norm.bias", "*ln_f.bias") if "question" in head else ()),
+        # Shifting all positions or keys equally has no effect, where keys are not rotated by their position.
+        no_effect=(
+            "*qa_outputs.bias",
+            *(("*k_proj.bias",) if family == "OPT" else ()),
+            *(("*decoder.final_layer_norm.bias", "*ln_f.bias") if "question" in head else ()),
+        ),
     )
 
 
