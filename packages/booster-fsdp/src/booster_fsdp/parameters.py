@@ -180,6 +180,7 @@ def _over_rows(parameter: DTensor, *, requires_grad: bool) -> ShardedParameter:
 
 
 _GRAD = torch.Tensor.grad
+"""Read several times a step for each parameter; it is what a script or backward has put there."""
 
 
 def _run_function(

@@ -69,7 +69,7 @@ class TieredMemory(Memory):
         self._policy = policy
         self._record = record
         self._blocks: dict[Key, Block] = {}
-        self._state_bytes: dict[Key, int] = {}
+        self._state_bytes: dict[Key, int] = {}  # of the optimizer's state, as `step_device` was asked
         self._recorder = StepRecorder(policy)
         self._clock = 0
         self._wanted: deque[Key] = deque()

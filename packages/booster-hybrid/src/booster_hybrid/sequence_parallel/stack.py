@@ -179,7 +179,7 @@ class Stack(SplitList):
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
 
         Raises:
-            ConfigError: If the sequence is too short to be split.
+            ConfigError: If it is not known whether layers compute the same from parts of it, on every rank.
         """
         self.key_length = states.shape[1]
         if self.lengths is None or self.key_length not in self.lengths.compared_others:
