@@ -127,6 +127,19 @@ def test_what_was_read_is_not_read_again():
     assert num_read == 4
 
 
+def two_passes(state):
+    _, loader = loader_of("own", [2, 8], drop_last=True)
+    loader.load_state_dict(state)
+    return [[numbers_of(batch) for batch in loader] for _ in range(2)]
+
+
+def test_a_pass_that_goes_on_where_a_rank_had_ended_ends_where_the_rest_is_dropped():
+    ((_, state, _),) = run_on_ranks(read, 1, "own", [2, 8], 2, 0, None)
+    first, second = run_on_ranks(two_passes, 2, state)
+    assert first == [[], [[10_000, 10_001]]]
+    assert second == [[], [[10_100, 10_101]]]
+
+
 def leave_early(state):
     _, loader = loader_of("own", [6, 5])
     loader.load_state_dict(state)
@@ -160,13 +173,47 @@ def test_checkpoints_have_the_position(tmp_path):
         assert actual == expected == [[100 * rank + 2, 100 * rank + 3], [100 * rank + 4, 100 * rank + 5]]
 
 
-def split_tensors():
-    loader = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).prepare_dataloader(Shards([4]), 2)
-    return [numbers_of(batch) for batch in loader]
+def train(lengths, batches=None):
+    """Return the gradients of each step; ``batches`` are those of one process."""
+    booster = Booster("cpu", plugin=TorchDDPPlugin())
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if batches is None:
+        loader = DataLoader(Shards(lengths), batch_size=2)
+        model, optimizer, _, batches, _ = booster.boost(model, optimizer, dataloader=loader)
+    found = []
+    for batch in batches:
+        model(batch.double()[:, None] / 100).square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([2, 6], [[0, 1, 100, 101], [102, 103], [104, 105]]),
+        ([0, 4], [[100, 101], [102, 103]]),
+        ([0, 4, 4, 0], [[100, 101, 200, 201], [102, 103, 202, 203]]),
+    ],
+)
+def test_ranks_whose_shards_have_ended_leave_the_gradients_as_those_of_one_process(lengths, steps):
+    expected = train(lengths, [torch.tensor(numbers) for numbers in steps])
+    for actual in run_on_ranks(train, len(lengths), lengths):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
+def split_tensors(lengths):
+    loader = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).prepare_dataloader(Shards(lengths), 2)
+    return [(numbers_of(batch), loader.without_padding(batch).tolist()) for batch in loader]
 
 
 def test_ranks_that_share_samples_have_the_same():
-    assert run_on_ranks(split_tensors, 2) == [[[0, 1], [2, 3]]] * 2
+    assert run_on_ranks(split_tensors, 2, [4]) == [[([0, 1], [0, 1]), ([2, 3], [2, 3])]] * 2
+    ended, others = [([100, 101], []), ([102], [])], [([100, 101], [100, 101]), ([102], [102])]
+    assert run_on_ranks(split_tensors, 4, [0, 3]) == [ended, ended, others, others]
 
 
 def few_shards():
@@ -193,15 +240,21 @@ class Broken(Shards):
         raise OSError(msg)
 
 
-def meet_an_error(kind, lengths):
+def meet_an_error(kind, lengths, **options):
     booster = Booster("cpu", plugin=TorchDDPPlugin())
-    _, _, _, loader, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=DataLoader(kind(lengths), batch_size=2))
+    loader = DataLoader(kind(lengths), batch_size=2, **options)
+    _, _, _, loader, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=loader)
     list(loader)
+
+
+def functions_of(samples):
+    return [lambda: samples]
 
 
 def test_what_one_rank_meets_is_raised_on_all():
     expect_on_ranks(OSError, "the file is damaged", meet_an_error, 2, Breaks, [3, 3])
-    expect_on_ranks(ConfigError, "no batch at all", meet_an_error, 2, Shards, [3, 0])
+    expect_on_ranks(ConfigError, "no batch at all", meet_an_error, 2, Shards, [3, 0], drop_last=True)
+    expect_on_ranks(ConfigError, "can't be pickled", meet_an_error, 2, Shards, [3, 0], collate_fn=functions_of)
 
 
 def restore(state, lengths, **options):

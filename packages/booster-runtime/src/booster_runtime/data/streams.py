@@ -5,11 +5,13 @@ made where samples are read, which may be a worker process, and travel with the 
 handed out does not count.
 
 Shards have different lengths, and a rank with a batch more than the others would wait for them forever: ranks agree on
-each batch.
+each batch, and one that has none gets another rank's.
 """
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import _utils as loader_utils
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 _END = object()
 _MEETING = "next batch of a stream"
 _MANY = 2
-"""Repeated batches after which a rank says so."""
+"""Batches of other ranks after which a rank says so."""
 
 
 def num_shards_of(dataset: Any) -> int | None:
@@ -51,8 +53,8 @@ class StreamShards(ShardedIterable):
         num_shards: What `num_shards_of` returned; at least ``world_size``.
         rank: Index of this rank among the ranks that see different samples.
         world_size: Number of these ranks.
-        drop_last: End with the first rank that runs out. Else those repeat their last batch, as padding, until the last
-            one has run out.
+        drop_last: End with the first rank that runs out. Else those get batches of ranks that still have some, as
+            padding, until the last one has run out.
     """
 
     def __init__(
@@ -116,60 +118,88 @@ class StreamShards(ShardedIterable):
             batches: What `CountedCollate` made of this rank's samples.
 
         Raises:
-            ConfigError: If a rank has no batch at all and others do.
+            ConfigError: If a rank's shards are empty, so that with ``drop_last`` no rank would get a batch.
             Exception: What reading has raised, on every rank.
 
         Collective: every rank of the world, at each batch.
         """
-        last: Any = None
-        num_repeated = 0
+        num_lent = 0
+        is_fresh = not self._starts
         self._reached = dict(self._starts)
-        while True:
+        for number in itertools.count():
             error: Exception | None = None
-            batch = _END
+            batch: Any = _END
             try:
                 batch = next(batches, _END)
-            except Exception as caught:  # noqa: BLE001 - raised by `_agreed`, on every rank
+            except Exception as caught:  # noqa: BLE001 - raised by `_lenders`, on every rank
                 error = caught
             self._starts = {}  # the next pass begins at the start, also where this one is left early
-            if not self._agreed(is_left=batch is not _END, is_empty=batch is _END and last is None, error=error):
+            lenders = self._lenders(number, is_left=batch is not _END, is_first=is_fresh and number == 0, error=error)
+            if lenders is None:
                 return
+            lent = self._lend(lenders, batch)
             if batch is not _END:
-                last = batch
-                num_samples, num_padded, given, reached = last
+                num_samples, num_padded, given, reached = batch
                 self._reached |= reached
                 yield num_samples, num_padded, given
                 continue
-            num_repeated += 1
-            if num_repeated == _MANY:
+            num_lent += 1
+            if num_lent == _MANY:
                 log.warning(
-                    "The shards of rank %d have ended, and it repeats its last batch until those of the other ranks "
-                    "end. Pass `drop_last=True`, or make shards of equal lengths.",
+                    "The shards of rank %d have ended, and it gets copies of other ranks' batches until theirs end. "
+                    "Pass `drop_last=True`, or make shards of equal lengths.",
                     self.rank,
                 )
-            num_samples, _, given, _ = last
+            num_samples, given = lent
             yield num_samples, 1 if num_samples is None else num_samples, given
 
-    def _agreed(self, *, is_left: bool, is_empty: bool, error: Exception | None) -> bool:
-        """Return whether there is one more batch for all ranks; raise on all of them what one raised.
+    def _lenders(self, number: int, *, is_left: bool, is_first: bool, error: Exception | None) -> dict[int, int] | None:
+        """Return for each index without a batch the world rank that lends its own; ``None`` where the pass has ended.
 
-        Collective: every rank of the world.
+        Lenders take turns from batch to batch, so that no rank's samples are copied more often than others'.
+
+        Collective: every rank of the world. Raises on all of them what one raised.
         """
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return is_left
+            return {} if is_left else None
         coordinator = DistCoordinator()
-        ranks = coordinator.all_gather_object((is_left, is_empty, error is not None), name=_MEETING)
-        are_left, are_empty, have_failed = zip(*ranks, strict=True)
-        if any(have_failed) or (any(are_left) and any(are_empty)):
+        ranks = coordinator.all_gather_object((self.rank, is_left, error is not None), name=_MEETING)
+        # One world rank of each index: those that share samples have the same batches.
+        owners = {index: (rank, has_batch) for rank, (index, has_batch, _) in reversed(list(enumerate(ranks)))}
+        able = [rank for _, (rank, has_batch) in sorted(owners.items()) if has_batch]
+        ended = [index for index, (_, has_batch) in sorted(owners.items()) if not has_batch]
+        is_dropped = self.drop_last and bool(ended)
+        if any(has_failed for *_, has_failed in ranks) or (is_dropped and is_first and able):
             with coordinator.together(_MEETING):
                 if error is not None:
                     raise error
-                if is_empty:
-                    msg = f"Rank {self.rank} has no batch at all: its shards are empty. Use fewer ranks."
+                if not is_left:
+                    msg = (
+                        f"Rank {self.rank} has no batch at all: its shards are empty, and with `drop_last=True` an "
+                        "epoch ends with the first rank that runs out. Use fewer ranks, or leave `drop_last` out."
+                    )
                     raise ConfigError(msg)
-        return all(are_left) if self.drop_last else any(are_left)
+        if is_dropped or not able:
+            return None
+        return {index: able[(number + turn) % len(able)] for turn, index in enumerate(ended)}
+
+    def _lend(self, lenders: Mapping[int, int], batch: Any) -> Any:
+        """Return the lent batch, with the number of its samples, on ranks that have none of their own; else ``None``.
+
+        Collective: every rank of the world. Raises on all of them where a batch can't be pickled.
+        """
+        coordinator = DistCoordinator()
+        own = None
+        for lender in sorted(set(lenders.values())):
+            sent = _pickled(batch[0], batch[2]) if coordinator.rank == lender else None
+            sent = coordinator.broadcast_object(sent, lender, name=_MEETING, meets=False)
+            if isinstance(sent, ConfigError):
+                raise sent
+            if lenders.get(self.rank) == lender:
+                own = pickle.loads(sent)  # noqa: S301 - from another rank of this run
+        return own
 
     def gathered_positions(self) -> dict[str, dict[str, Any]]:
         """Return the positions of the shards of all ranks.
@@ -207,6 +237,16 @@ class StreamShards(ShardedIterable):
             msg = "Persistent workers keep streams of their own, so that no position can be restored. Leave them out."
             raise CheckpointError(msg)
         self._starts = self._reached = dict(positions)
+
+
+def _pickled(num_samples: int | None, batch: Any) -> bytes | ConfigError:
+    try:
+        return pickle.dumps((num_samples, batch))
+    except Exception as error:  # noqa: BLE001 - raised by `_lend`, on every rank
+        return ConfigError(
+            "Some ranks' shards have ended, and a batch can't be copied to them, as it can't be pickled "
+            f"({type(error).__name__}: {error}). Pass `drop_last=True`, or return tensors from `collate_fn`."
+        )
 
 
 def _alone(items: Iterator[Any]) -> Iterator[Any]:
