@@ -205,6 +205,12 @@ def test_ranks_whose_shards_have_ended_leave_the_gradients_as_those_of_one_proce
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
+def test_ranks_take_turns_to_lend_their_batches():
+    results = run_on_ranks(whole_pass, 3, "own", [0, 4, 4], 0, False)
+    lent = [[number - 10_000 for number in batch] for batch in results[0][2]]
+    assert lent == [[100, 101], [202, 203]]
+
+
 def split_tensors(lengths):
     loader = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2)).prepare_dataloader(Shards(lengths), 2)
     return [(numbers_of(batch), loader.without_padding(batch).tolist()) for batch in loader]
