@@ -140,16 +140,18 @@ class Setting:
         options: Its arguments.
         num_ranks: Number of ranks.
         precision: As for `Booster`.
+        device: As for `Booster`; `driven_runs` place batches on it.
     """
 
     plugin: Callable[..., Plugin]
     options: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
     precision: str | None = None
+    device: str = "cpu"
 
     def make_booster(self) -> Booster:
         """Return a Booster with a new plugin."""
-        return Booster("cpu", self.precision, self.plugin(**self.options))
+        return Booster(self.device, self.precision, self.plugin(**self.options))
 
 
 @dataclass
