@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting, assert_equals_one_process, zoo_case
 from matrix import matrix
 from model_zoo import get_model
 
@@ -27,8 +29,9 @@ from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
 
-def deepened(zoo, num_layers):
-    """Return a model of the zoo with more layers."""
+def deepened(name):
+    """Return a model of the zoo with four layers."""
+    zoo, num_layers = get_model(name), 4
     model = zoo.seeded()
     config = model.config
     if not hasattr(config, "encoder_layers") and not hasattr(config, "num_decoder_layers"):
@@ -86,7 +89,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
 
 def compare(name, num_microbatches, is_checkpointed):
     zoo = get_model(name)
-    whole = deepened(zoo, 4)
+    whole = deepened(name)
     model, unsplit = copy.deepcopy(whole), copy.deepcopy(whole)
     parts = [zoo.share(0, index, num_microbatches) for index in range(num_microbatches)]
     fired, run = train(zoo, model, parts, is_split=True, is_checkpointed=is_checkpointed)
@@ -114,49 +117,34 @@ def test_zero_bubble_trains_as_one_process(name):
     run_on_ranks(compare, 2, f"transformers/{name}", 5, False)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+
+
 def boosted(name, options, precision=None):
     zoo = get_model(name)
     plugin = HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2))
     booster = Booster(plugin=plugin, mixed_precision=precision)
-    model = deepened(zoo, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
-    model, optimizer, *_ = booster.boost(model, optimizer)
+    model = deepened(name)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
     return booster, model, optimizer
 
 
-def compare_with_one_process(name, options):
-    """Train split layers through the V by the plugin, as one process trains them."""
-    zoo = get_model(name)
-    whole = deepened(zoo, 4)
-    plain = torch.optim.AdamW(whole.parameters(), lr=1e-3, eps=1e-2)
-    booster, model, optimizer = boosted(name, {**options, "pp_style": "zbv"})
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+def plugin_of(name, options):
+    return HybridParallelPlugin(**options, pp_style="zbv", example_batch=get_model(name).share(0, 0, 2))
+
+
+def assert_parity(name, num_ranks=4, **options):
+    """Train split layers through the V by the plugin, as one process trains them a sample at a time."""
+    options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
     count = options["num_microbatches"]
-    for step in range(2):
-        for data_rank in range(size):
-            batch = zoo.share(step, data_rank, count)
-            for index in range(count):
-                part = {key: value[index : index + 1] for key, value in batch.items()}
-                (zoo.loss_of(whole, part) / count / size).backward()
-        batch = zoo.share(step, rank, count)
-        booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)
-        for key, parameter in whole.named_parameters():
-            if parameter.grad is not None:
-                # fp32, sums in another order.
-                found = full_gradient(booster, model, key)
-                torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(float(norm), rel=1e-5)
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad()
+    case = zoo_case(name, samples=count, build=partial(deepened, name), optimizer=adamw, steps=2)
+    assert_equals_one_process(case, Setting(partial(plugin_of, name, options), num_ranks=num_ranks), parts=count)
 
 
 @matrix(["falcon"], name=["llama", "gpt2_lm", "falcon", "t5_generation"])
 def test_layers_split_over_ranks_train_as_one_process(name):
-    run_on_ranks(
-        compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}
-    )
+    assert_parity(f"transformers/{name}")
 
 
 @pytest.mark.parametrize(
@@ -167,16 +155,13 @@ def test_layers_split_over_ranks_train_as_one_process(name):
     ],
 )
 def test_split_layers_train_with_split_sequences_and_state(options):
-    options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
-    run_on_ranks(compare_with_one_process, options.pop("num_ranks", 4), "transformers/llama", options)
+    assert_parity("transformers/llama", **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", "bloom", "opt", "gptj", "bert_masked_lm"])
 def test_further_models_with_split_layers_train_as_one_process(name):
-    run_on_ranks(
-        compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}
-    )
+    assert_parity(f"transformers/{name}", num_microbatches=2)
 
 
 def narrow_gradients(name, style):
