@@ -5,10 +5,12 @@ import os
 import re
 import tempfile
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +20,7 @@ from booster_ddp import TorchDDPPlugin
 from booster_ddp._torch_private import check_names
 from booster_ddp.plugin import check_sync_batchnorm
 from booster_testing import RankError, expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import EXACT, Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMixedBag, TinyMLP
 
 
@@ -29,35 +31,16 @@ def boost(model, lr=0.1, precision=None, **options):
     return booster, boosted.model, boosted.optimizer
 
 
-def batch(step, samples=4):
-    """Return this rank's part of a global batch, and the global batch."""
-    generator = torch.Generator().manual_seed(step)
-    whole = torch.randn(samples * dist.get_world_size(), 8, generator=generator)
-    return whole[dist.get_rank() :: dist.get_world_size()], whole
+def rows(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def train(steps=4, **options):
-    """Return, for each step, the plugin's gradients and those of one process on global batches."""
-    torch.manual_seed(0)
-    reference = TinyMLP()
-    torch.manual_seed(0)
-    booster, model, optimizer = boost(TinyMLP(), **options)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    pairs = []
-    for step in range(steps):
-        own, whole = batch(step)
-        booster.backward(model(own).square().mean(), optimizer)
-        reference(whole).square().mean().backward()
-        pairs.append(
-            (
-                torch.cat([p.grad.flatten() for p in model.unwrap().parameters()]),
-                torch.cat([p.grad.flatten() for p in reference.parameters()]),
-            )
-        )
-        for it in (optimizer, plain):
-            it.step()
-            it.zero_grad()
-    return pairs
+def batch(step):
+    """Return this rank's samples."""
+    return rows(step, dist.get_rank())
+
+
+CASE = Case(build=TinyMLP, batch=rows, steps=4, max_norm=None)
 
 
 @pytest.mark.parametrize(
@@ -69,31 +52,32 @@ def train(steps=4, **options):
     ],
 )
 def test_compression_hooks_average(hook, relative):
-    for pairs in run_on_ranks(train, 2, comm_hook=hook):
-        for ours, expected in pairs:
-            assert float((ours - expected).abs().max() / expected.abs().max()) < relative
+    tolerance = Tolerance(relative=relative, reason="what travels is rounded once")
+    assert_equals_one_process(replace(CASE, tolerance=tolerance), Setting(TorchDDPPlugin, {"comm_hook": hook}))
 
 
 def powersgd():
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
     state = PowerSGDState(process_group=None, start_powerSGD_iter=2, matrix_approximation_rank=2)
-    pairs = train(steps=6, comm_hook="powersgd", comm_hook_state=state)
-    return [ours for ours, _ in pairs], state.iter
+    setting = Setting(TorchDDPPlugin, {"comm_hook": "powersgd", "comm_hook_state": state})
+    return train_boosted(replace(CASE, steps=6), setting).trained.gradients, state.iter
 
 
 def test_powersgd_gives_every_rank_the_same_gradients():
     (first, iterations), (second, _) = run_on_ranks(powersgd, 2)
     assert iterations >= 4
     for ours, theirs in zip(first, second, strict=True):
-        assert torch.equal(ours, theirs)
+        assert_same_tensors(ours, theirs, EXACT)
 
 
 def test_narrow_reduce_dtype_registers_a_compression_hook():
-    policy = PrecisionPolicy(reduce_dtype=torch.bfloat16)
-    for pairs in run_on_ranks(train, 2, steps=3, precision=policy):
-        difference = [float((ours - expected).abs().max() / expected.abs().max()) for ours, expected in pairs]
-        assert all(1e-4 < each < 2e-2 for each in difference), "all steps reduce in bf16, the first too"
+    setting = Setting(TorchDDPPlugin, precision=PrecisionPolicy(reduce_dtype=torch.bfloat16))
+    for result in run_on_ranks(train_boosted, 2, CASE, setting):
+        for found, expected in zip(result.trained.gradients, train_plainly(CASE, 2).gradients, strict=True):
+            ours, theirs = (torch.cat([each.flatten() for each in part.values()]) for part in (found, expected))
+            difference = float((ours - theirs).abs().max() / theirs.abs().max())
+            assert 1e-4 < difference < 2e-2, "all steps reduce in bf16, the first too"
 
 
 @pytest.mark.parametrize(
@@ -172,47 +156,26 @@ def test_first_step_detects_that_all_parameters_are_used():
     assert torch.equal(results[0][1], results[1][1])
 
 
-def unused_on_one_rank_only():
-    """Skip one branch on odd ranks in every step; compare with gradients averaged by hand."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
 
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches = model
+    def forward(self, x, both):
+        return self.a(x) + (self.b(x) if both else 0)
 
-        def forward(self, x, both):
-            return self.branches["a"](x) + (self.branches["b"](x) if both else 0)
 
-    branches = Branches()
-    reference = Branches()  # shares the parameters; not boosted
-    booster, boosted, optimizer = boost(branches)
-    both = dist.get_rank() % 2 == 0
-    for step in range(3):
-        own, _ = batch(step)
-        booster.backward(boosted(own, both).square().mean(), optimizer)
-        gradients = []
-        for rank in range(dist.get_world_size()):
-            for parameter in branches.parameters():
-                parameter.requires_grad_(requires_grad=True)
-            whole = torch.randn(4 * dist.get_world_size(), 8, generator=torch.Generator().manual_seed(step))[
-                rank :: dist.get_world_size()
-            ]
-            out = reference(whole, rank % 2 == 0).square().mean()
-            grads = torch.autograd.grad(out, list(branches.parameters()), allow_unused=True)
-            gradients.append(
-                [torch.zeros_like(p) if g is None else g for p, g in zip(branches.parameters(), grads, strict=True)]
-            )
-        for parameter, *parts in zip(branches.parameters(), *gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, sum(parts) / len(parts))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert boosted.ddp.find_unused_parameters
+def both_on_even_ranks(number, replica):
+    return rows(number, replica), replica % 2 == 0
+
+
+def searches(_booster, model, _optimizer):
+    return model.ddp.find_unused_parameters
 
 
 def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
-    run_on_ranks(unused_on_one_rank_only, 2)
+    case = Case(build=Branches, batch=both_on_even_ranks)
+    assert assert_equals_one_process(case, Setting(TorchDDPPlugin), tell=searches) == [True, True]
 
 
 def becomes_unused_later():
@@ -224,7 +187,7 @@ def becomes_unused_later():
     model.forward = lambda x, use: original(x) + (extra(x) if use else 0)
     booster, boosted, optimizer = boost(model)
     for use in (True, True, False):
-        own, _ = batch(0)
+        own = batch(0)
         booster.backward(boosted(own, use).mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -234,13 +197,13 @@ def test_parameter_that_becomes_unused_raises_before_the_step():
     expect_on_ranks(GradientError, "'extra.weight', 'extra.bias'.*find_unused_parameters=True", becomes_unused_later, 2)
 
 
-def warnings_of_torch(**options):
+def warnings_of_torch():
     """Return what torch's reducer writes to the standard error in two steps that use all parameters."""
     with tempfile.TemporaryFile() as log:
         before = os.dup(2)
         os.dup2(log.fileno(), 2)
         try:
-            train(steps=2, **options)
+            train_boosted(replace(CASE, steps=2), Setting(TorchDDPPlugin))
         finally:
             os.dup2(before, 2)
             os.close(before)
@@ -326,7 +289,7 @@ def keeps_buffers_apart(by_hand, **options):
     else:
         _, wrapped, optimizer = boost(model, broadcast_buffers=False, **options)
     for step in range(3):
-        wrapped(batch(step)[0]).square().mean().backward()
+        wrapped(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -365,7 +328,7 @@ def no_sync_communicates_once():
     booster, model, optimizer = boost(TinyMLP(), comm_hook=count)
     for micro in range(3):
         with booster.no_sync(model) if micro < 2 else contextlib.nullcontext():
-            booster.backward(model(batch(micro)[0]).mean(), optimizer)
+            booster.backward(model(batch(micro)).mean(), optimizer)
     return len(calls)
 
 
@@ -378,7 +341,7 @@ def missing_rank():
     for step in range(3):
         if step == 2 and dist.get_rank() == 1:
             return
-        booster.backward(model(batch(step)[0]).mean(), optimizer)
+        booster.backward(model(batch(step)).mean(), optimizer)
         optimizer.step()
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting
+from driven_runs import Run, assert_same_loop
 from matrix import matrix, named
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_ddp import TorchDDPPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import tolerance_for
 
 WORLD_SIZE = 2
 OPTIONS = {
@@ -60,105 +62,63 @@ class Boxing(Net):
         return Box(sum(parts))
 
 
-def net(kind=Net):
-    torch.manual_seed(0)
-    return kind().double()
+def net(kind=Net, frozen=()):
+    model = kind().double()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(requires_grad=False)
+    return model
 
 
 def data(seed, rank):
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * seed + rank), dtype=torch.float64)
 
 
-def loss_of(out):
+def squares(out, _batch):
     return (out.value if isinstance(out, Box) else out).square().sum()
 
 
-class OneProcess:
-    """Trains on the batches of all ranks."""
-
-    ranks = range(WORLD_SIZE)
-
-    def __init__(self, kind=Net, optimizer="sgd") -> None:
-        self.net = self.model = net(kind)
-        self.optimizer = OPTIMIZERS[optimizer](self.net.parameters())
-        self.steps = []
-
-    def backward(self, seed, heads=("lr", "lr"), *, no_sync=False):
-        for rank in self.ranks:
-            with self.no_sync() if no_sync else contextlib.nullcontext():
-                self.run_backward(loss_of(self.model(data(seed, rank), heads[rank])))
-
-    def no_sync(self):
-        return contextlib.nullcontext()
-
-    def run_backward(self, loss):
-        (loss / WORLD_SIZE).backward()
-
-    def finish_gradients(self):
-        """Average what is to be averaged, as `full_gradient` does."""
-
-    def step(self):
-        self.finish_gradients()
-        gradients = {f"{name}.grad": p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps.append(gradients | {name: p.detach().clone() for name, p in self.net.named_parameters()})
+def optimizer_named(name, model):
+    return OPTIMIZERS[name](model.parameters())
 
 
-class OnRank(OneProcess):
-    """Trains on this rank's batches under the plugin."""
-
-    def __init__(self, options, kind=Net, optimizer="sgd", prepare=None) -> None:
-        super().__init__(kind, optimizer)
-        if prepare is not None:
-            prepare(self)
-        self.ranks = [dist.get_rank()]
-        self.booster = Booster("cpu", plugin=TorchDDPPlugin(**options))
-        self.model, self.optimizer, *_ = self.booster.boost(self.net, self.optimizer)
-
-    def no_sync(self):
-        return self.booster.no_sync(self.model, self.optimizer)
-
-    def run_backward(self, loss):
-        self.booster.backward(loss, self.optimizer)
-
-    def finish_gradients(self):
-        self.optimizer.settle()
+def case_of(kind=Net, optimizer="sgd", frozen=()):
+    optimizer = partial(optimizer_named, optimizer)
+    build, tolerance = partial(net, kind, frozen), tolerance_for(torch.float64)
+    return Case(build=build, batch=data, loss=squares, optimizer=optimizer, tolerance=tolerance)
 
 
-def trained_on_rank(script, options, kind, optimizer, prepare):
-    run = OnRank(options, kind, optimizer, prepare)
-    script(run)
-    return run.steps
-
-
-def check(script, options, *, kind=Net, optimizer="sgd", prepare=None):
+def check(script, options, **changes):
     """Compare every gradient and parameter of each step with one process, and ranks with each other bit by bit."""
-    plain = OneProcess(kind, optimizer)
-    if prepare is not None:
-        prepare(plain)
-    script(plain)
-    first, *others = run_on_ranks(trained_on_rank, WORLD_SIZE, script, options, kind, optimizer, prepare)
-    for ours, theirs in zip(first, plain.steps, strict=True):
-        assert_same_tensors(ours, theirs, tolerance_for(torch.float64))
-    for other in others:
-        for ours, theirs in zip(first, other, strict=True):
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_same_loop(script, case_of(**changes), Setting(TorchDDPPlugin, options, WORLD_SIZE), own=True)
+
+
+def on_rank(options, **changes):
+    return Run(case_of(**changes), Setting(TorchDDPPlugin, options), own=True)
+
+
+def backward(run, seed, heads=("lr", "lr"), *, no_sync=False):
+    """Run backward of a batch with the heads that each rank uses."""
+    with run.no_sync() if no_sync else contextlib.nullcontext():
+        run.backward(run.mean(seed, lambda x, rank: squares(run.model(x, heads[rank]), x)))
+
+
+def finish(run):
+    run.gradients()  # averages what is left to average
+    run.step()
 
 
 def accumulate_with_a_head_under_no_sync_only(run):
     for step in range(4):
-        run.backward(10 * step, ("lr", "lr"), no_sync=True)
-        run.backward(10 * step + 1, ("l", "l"))
-        run.step()
+        backward(run, 10 * step, ("lr", "lr"), no_sync=True)
+        backward(run, 10 * step + 1, ("l", "l"))
+        finish(run)
 
 
 def accumulate_with_a_head_of_one_rank(run):
     for step in range(4):
-        run.backward(10 * step, ("lr", "l"), no_sync=True)
-        run.backward(10 * step + 1, ("l", "l"))
-        run.step()
+        backward(run, 10 * step, ("lr", "l"), no_sync=True)
+        backward(run, 10 * step + 1, ("l", "l"))
+        finish(run)
 
 
 SEARCHING = [name for name in OPTIONS if name not in ("no search", "static")]
@@ -175,14 +135,14 @@ def test_a_parameter_that_is_used_under_no_sync_only_is_averaged(script, options
 
 def use_one_head_each(run):
     for step in range(4):
-        run.backward(step, ("l", "r") if step != 2 else ("lr", "lr"))
-        run.step()
+        backward(run, step, ("l", "r") if step != 2 else ("lr", "lr"))
+        finish(run)
 
 
 def use_both_heads(run):
     for step in range(4):
-        run.backward(step)
-        run.step()
+        backward(run, step)
+        finish(run)
 
 
 @matrix(1, script=named([use_one_head_each, use_both_heads], lambda f: f.__name__), options=SEARCHING)
@@ -190,9 +150,7 @@ def test_outputs_of_a_plain_class_are_averaged(script, options):
     check(script, OPTIONS[options], kind=Boxing)
 
 
-def freeze_lower_layers(run):
-    for layer in (run.net.first, run.net.second):
-        layer.requires_grad_(requires_grad=False)
+LOWER = ("first", "second")
 
 
 def unfreeze_from_the_top(run):
@@ -201,35 +159,35 @@ def unfreeze_from_the_top(run):
             run.net.second.requires_grad_(requires_grad=True)
         if step == 5:
             run.net.first.requires_grad_(requires_grad=True)
-        run.backward(step)
-        run.step()
+        backward(run, step)
+        finish(run)
 
 
 def take_turns(run):
     for step in range(6):
         for index, layer in enumerate((run.net.first, run.net.second)):
             layer.requires_grad_(requires_grad=step % 2 == index)
-        run.backward(step)
-        run.step()
+        backward(run, step)
+        finish(run)
 
 
 def freeze_and_unfreeze_all_but_a_bias(run):
     for step in range(6):
         for name, parameter in run.net.named_parameters():
             parameter.requires_grad_(requires_grad=step not in (2, 3) or name == "left.bias")
-        run.backward(step)
-        run.step()
+        backward(run, step)
+        finish(run)
 
 
 def freeze_within_a_step(run):
     """Freeze a layer whose gradients of this step are still each rank's own."""
     for step in range(4):
         run.net.first.requires_grad_(requires_grad=True)
-        run.backward(10 * step)  # so that a static graph begins with a whole backward
-        run.backward(10 * step + 1, no_sync=True)
+        backward(run, 10 * step)  # so that a static graph begins with a whole backward
+        backward(run, 10 * step + 1, no_sync=True)
         run.net.first.requires_grad_(requires_grad=step % 2 == 0)
-        run.backward(10 * step + 2)
-        run.step()
+        backward(run, 10 * step + 2)
+        finish(run)
 
 
 def unfreeze_everything_later(run):
@@ -251,15 +209,14 @@ SCHEDULES = [
 
 @matrix(1, script=named(SCHEDULES, lambda f: f.__name__), options=OPTIONS, optimizer=OPTIMIZERS)
 def test_freezing_and_unfreezing_trains_as_one_process(script, options, optimizer):
-    prepare = freeze_lower_layers if script is unfreeze_from_the_top else None
-    check(script, OPTIONS[options], optimizer=optimizer, prepare=prepare)
+    check(script, OPTIONS[options], optimizer=optimizer, frozen=LOWER if script is unfreeze_from_the_top else ())
 
 
 def unfreeze_a_head_that_is_not_always_used(run):
     for step in range(6):
         run.net.right.requires_grad_(requires_grad=step >= 3)
-        run.backward(step, ("lr", "l") if step >= 3 else ("lr", "lr"))
-        run.step()
+        backward(run, step, ("lr", "l") if step >= 3 else ("lr", "lr"))
+        finish(run)
 
 
 def test_the_search_begins_again_with_other_parameters():
@@ -267,12 +224,12 @@ def test_the_search_begins_again_with_other_parameters():
 
 
 def unfreeze_on_one_rank():
-    run = OnRank({}, prepare=freeze_lower_layers)
-    run.backward(0)
-    run.step()
+    run = on_rank({}, frozen=LOWER)
+    backward(run, 0)
+    finish(run)
     layer = run.net.first if dist.get_rank() else run.net.second
     layer.requires_grad_(requires_grad=True)
-    run.backward(1)
+    backward(run, 1)
 
 
 def test_ranks_that_train_different_parameters_raise():
@@ -282,9 +239,9 @@ def test_ranks_that_train_different_parameters_raise():
 
 
 def unfreeze_past_forward():
-    run = OnRank({}, prepare=freeze_lower_layers)
-    run.backward(0)
-    run.step()
+    run = on_rank({}, frozen=LOWER)
+    backward(run, 0)
+    finish(run)
     run.net.first.requires_grad_(requires_grad=True)
     run.net.first(data(1, dist.get_rank())).sum().backward()
     run.optimizer.step()
@@ -298,13 +255,12 @@ def test_gradients_that_no_forward_of_the_model_knows_raise():
 def graph_of_an_earlier_ddp(run):
     """Run backward through a graph from before DDP was built again."""
     for step in range(3):
-        old = [loss_of(run.model(data(50 + step, rank), "l")) for rank in run.ranks]
-        run.backward(step)
-        run.step()
-        for loss in old:
-            run.run_backward(loss)
-        run.backward(10 + step)
-        run.step()
+        old = run.loss(50 + step, heads="l")
+        backward(run, step)
+        finish(run)
+        run.backward(old)
+        backward(run, 10 + step)
+        finish(run)
 
 
 class OneLayer(nn.Module):
@@ -325,8 +281,8 @@ def test_backward_through_the_graph_of_an_earlier_ddp_is_averaged(options):
 
 
 def begin_under_no_sync():
-    run = OnRank({"static_graph": True})
-    run.backward(0, no_sync=True)
+    run = on_rank({"static_graph": True})
+    backward(run, 0, no_sync=True)
 
 
 def test_a_static_graph_that_begins_under_no_sync_is_refused():
@@ -334,11 +290,11 @@ def test_a_static_graph_that_begins_under_no_sync_is_refused():
 
 
 def module_tree():
-    run = OnRank({})
+    run = on_rank({})
     names = [name for name, _ in run.model.named_modules()]
     for step in range(2):
-        run.backward(step)
-        run.step()
+        backward(run, step)
+        finish(run)
     assert names == [name for name, _ in run.model.named_modules()]
     assert run.model.module is run.net
     assert list(run.model.module.state_dict()) == list(run.net.state_dict())

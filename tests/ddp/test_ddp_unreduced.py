@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting
+from driven_runs import Run, assert_same_loop
 from torch import nn
 
 from booster_core import Booster
@@ -26,6 +29,17 @@ class Heads(nn.Module):
         return tuple(layer(hidden) for side, layer in (("l", self.left), ("r", self.right)) if side in sides)
 
 
+def rows(number, rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def squares(outs, _batch):
+    return sum(out.square().mean() for out in outs)
+
+
+CASE = Case(build=Heads, batch=rows, loss=squares)
+
+
 def boost(model, **options):
     torch.manual_seed(0)
     booster = Booster("cpu", plugin=TorchDDPPlugin(**options))
@@ -34,8 +48,7 @@ def boost(model, **options):
 
 
 def own(step=0):
-    whole = torch.randn(4 * dist.get_world_size(), 8, generator=torch.Generator().manual_seed(step))
-    return whole[dist.get_rank() :: dist.get_world_size()]
+    return rows(step, dist.get_rank())
 
 
 def other_side_after_no_sync():
@@ -67,41 +80,29 @@ def test_the_search_is_not_advised_where_it_has_found_what_the_loss_leaves_out()
     expect_on_ranks(GradientError, remedy, gradient_alone, 2)
 
 
-def losses_of_two_heads(*, under_no_sync):
-    booster, model, optimizer = boost(Heads(), find_unused_parameters=False)
-    for _ in range(2):
-        with booster.no_sync(model) if under_no_sync else contextlib.nullcontext():
-            left, right = model(own())
-            optimizer.backward(left.square().mean(), retain_graph=True)
-            optimizer.backward(right.square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.unwrap().named_parameters()}
+def losses_of_two_heads(run, *, under_no_sync):
+    for step in range(2):
+        with run.no_sync() if under_no_sync else contextlib.nullcontext():
+            outs = [run.model(x) for x in run.batches(step)]
+            for side, retains in ((0, True), (1, False)):
+                run.backward(torch.stack([out[side].square().mean() for out in outs]).mean(), retain_graph=retains)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+ALL_USED = Setting(TorchDDPPlugin, {"find_unused_parameters": False})
+
+
+def two_heads_outside_no_sync():
+    losses_of_two_heads(Run(CASE, ALL_USED), under_no_sync=False)
 
 
 def test_two_losses_that_share_some_parameters_raise_and_name_no_sync():
-    expect_on_ranks(
-        GradientError,
-        "all forward and backward passes.*`booster.no_sync`",
-        losses_of_two_heads,
-        2,
-        under_no_sync=False,
-    )
+    expect_on_ranks(GradientError, "all forward and backward passes.*`booster.no_sync`", two_heads_outside_no_sync, 2)
 
 
 def test_two_losses_that_share_some_parameters_are_averaged_under_no_sync():
-    first, second = run_on_ranks(losses_of_two_heads, 2, under_no_sync=True)
-    torch.manual_seed(0)
-    reference = Heads()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for _ in range(2):
-        left, right = reference(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
-        (left.square().mean() + right.square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in reference.named_parameters():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], parameter.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    assert_same_loop(partial(losses_of_two_heads, under_no_sync=True), CASE, ALL_USED, own=True)
 
 
 USES = {
@@ -115,79 +116,40 @@ USES = {
 """What each rank uses in steps wholly under `no_sync`, by what becomes of their gradients."""
 
 
-def sides_after(after, rank):
-    return {"left": "l", "apart": "lr"[rank], "both": "lr"}[after]
+def sides_after(after):
+    return {"left": ("l", "l"), "apart": ("l", "r"), "both": ("lr", "lr")}[after]
 
 
-def run_steps(backward, parameters, optimizer, how, first, after):
-    """Take steps; return the gradients by name of the step that follows those under `no_sync`, and of the one after.
+def run_steps(run, how, first, after):
+    """Take steps under `no_sync`; note the step that follows them, and the one after.
 
     Args:
-        backward: Called with the step, the sides that ranks use and whether the step is under `no_sync`.
-        parameters: Of the model, by name.
-        optimizer: Steps and drops gradients.
+        run: What to train.
         how: What becomes of the gradients under `no_sync`.
         first: What both ranks use in the first step.
         after: What the ranks use after `no_sync`.
     """
-    found, uses = [], USES[how]
-    steps = [(first, first), *uses, (sides_after(after, 0), sides_after(after, 1)), ("lr", "lr")]
-    for step, sides in enumerate(steps):
-        backward(step, sides, 1 <= step <= len(uses))
-        if step > len(uses):
-            found.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
-        if step == 0 or "dropped" not in how or step > len(uses):
-            optimizer.step()
+    for step, sides in enumerate([(first, first), *USES[how], sides_after(after), ("lr", "lr")]):
+        is_under_no_sync = 1 <= step <= len(USES[how])
+        with run.no_sync() if is_under_no_sync else contextlib.nullcontext():
+            run.backward(run.mean(step, lambda x, rank, sides=sides: squares(run.model(x, sides[rank]), x)))
+        if not is_under_no_sync:
+            run.step()
+            continue
+        if how == "averaged and dropped":
+            run.clip(1.0)
+        if "dropped" not in how:
+            run.optimizer.step()
         if how == "dropped by hand":
-            for parameter in parameters.values():
+            for parameter in run.net.parameters():
                 parameter.grad = None
         else:
-            optimizer.zero_grad()
-    return found
-
-
-def batch_of(step, rank):
-    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))[rank::2]
-
-
-def steps_on_ranks(options, how, first, after):
-    booster, model, optimizer = boost(Heads(), **options)
-    rank = dist.get_rank()
-
-    def backward(step, sides, is_under_no_sync):
-        with booster.no_sync(model) if is_under_no_sync else contextlib.nullcontext():
-            loss = sum(out.square().mean() for out in model(batch_of(step, rank), sides[rank]))
-            booster.backward(loss, optimizer)
-        if is_under_no_sync and how == "averaged and dropped":
-            optimizer.clip_grad_by_norm(1.0)
-
-    return run_steps(backward, dict(model.unwrap().named_parameters()), optimizer, how, first, after)
-
-
-def steps_in_one_process(how, first, after):
-    torch.manual_seed(0)
-    model = Heads()
-
-    def backward(step, sides, is_under_no_sync):
-        del is_under_no_sync
-        for rank in range(2):
-            (sum(out.square().mean() for out in model(batch_of(step, rank), sides[rank])) / 2).backward()
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return run_steps(backward, dict(model.named_parameters()), optimizer, how, first, after)
+            run.optimizer.zero_grad()
 
 
 def check_steps(options, how, after, first="lr"):
-    expected = steps_in_one_process(how, first, after)
-    for found in run_on_ranks(steps_on_ranks, 2, options, how, first, after):
-        for step, gradients in enumerate(expected):
-            for name, gradient in gradients.items():
-                if gradient is None:
-                    assert found[step][name] is None, (step, name)
-                else:
-                    torch.testing.assert_close(
-                        found[step][name], gradient, msg=lambda text, name=name: f"{name}: {text}"
-                    )
+    loop = partial(run_steps, how=how, first=first, after=after)
+    assert_same_loop(loop, CASE, Setting(TorchDDPPlugin, options), own=True)
 
 
 @pytest.mark.parametrize("after", ["left", "apart"])
@@ -221,28 +183,17 @@ def test_some_gradients_of_no_sync_that_are_dropped_by_hand_raise():
     expect_on_ranks(GradientError, "under `no_sync`.*dropped.*`optimizer.zero_grad\\(\\)`", drop_one_by_hand, 2)
 
 
-def other_method_than_forward():
+def other_method_than_forward(run):
     """Run backward through a submodule; DDP's forward is not called."""
-    _, model, optimizer = boost(TinyMLP())
     for step in range(3):
-        model.first(own(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.unwrap().named_parameters()}
+        run.mean(step, lambda x, _: run.net.first(x).square().mean()).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
 def test_backward_that_bypasses_forward_is_averaged_at_the_step():
-    first, second = run_on_ranks(other_method_than_forward, 2)
-    torch.manual_seed(0)
-    reference = TinyMLP()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
-        reference.first(torch.randn(8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in reference.named_parameters():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], parameter.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    case = Case(build=TinyMLP, batch=rows)
+    assert_same_loop(other_method_than_forward, case, Setting(TorchDDPPlugin), own=True)
 
 
 def backward_on_one_rank_only():

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,9 +15,7 @@ from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP
-from booster_testing.training import whole_model
 
 WIDTHS = (4, 8, 12, 16, 20, 24)
 """Divisible by two and four ranks."""
@@ -110,16 +109,12 @@ def test_backward_prefetch():
 # ---- replicated parameters and buffers
 
 
-def whole_parameters(options):
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(**options))
-    torch.manual_seed(0)
-    model = TinyMLP()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))[dist.get_rank() :: dist.get_world_size()]
-    booster.backward(model(data).square().mean(), optimizer)
-    optimizer.step()
-    net = model.unwrap()
-    return sorted(n for n, p in net.named_parameters() if not isinstance(p, DTensor)), whole_model(booster, model)
+def rows(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def replicated(_booster, model, _optimizer):
+    return sorted(n for n, p in model.unwrap().named_parameters() if not isinstance(p, DTensor))
 
 
 @pytest.mark.parametrize(
@@ -131,14 +126,8 @@ def whole_parameters(options):
     ],
 )
 def test_ignored_parameters_are_replicated_and_averaged(options, expected):
-    torch.manual_seed(0)
-    plain = TinyMLP()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    plain(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
-    optimizer.step()
-    for whole, parameters in run_on_ranks(whole_parameters, 2, options):
-        assert whole == expected
-        assert_same_tensors(parameters, plain.state_dict(), tolerance_for(torch.float32))
+    case = Case(build=TinyMLP, batch=rows)
+    assert assert_equals_one_process(case, Setting(TorchFSDPPlugin, options), tell=replicated) == [expected] * 2
 
 
 def running_means(options):
@@ -160,31 +149,24 @@ def test_broadcast_buffers_broadcasts_running_statistics(is_sent):
 # ---- parameters that are frozen temporarily
 
 
-def freezes_and_unfreezes(unit_classes):
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=unit_classes))
-    torch.manual_seed(0)
-    net, reference = TinyMLP(), TinyMLP()
-    reference.load_state_dict(net.state_dict())
-    for each in (net, reference):
-        each.second.bias.requires_grad_(requires_grad=False)
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(5):
-        for each in (model.unwrap(), reference):
-            each.first.requires_grad_(step not in (1, 2))
-            each.second.bias.requires_grad_(step >= 2)
-        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        share = data[dist.get_rank() :: dist.get_world_size()]
-        booster.backward(model(share).square().mean(), optimizer)
-        reference(data).square().mean().backward()
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-        assert_same_tensors(whole_model(booster, model), reference.state_dict(), tolerance_for(torch.float32))
+def frozen_at_first():
+    model = TinyMLP()
+    model.second.bias.requires_grad_(requires_grad=False)
+    return model
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def freezes_and_unfreezes(step, model, _optimizer):
+    model.first.requires_grad_(step not in (1, 2))
+    model.second.bias.requires_grad_(step >= 2)
 
 
 @pytest.mark.parametrize(
     "unit_classes", [[], pytest.param(["Linear"], marks=pytest.mark.slow)], ids=["one unit", "layers"]
 )
 def test_parameters_can_be_frozen_and_unfrozen(unit_classes):
-    run_on_ranks(freezes_and_unfreezes, 2, unit_classes)
+    case = Case(build=frozen_at_first, batch=rows, optimizer=momentum, before_step=freezes_and_unfreezes, steps=5)
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": unit_classes}))

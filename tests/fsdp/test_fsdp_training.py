@@ -151,38 +151,22 @@ class Branches(nn.Module):
         self.never = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x, *, goes_left):
+    def forward(self, x, goes_left):
         x = self.common(x)
         return self.left(x) * self.scale if goes_left else self.right(x)
 
 
-def branch_gradients():
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
-    rank = DistCoordinator().rank
-    torch.manual_seed(0)
-    model = Branches()
-    names = [name for name, _ in model.named_parameters()]
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
-    booster.backward(model(torch.ones(2, 4), goes_left=rank == 0).square().sum(), optimizer)
-    gradients = {name: full_gradient(booster, model, name) for name in names}
-    before = whole_model(booster, model)
-    optimizer.step()
-    after = whole_model(booster, model)
-    return gradients, {name: not torch.equal(before[name], after[name]) for name in names}
+def on_one_side(_number, replica):
+    return torch.ones(2, 4), replica == 0
+
+
+def decaying(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
 
 def test_parameter_unused_on_some_ranks_has_zero_gradient_there():
-    torch.manual_seed(0)
-    model = Branches()
-    sum(model(torch.ones(2, 4), goes_left=left).square().sum() / 2 for left in (True, False)).backward()
-    for gradients, has_changed in run_on_ranks(branch_gradients, 2):
-        for name, parameter in model.named_parameters():
-            if name.startswith("never"):
-                assert gradients[name] is None
-                assert not has_changed[name]
-            else:
-                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6)
-                assert has_changed[name]
+    """And none where no rank uses it, so that no weight decays."""
+    assert_equals_one_process(Case(build=Branches, batch=on_one_side, optimizer=decaying), Setting(TorchFSDPPlugin))
 
 
 class MixedFormats(nn.Module):
@@ -293,36 +277,32 @@ def test_loading_after_an_evaluation_loads_into_the_shards(tmp_path):
     assert run_on_ranks(load_after_evaluation, 2, str(tmp_path)) == [(True, [])] * 2
 
 
-def in_place_on_outputs():
-    """A unit that returns a view, which the unit around it changes in place."""
+class Inplace(nn.Module):
+    """Changes the output of a unit in place, a view."""
 
-    class Inplace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.outer = nn.Linear(4, 4)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
 
-        def forward(self, x):
-            x = self.inner(x)
-            x += 1.0
-            return self.outer(x)
+    def forward(self, x):
+        x = self.inner(x)
+        x += 1.0
+        return self.outer(x)
 
-    torch.manual_seed(0)
-    plain = Inplace()
-    torch.manual_seed(0)
-    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_classes=["Linear"]))
-    model = Inplace()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    data = torch.ones(2, 3, 4)
-    plain(data).square().mean().backward()
-    output = model(data)
-    output *= 1.0
-    booster.backward(output.square().mean(), optimizer)
-    torch.testing.assert_close(full_gradient(booster, model, "inner.weight"), plain.inner.weight.grad)
+
+def ones(_number, _replica):
+    return torch.ones(2, 3, 4)
+
+
+def after_a_change(outputs, _batch):
+    outputs *= 1.0
+    return outputs.square().mean()
 
 
 def test_in_place_operation_on_the_output_of_a_unit_keeps_its_gradient():
-    run_on_ranks(in_place_on_outputs, 2)
+    case = Case(build=Inplace, batch=ones, loss=after_a_change, steps=1)
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}))
 
 
 def groups_added_later():
@@ -346,29 +326,17 @@ def test_param_groups_can_be_added_later():
     assert run_on_ranks(groups_added_later, 2) == [["first.weight", "first.bias", "second.weight"]] * 2
 
 
-def rprop_steps():
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
-    torch.manual_seed(0)
-    model = TinyMLP()
-    plain = TinyMLP()
-    plain.load_state_dict(model.state_dict())
-    theirs = torch.optim.Rprop(plain.parameters(), lr=0.01)
-    model, optimizer, *_ = booster.boost(model, torch.optim.Rprop(model.parameters(), lr=0.01))
-    for step in range(3):
-        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        booster.backward(model(data).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain(data).square().mean().backward()
-        theirs.step()
-        theirs.zero_grad()
-    whole = whole_model(booster, model)
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(whole[name], tensor, rtol=1e-5, atol=1e-6)
+def rprop(model):
+    return torch.optim.Rprop(model.parameters(), lr=0.01)
+
+
+def rows(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
 def test_optimizer_without_dtensor_support_steps_on_rows():
-    run_on_ranks(rprop_steps, 3)
+    case = Case(build=TinyMLP, batch=rows, optimizer=rprop, max_norm=None)
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, num_ranks=3))
 
 
 def max_norm_of_the_plugin():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, own_loss, train_plainly
 from matrix import matrix, named
 from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks, run_on_ranks
 
 
@@ -20,14 +24,8 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
 
 
-def plugin_of(options):
-    from booster_hybrid import HybridParallelPlugin
-
-    return HybridParallelPlugin(**options)
-
-
 def first_samples(make, options):
-    plugin = plugin_of(options)
+    plugin = HybridParallelPlugin(**options)
     loader = make(plugin)(range(16), 2, shuffle=True, seed=5)
     return [batch.tolist() for batch in loader]
 
@@ -65,7 +63,7 @@ def test_a_loader_made_before_boost_knows_which_ranks_share_batches(make, option
 
 
 def train_on_a_loader_of_ones_own(options, *, is_boosted):
-    plugin = plugin_of(options)
+    plugin = HybridParallelPlugin(**options)
     tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
@@ -95,8 +93,6 @@ def test_replicas_given_different_batches_raise(options):
 
 
 def draw_apart_in_the_second_step():
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
     model = llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -112,8 +108,6 @@ def test_each_batch_of_a_pipeline_is_compared():
 
 
 def data_parallel_ranks_differ():
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
     model = llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -131,8 +125,6 @@ def test_data_parallel_ranks_may_have_different_batches():
 
 
 def small_pipeline():
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
     model = llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -187,41 +179,18 @@ def test_evaluation_keeps_no_graph():
     assert run_on_ranks(losses_with_graphs, 2) == [[], [False, False]]
 
 
-def steps_of_unequal_replicas(zero_stage):
-    from booster_hybrid import HybridParallelPlugin
-
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, zero_stage=zero_stage, microbatch_size=1))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]
+def more_samples(_number, replica):
     tokens = torch.randint(64, (2 + 2 * replica, 8), generator=torch.Generator().manual_seed(replica))
-    batch = {"input_ids": tokens, "labels": tokens}
-    for _ in range(2):
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-        norm = float(optimizer.clip_grad_by_norm(1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norm
+    return {"input_ids": tokens, "labels": tokens}
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_replicas_may_have_other_numbers_of_microbatches_while_gradients_are_kept_in_shards(zero_stage):
-    whole = llama()
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for replica in range(2):
-            tokens = torch.randint(64, (2 + 2 * replica, 8), generator=torch.Generator().manual_seed(replica))
-            (whole(input_ids=tokens, labels=tokens).loss / 2).backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
-        optimizer.step()
-    norms = run_on_ranks(steps_of_unequal_replicas, 4, zero_stage, timeout_seconds=30)
-    assert norms == pytest.approx([norm] * 4, rel=1e-5)
+    options = {"pp_size": 2, "zero_stage": zero_stage, "microbatch_size": 1}
+    assert_equals_one_process(Case(build=llama, batch=more_samples, steps=2), Setting(HybridParallelPlugin, options, 4))
 
 
 def write_in_a_stage(first_step):
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, zero_stage=3, microbatch_size=1))
     model = llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -250,8 +219,6 @@ def test_a_write_into_a_gathered_parameter_of_a_stage_raises_on_every_rank(first
 
 
 def norm_with_an_error_before(options, fails):
-    from booster_hybrid import HybridParallelPlugin
-
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, **options))
     model = llama()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -292,27 +259,17 @@ def token_mean(outputs, batch):
     return total / (len(batch["labels"]) * batch["tokens_per_sample"])
 
 
-def padded_batch():
-    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+def padded_batch(number, _replica):
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(number))
     labels = tokens.clone()
     labels[0, 2:], labels[1, 5:] = -100, -100
     return {"input_ids": tokens, "labels": labels, "tokens_per_sample": (labels[:, 1:] != -100).sum() / 4}
 
 
-def loss_and_norm_of_padded():
-    booster, model, optimizer = small_pipeline()
-    result = booster.execute_pipeline(iter([padded_batch()]), model, token_mean, optimizer)
-    return result["loss"], float(optimizer.clip_grad_by_norm(1.0))
-
-
 def test_a_mean_over_unmasked_tokens_matches_one_process():
-    whole, batch = llama(), padded_batch()
-    loss = whole(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-    loss.backward()
-    norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
-    (_, first), (found, last) = run_on_ranks(loss_and_norm_of_padded, 2)
-    torch.testing.assert_close(found, loss.detach())
-    assert (first, last) == pytest.approx((norm, norm), rel=1e-5)
+    case = Case(build=llama, batch=padded_batch, loss=token_mean)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, {"pp_size": 2}))
+    torch.testing.assert_close(train_plainly(case, 1).losses, train_plainly(replace(case, loss=own_loss), 1).losses)
 
 
 class Streaming:
@@ -331,7 +288,7 @@ class Streaming:
 
 def read_on_after_boost():
     data = Streaming()
-    booster = Booster(plugin=plugin_of({"pp_size": 2}))
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
     booster.boost(llama(), dataloader=DataLoader(data, batch_size=2))
     return data[0]["input_ids"].tolist()
 

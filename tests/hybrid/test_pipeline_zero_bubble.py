@@ -5,30 +5,35 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting, assert_equals_one_process, zoo_case
 from matrix import matrix
 from model_zoo import get_model
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
+from booster_hybrid.config import PipelineConfig
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import policy_for
+from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel import linear
 from booster_runtime import full_gradient
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
 
 
-def deepened(zoo, num_layers):
-    """Return a model of the zoo with more layers."""
+def deepened(name):
+    """Return a model of the zoo with four layers."""
+    zoo, num_layers = get_model(name), 4
     model = zoo.seeded()
     config = model.config
     if not hasattr(config, "encoder_layers") and not hasattr(config, "num_decoder_layers"):
@@ -52,14 +57,14 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     """Run one batch through the V; return how often each gradient was accumulated, and the run."""
     rank, size = dist.get_rank(), dist.get_world_size()
     schedule = make_schedule("zbv", size, len(parts), 2)
-    trace = trace_layers(model, policy_for(model).layers, parts[0])
-    ranges = share_layers(len(trace.layers), 2 * size)
+    with kept_generators():
+        cuts = find_cuts(model, policy_for(model).layers, parts[0], PipelineConfig(size=size, style="zbv"), trains=True)
+    ranges = share_layers(len(cuts.trace.layers), 2 * size)
     split = SplitBackward(model) if is_split else None
-    stages = StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    stages = StagedModel(model, cuts, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
     if is_checkpointed:
         enable_activation_checkpointing(model)
-    names = sorted({each for layer in trace.layers for each in layer.carried})
-    link = Link(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
+    link = Link(cuts.sent_names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = collections.Counter()
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -73,6 +78,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     weights = [1 / len(parts)] * len(parts)
     run = PipelineRun(stages, schedule, rank, link, parts, weights, zoo.loss, backward, split=split)
     run.run()
+    assert run.error is None
     assert calls.count(True) == 1
     assert calls[-1]
     evaluation = PipelineRun(stages, schedule, rank, link, parts, weights, zoo.loss, None, split=split)
@@ -86,7 +92,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
 
 def compare(name, num_microbatches, is_checkpointed):
     zoo = get_model(name)
-    whole = deepened(zoo, 4)
+    whole = deepened(name)
     model, unsplit = copy.deepcopy(whole), copy.deepcopy(whole)
     parts = [zoo.share(0, index, num_microbatches) for index in range(num_microbatches)]
     fired, run = train(zoo, model, parts, is_split=True, is_checkpointed=is_checkpointed)
@@ -114,49 +120,34 @@ def test_zero_bubble_trains_as_one_process(name):
     run_on_ranks(compare, 2, f"transformers/{name}", 5, False)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+
+
 def boosted(name, options, precision=None):
     zoo = get_model(name)
     plugin = HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2))
     booster = Booster(plugin=plugin, mixed_precision=precision)
-    model = deepened(zoo, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
-    model, optimizer, *_ = booster.boost(model, optimizer)
+    model = deepened(name)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
     return booster, model, optimizer
 
 
-def compare_with_one_process(name, options):
-    """Train split layers through the V by the plugin, as one process trains them."""
-    zoo = get_model(name)
-    whole = deepened(zoo, 4)
-    plain = torch.optim.AdamW(whole.parameters(), lr=1e-3, eps=1e-2)
-    booster, model, optimizer = boosted(name, {**options, "pp_style": "zbv"})
-    rank, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+def plugin_of(name, options):
+    return HybridParallelPlugin(**options, pp_style="zbv", example_batch=get_model(name).share(0, 0, 2))
+
+
+def assert_parity(name, num_ranks=4, **options):
+    """Train split layers through the V by the plugin, as one process trains them a sample at a time."""
+    options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
     count = options["num_microbatches"]
-    for step in range(2):
-        for data_rank in range(size):
-            batch = zoo.share(step, data_rank, count)
-            for index in range(count):
-                part = {key: value[index : index + 1] for key, value in batch.items()}
-                (zoo.loss_of(whole, part) / count / size).backward()
-        batch = zoo.share(step, rank, count)
-        booster.execute_pipeline(iter([batch]), model, zoo.loss, optimizer)
-        for key, parameter in whole.named_parameters():
-            if parameter.grad is not None:
-                # fp32, sums in another order.
-                found = full_gradient(booster, model, key)
-                torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        assert float(optimizer.clip_grad_by_norm(0.5)) == pytest.approx(float(norm), rel=1e-5)
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad()
+    case = zoo_case(name, samples=count, build=partial(deepened, name), optimizer=adamw, steps=2)
+    assert_equals_one_process(case, Setting(partial(plugin_of, name, options), num_ranks=num_ranks), parts=count)
 
 
 @matrix(["falcon"], name=["llama", "gpt2_lm", "falcon", "t5_generation"])
 def test_layers_split_over_ranks_train_as_one_process(name):
-    run_on_ranks(
-        compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}
-    )
+    assert_parity(f"transformers/{name}")
 
 
 @pytest.mark.parametrize(
@@ -167,16 +158,13 @@ def test_layers_split_over_ranks_train_as_one_process(name):
     ],
 )
 def test_split_layers_train_with_split_sequences_and_state(options):
-    options = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, **options}
-    run_on_ranks(compare_with_one_process, options.pop("num_ranks", 4), "transformers/llama", options)
+    assert_parity("transformers/llama", **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", "bloom", "opt", "gptj", "bert_masked_lm"])
 def test_further_models_with_split_layers_train_as_one_process(name):
-    run_on_ranks(
-        compare_with_one_process, 4, f"transformers/{name}", {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}
-    )
+    assert_parity(f"transformers/{name}", num_microbatches=2)
 
 
 def narrow_gradients(name, style):

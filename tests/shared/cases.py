@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,6 +79,7 @@ class Case:
         micro_batches: Batches of each replica in a step, all but the last under ``no_sync``.
         max_norm: Clip gradients by this norm, which is compared too.
         max_value: Clip gradients by value.
+        shows_clipped: Compare gradients after clipping too: no parameter shows those that no optimizer steps.
         no_effect: Patterns of the names of parameters whose gradient is rounding alone; their values are not compared.
         tolerance: Of all comparisons.
         loss_atol: What losses may differ by besides, where they are small differences of large terms.
@@ -92,6 +94,7 @@ class Case:
     micro_batches: int = 1
     max_norm: float | None = 0.5
     max_value: float | None = None
+    shows_clipped: bool = False
     no_effect: tuple[str, ...] = ()
     tolerance: Tolerance = _CLOSE
     loss_atol: float = 0.0
@@ -137,16 +140,18 @@ class Setting:
         options: Its arguments.
         num_ranks: Number of ranks.
         precision: As for `Booster`.
+        device: As for `Booster`; `driven_runs` place batches on it.
     """
 
     plugin: Callable[..., Plugin]
     options: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
     precision: str | None = None
+    device: str = "cpu"
 
     def make_booster(self) -> Booster:
         """Return a Booster with a new plugin."""
-        return Booster("cpu", self.precision, self.plugin(**self.options))
+        return Booster(self.device, self.precision, self.plugin(**self.options))
 
 
 @dataclass
@@ -170,6 +175,7 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
     model, optimizer = case.make()
     named = {name: model.get_parameter(path) for name, path in parameter_paths(model).items()}
     trained = Trained()
+    look = partial(_look, trained.gradients, named, attrgetter("grad"))
     weight = 1 / (num_replicas * case.micro_batches * parts)
     for step in range(case.steps):
         if case.before_step is not None:
@@ -181,11 +187,13 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
                     loss = case.loss(call(model, part), part) * weight
                     loss.backward()
                     trained.losses[-1] += float(loss.detach())
-        trained.gradients.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
+        look()
         if case.max_norm is not None:
             trained.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)))
         if case.max_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), case.max_value)
+        if case.shows_clipped:
+            look()
         _step(optimizer)
     trained.parameters = {name: parameter.detach() for name, parameter in named.items()}
     return trained
@@ -233,13 +241,15 @@ def train_boosted(
             with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
                 losses.append(_backward(booster, model, optimizer, case, number, replica))
         trained.losses.append(_mean_over_ranks(losses))
-        found = {name: full_gradient(booster, model, path) for name, path in paths.items()}
-        trained.gradients.append({name: gradient for name, gradient in found.items() if gradient is not None})
+        look = partial(_look, trained.gradients, paths, partial(full_gradient, booster, model))
+        look()
         clipping = _taking_turns(optimizer, step)
         if case.max_norm is not None:
             trained.norms.append(float(clipping.clip_grad_by_norm(case.max_norm)))
         if case.max_value is not None:
             clipping.clip_grad_by_value(case.max_value)
+        if case.shows_clipped:
+            look()
         _step(optimizer)
     whole = whole_model(booster, model)
     trained.parameters = {name: whole[name] for name in paths}
@@ -284,8 +294,8 @@ def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None
     """Assert that two trainings of a case are the same: losses, gradients, norms and parameters."""
     close = {"rel": case.tolerance.relative, "abs": 0.0}
     assert actual.losses == pytest.approx(expected.losses, rel=close["rel"], abs=case.loss_atol), "losses"
-    for step, (found, plain) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
-        _assert_same(found, plain, case, f"gradients of step {step}")
+    for look, (found, plain) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        _assert_same(found, plain, case, f"gradients of step {look // (1 + case.shows_clipped)}")
     assert actual.norms == pytest.approx(expected.norms, **close), "norms"
     kept = {name for name in expected.parameters if not _has_no_effect(case, name)}
     ours, theirs = ({name: each.parameters[name] for name in kept} for each in (actual, expected))
@@ -318,6 +328,12 @@ def _has_no_effect(case: Case, name: str) -> bool:
 
 def _batches(case: Case, step: int) -> range:
     return range(step * case.micro_batches, (step + 1) * case.micro_batches)
+
+
+def _look(gradients: list[Any], sources: Mapping[str, Any], gradient_of: Callable[[Any], torch.Tensor | None]) -> None:
+    """Note the gradients that there are, by name."""
+    found = {name: gradient_of(source) for name, source in sources.items()}
+    gradients.append({name: gradient.clone() for name, gradient in found.items() if gradient is not None})
 
 
 def _step(optimizer: Any) -> None:

@@ -1,28 +1,29 @@
 """Replicas of shards: when gradients are averaged over them, in which order, how often, and to which values."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting
+from driven_runs import assert_same_steps, drive
 from matrix import matrix
 from simulated_device import NAME, run_on_devices
 from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
-from booster_runtime import collectives, full_gradient
+from booster_runtime import collectives
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH, DEPTH, RANKS = 16, 6, 4
-CLOSE = tolerance_for(torch.float32)
 LAYER_BYTES = WIDTH * WIDTH * 4
 PLUGINS = {
-    "stage 1": lambda: LowLevelZeroPlugin(stage=1, replica_size=2, bucket_bytes=LAYER_BYTES),
-    "stage 2": lambda: LowLevelZeroPlugin(stage=2, replica_size=2, bucket_bytes=LAYER_BYTES),
-    "gemini": lambda: GeminiPlugin(replica_size=2, min_chunk_bytes=LAYER_BYTES),
+    "stage 1": partial(LowLevelZeroPlugin, stage=1, replica_size=2, bucket_bytes=LAYER_BYTES),
+    "stage 2": partial(LowLevelZeroPlugin, stage=2, replica_size=2, bucket_bytes=LAYER_BYTES),
+    "gemini": partial(GeminiPlugin, replica_size=2, min_chunk_bytes=LAYER_BYTES),
 }
 
 
@@ -113,61 +114,45 @@ ROUNDS = {
 }
 
 
-def plainly(rounds):
-    """Return the gradients of each step, and the parameters at the end, of one process."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    gradients, number = [], 0
-    for step in (*rounds, *rounds):
-        for kind in step:
-            if kind != "look":
-                number += 1
-                for rank in range(RANKS):
-                    (model(samples(number, rank)).square().sum() / RANKS).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def boosted(plugin, rounds, device="cpu"):
-    booster = Booster(device, plugin=PLUGINS[plugin]())
-    model = make_model()
-    names = [name for name, _ in model.named_parameters()]
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    gradients, number = [], 0
+def accumulate(run, rounds):
+    number = 0
     for step in (*rounds, *rounds):
         for kind in step:
             if kind == "look":
-                full_gradient(booster, model, names[0])
+                run.gradients()
                 continue
             number += 1
-            with booster.no_sync(model) if kind == "no_sync" else contextlib.nullcontext():
-                x = samples(number, dist.get_rank()).to(device)
-                booster.backward(model(x).square().sum(), optimizer)
-        gradients.append({name: full_gradient(booster, model, name).cpu() for name in names})
-        optimizer.step()
-        optimizer.zero_grad()
-    with model.whole_parameters() if plugin == "gemini" else contextlib.nullcontext():
-        return gradients, {name: p.detach().cpu().clone() for name, p in model.unwrap().named_parameters()}
+            with run.no_sync() if kind == "no_sync" else contextlib.nullcontext():
+                run.backward(run.loss(number))
+        run.step()
 
 
-def check_run(results, rounds):
-    gradients, parameters = plainly(rounds)
-    for ours, found in results:
-        for step, expected in zip(ours, gradients, strict=True):
-            assert_same_tensors(step, expected, CLOSE)
-        assert_same_tensors(found, parameters, CLOSE)
+def squares(outputs, _):
+    return outputs.square().sum()
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def check_run(plugin, rounds, device="cpu", run_on=run_on_ranks):
+    case = Case(build=make_model, batch=samples, loss=squares, optimizer=momentum)
+    loop = partial(accumulate, rounds=rounds)
+    results = run_on(drive, RANKS, loop, case, Setting(PLUGINS[plugin], device=device), RANKS, {}, timeout_seconds=240)
+    assert_same_steps(results, drive(loop, case, None, RANKS, {}), case)
 
 
 @matrix(["stage 2", "gemini"], plugin=PLUGINS)
 def test_gradients_equal_one_process_however_they_accumulate(plugin):
     for rounds in ROUNDS.values():
-        check_run(run_on_ranks(boosted, RANKS, plugin, rounds), rounds)
+        check_run(plugin, rounds)
 
 
 @pytest.mark.parametrize("plugin", ["stage 2", "gemini"])
 def test_a_device_accumulates_to_the_same_gradients(plugin, simulated_device):
-    rounds = ROUNDS["accumulated"]
-    results = run_on_devices(boosted, RANKS, simulated_device, plugin, rounds, NAME, timeout_seconds=240.0)
-    check_run(results, rounds)
+    run_on = partial(run_on_simulated, simulated_device)
+    check_run(plugin, ROUNDS["accumulated"], NAME, run_on)
+
+
+def run_on_simulated(device, function, num_ranks, *args, **options):
+    return run_on_devices(function, num_ranks, device, *args, **options)

@@ -4,17 +4,18 @@ What it is compared with is torch's own clipping of ``model.parameters()`` in on
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
 from torch import nn
 
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
-from booster_core.ranks import DistCoordinator
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -40,7 +41,6 @@ PLUGINS = {
     "hybrid-tp2": lambda: HybridParallelPlugin(tp_size=2, custom_policy=SPLIT),
     "hybrid-pp2": lambda: HybridParallelPlugin(pp_size=2, custom_policy=SPLIT, example_batch=EXAMPLE),
 }
-SHARED_BATCHES = ["single", "hybrid-tp2", "hybrid-pp2"]
 UNLISTED = ("layers.0.down.", "layers.3.up.")
 
 
@@ -65,102 +65,70 @@ class Stack(nn.Module):
 
 
 def make_model(dtype=torch.float32):
-    """Return a model of which one layer is frozen, and an optimizer that lists a part of the others."""
-    torch.manual_seed(0)
+    """Return a model of which one layer is frozen."""
     model = Stack().to(dtype)
     model.layers[2].requires_grad_(requires_grad=False)
+    return model
+
+
+def of_some(model):
+    """Return an optimizer that lists a part of what is trained."""
     listed = [each for name, each in model.named_parameters() if each.requires_grad and not name.startswith(UNLISTED)]
-    return model, torch.optim.SGD(listed, lr=0.1)
+    return torch.optim.SGD(listed, lr=0.1)
 
 
-def rows(step, dtype=torch.float32):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype) * 3
+def rows(dtype, number, replica):
+    generator = torch.Generator().manual_seed(10 * number + replica)
+    return torch.randn(4, 8, generator=generator, dtype=torch.float64).to(dtype) * 3
 
 
-def criterion(outputs, _):
-    return outputs.square().mean()
-
-
-def expected(how, dtype=torch.float32):
-    """Return the norms and clipped gradients of each step, and the parameters at the end, of one process."""
-    model, optimizer = make_model(dtype)
-    found = []
-    for step in range(2):
-        criterion(model(rows(step, dtype)), None).backward()
-        norm = None
-        if how == "norm":
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        else:
-            torch.nn.utils.clip_grad_value_(model.parameters(), MAX_VALUE)
-        found.append((norm, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
-        optimizer.step()
+def drop_unlisted(_step, model, _optimizer):
+    if not dist.is_initialized():  # plugins drop every gradient in the optimizer's `zero_grad`
         model.zero_grad()
-    return found, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def clipped(name, how, precision=None, dtype=torch.float32):
-    booster = Booster("cpu", precision, PLUGINS[name]())
-    model, optimizer = make_model(dtype)
-    names = [each for each, parameter in model.named_parameters() if parameter.requires_grad]
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    coordinator = DistCoordinator()
-    found = []
-    for step in range(2):
-        batch = rows(step, dtype)
-        if name not in SHARED_BATCHES:
-            batch = batch[coordinator.rank :: coordinator.world_size]
-        if name == "hybrid-pp2":
-            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
-        else:
-            booster.backward(criterion(model(batch), None), optimizer)
-        norm = None
-        if how == "norm":
-            norm = optimizer.clip_grad_by_norm(MAX_NORM)
-        else:
-            optimizer.clip_grad_by_value(MAX_VALUE)
-        found.append((norm, {each: full_gradient(booster, model, each) for each in names}))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, whole_model(booster, model)
+def case_of(how, dtype=torch.float32, **changes):
+    limits = {"max_norm": MAX_NORM} if how == "norm" else {"max_norm": None, "max_value": MAX_VALUE}
+    settings = {"build": partial(make_model, dtype), "batch": partial(rows, dtype), "tolerance": tolerance_for(dtype)}
+    own = {"optimizer": of_some, "before_step": drop_unlisted, "steps": 2, "shows_clipped": True}
+    return Case(**{**settings, **own, **limits, **changes})
 
 
-def assert_equal(found, wanted, dtype):
-    (steps, values), (wanted_steps, wanted_values) = found, wanted
-    for (norm, gradients), (wanted_norm, wanted_gradients) in zip(steps, wanted_steps, strict=True):
-        if wanted_norm is not None:
-            assert norm.dtype == dtype
-            assert float(norm) == pytest.approx(float(wanted_norm), rel=tolerance_for(dtype).relative)
-            assert float(norm) > MAX_NORM, "it is clipped"
-        assert_same_tensors(gradients, wanted_gradients, tolerance_for(dtype))
-    assert_same_tensors(values, wanted_values, tolerance_for(dtype))
+def setting_of(name, precision=None):
+    return Setting(partial(plugin_of, name), num_ranks=1 if name == "single" else 2, precision=precision)
+
+
+def plugin_of(name):
+    return PLUGINS[name]()
 
 
 @pytest.mark.parametrize("how", ["norm", "value"])
 @pytest.mark.parametrize("name", list(PLUGINS))
 def test_all_trained_parameters_are_clipped(name, how):
-    wanted = expected(how)
-    for found in run_on_ranks(clipped, 1 if name == "single" else 2, name, how):
-        assert_equal(found, wanted, torch.float32)
+    assert_equals_one_process(case_of(how), setting_of(name))
 
 
 @pytest.mark.parametrize("name", list(PLUGINS))
 def test_norms_of_fp64_gradients_keep_fp64(name):
-    wanted = expected("norm", torch.float64)
-    for found in run_on_ranks(clipped, 1 if name == "single" else 2, name, "norm", None, torch.float64):
-        assert_equal(found, wanted, torch.float64)
+    assert_equals_one_process(case_of("norm", torch.float64), setting_of(name))
+
+
+def test_gradients_of_these_trainings_are_beyond_the_norm():
+    assert all(min(train_plainly(case_of("norm"), replicas).norms) > MAX_NORM for replicas in (1, 2))
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "gemini"])
 def test_gradients_under_a_loss_scale_are_clipped_without_it(name):
+    case = case_of("norm", tolerance=tolerance_for(torch.float16))
+    setting = setting_of(name, PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=128.0)))
     with torch.autocast("cpu", torch.float16):
-        (norm, gradients), *_ = expected("norm")[0]
-    scaled = PrecisionPolicy.parse("fp16", loss_scale=LossScaleConfig(initial_scale=128.0))
-    for steps, _ in run_on_ranks(clipped, 1 if name == "single" else 2, name, "norm", scaled):
-        assert float(steps[0][0]) == pytest.approx(float(norm), rel=tolerance_for(torch.float16).relative)
-        found = {each: gradient.float() for each, gradient in steps[0][1].items()}
-        assert_same_tensors(found, gradients, tolerance_for(torch.float16))
-        assert float(steps[1][0]) > MAX_NORM, "gradients of the first step are gone, and the scale of these is out"
-        assert math.isfinite(steps[1][0])
+        expected = train_plainly(case, setting.num_ranks)
+    for trained in (each.trained for each in run_on_ranks(train_boosted, setting.num_ranks, case, setting)):
+        assert trained.norms[0] == pytest.approx(expected.norms[0], rel=case.tolerance.relative)
+        for found, plain in zip(trained.gradients[:2], expected.gradients[:2], strict=True):
+            assert_same_tensors({each: gradient.float() for each, gradient in found.items()}, plain, case.tolerance)
+        assert trained.norms[1] > MAX_NORM, "gradients of the first step are gone, and the scale of these is out"
+        assert math.isfinite(trained.norms[1])
 
 
 class OneInFp64(nn.Module):
@@ -180,7 +148,7 @@ def norm_of_mixed(name):
     model = OneInFp64()
     booster = Booster("cpu", plugin=PLUGINS[name]())
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.backward(criterion(model(rows(0)), None), optimizer)
+    booster.backward(model(rows(torch.float32, 0, 0)).square().mean(), optimizer)
     return optimizer.clip_grad_by_norm(MAX_NORM)
 
 
@@ -191,32 +159,29 @@ def test_one_parameter_in_fp64_makes_the_norm_fp64_on_every_rank(name):
     assert len({float(norm) for norm in norms}) == 1
 
 
-def step(booster, model, optimizer, seed):
-    coordinator = DistCoordinator()
-    batch = rows(seed)[coordinator.rank :: coordinator.world_size]
-    booster.backward(criterion(model(batch), None), optimizer)
-    optimizer.clip_grad_by_norm(MAX_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def boost_by(name, precision):
-    booster = Booster("cpu", precision, PLUGINS[name]())
-    model, optimizer = make_model()
-    listed = torch.optim.AdamW(optimizer.param_groups[0]["params"], lr=0.01)
-    model, optimizer, *_ = booster.boost(model, listed)
-    return booster, model, optimizer
+def adaptive(model):
+    return torch.optim.AdamW(of_some(model).param_groups[0]["params"], lr=0.01)
 
 
 def saved_and_loaded(saving, loading, folder, precision):
     """Return the parameters after a step that follows a load, and after the same step of the run that was saved."""
-    booster, model, optimizer = boost_by(saving, precision)
-    step(booster, model, optimizer, 0)
+    case, runs = case_of("norm", optimizer=adaptive), []
+
+    def step(number, booster, model, optimizer):
+        booster.backward(model(rows(torch.float32, number, dist.get_rank())).square().mean(), optimizer)
+        optimizer.clip_grad_by_norm(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name in (saving, loading):
+        booster = setting_of(name, precision).make_booster()
+        runs.append((booster, *booster.boost(*case.make())[:2]))
+    (booster, model, optimizer), (other, loaded, stepped) = runs
+    step(0, *runs[0])
     booster.save_checkpoint(folder, step=1, model=model, optimizer=optimizer)
-    other, loaded, stepped = boost_by(loading, precision)
     other.load_checkpoint(folder, model=loaded, optimizer=stepped)
-    step(booster, model, optimizer, 1)
-    step(other, loaded, stepped, 1)
+    for run in runs:
+        step(1, *run)
     return whole_model(other, loaded), whole_model(booster, model)
 
 
@@ -231,29 +196,13 @@ def test_a_checkpoint_of_an_optimizer_of_a_part_loads(saving, loading, precision
         assert_same_tensors(*widened, tolerance_for(dtype))
 
 
-def added_later(name):
-    """Return the parameters of a run in which a group lists the rest from the second step on."""
-    booster = Booster("cpu", plugin=PLUGINS[name]())
-    model, optimizer = make_model()
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    step(booster, model, optimizer, 0)
-    rest = [each for path, each in model.unwrap().named_parameters() if path.startswith(UNLISTED)]
-    optimizer.add_param_group({"params": rest, "lr": 0.05})
-    step(booster, model, optimizer, 1)
-    return whole_model(booster, model)
+def lists_the_rest(step, model, optimizer):
+    drop_unlisted(step, model, optimizer)
+    if step == 1:
+        rest = [each for path, each in model.named_parameters() if path.startswith(UNLISTED)]
+        optimizer.add_param_group({"params": rest, "lr": 0.05})
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "zero2", "zero-parameters", "gemini", "hybrid"])
 def test_a_group_may_list_them_later(name):
-    model, optimizer = make_model()
-    for seed in range(2):
-        if seed == 1:
-            rest = [each for path, each in model.named_parameters() if path.startswith(UNLISTED)]
-            optimizer.add_param_group({"params": rest, "lr": 0.05})
-        criterion(model(rows(seed)), None).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        model.zero_grad()
-    wanted = {path: parameter.detach() for path, parameter in model.named_parameters()}
-    for found in run_on_ranks(added_later, 2, name):
-        assert_same_tensors(found, wanted, tolerance_for(torch.float32))
+    assert_equals_one_process(case_of("norm", before_step=lists_the_rest), setting_of(name))

@@ -1,7 +1,11 @@
 """Linear layers in 8 bits under every plugin: gradients as torchao's on one process."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
+from cases import Case, Setting, assert_same_training, train_boosted, train_plainly
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
 
@@ -11,10 +15,8 @@ from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import full_gradient
 from booster_runtime.float8 import convert_to_float8
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
@@ -25,10 +27,10 @@ pytestmark = [
 PLUGINS = {
     "ddp": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
-    "zero": lambda: LowLevelZeroPlugin(stage=2),
+    "zero": partial(LowLevelZeroPlugin, stage=2),
     "gemini": GeminiPlugin,
-    "zero 3": lambda: HybridParallelPlugin(zero_stage=3),
-    "pipeline": lambda: HybridParallelPlugin(pp_size=2, example_batch=both_of(0), num_microbatches=2),
+    "zero 3": partial(HybridParallelPlugin, zero_stage=3),
+    "pipeline": partial(HybridParallelPlugin, pp_size=2, num_microbatches=2),
 }
 
 
@@ -46,63 +48,37 @@ def make_model(**changes):
     return tiny_llama(use_cache=False, attention_dropout=0.0, hidden_size=32, intermediate_size=48, **changes)
 
 
-def tokens_of(step, rank):
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+def tokens_of(samples, number, replica):
+    """Return two samples of a replica, or those of two replicas."""
+    parts = range(samples // 2)
+    tokens = torch.cat(
+        [torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(10 * number + replica + i)) for i in parts]
+    )
     return {"input_ids": tokens, "labels": tokens}
 
 
-def both_of(step):
-    first, second = tokens_of(step, 0), tokens_of(step, 1)
-    return {name: torch.cat([first[name], second[name]]) for name in first}
-
-
-def plainly(convert, ranks):
-    """Return the gradients of two steps on one process, which computes each rank's samples by themselves."""
+def converted():
+    """Return a model in 8 bits, by torchao where it is trained plainly."""
     model = make_model()
-    convert(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = {}
-    for step in range(2):
-        for rank in range(ranks):
-            (model(**tokens_of(step, rank)).loss / ranks).backward()
-        gradients |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
+    if dist.get_world_size() == 1:
+        settings = emulated()
+        from torchao.float8 import convert_to_float8_training
 
-
-def of_torchao(model):
-    settings = emulated()
-    from torchao.float8 import convert_to_float8_training
-
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: "layers" in name, config=settings)
-
-
-def boosted(plugin):
-    model = make_model()
+        return convert_to_float8_training(model, module_filter_fn=lambda _, name: "layers" in name, config=settings)
     parameters = dict(model.named_parameters())
     assert len(convert_to_float8(model, config=emulated())) == 14, "seven of each of two layers, not the head"
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    booster = Booster("cpu", plugin=PLUGINS[plugin]())
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    rank, _ = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    gradients = {}
-    for step in range(2):
-        if plugin == "pipeline":  # a microbatch for each rank's samples
-            booster.execute_pipeline(iter([both_of(step)]), model, lambda output, _: output.loss, optimizer)
-        else:
-            booster.backward(model(**tokens_of(step, rank)).loss, optimizer)
-        gradients |= {f"{step} {name}": full_gradient(booster, model, name) for name in parameters}
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients
+    return model
 
 
 @matrix(["pipeline"], plugin=PLUGINS)
 def test_gradients_equal_those_of_torchao_on_one_process(plugin):
-    (expected,) = run_on_ranks(plainly, 1, of_torchao, 2)
-    for gradients in run_on_ranks(boosted, 2, plugin):
-        assert_same_tensors(gradients, expected, tolerance_for(torch.float32))
+    """Samples of a replica are computed by themselves: in a pipeline, they are a microbatch."""
+    size = 2 if plugin == "pipeline" else 1
+    case = Case(build=converted, batch=partial(tokens_of, 2 * size), steps=2, max_norm=None)
+    (expected,) = run_on_ranks(train_plainly, 1, case, 2 // size, size)  # torchao is for ranks only
+    for result in run_on_ranks(train_boosted, 2, case, Setting(PLUGINS[plugin])):
+        assert_same_training(result.trained, expected, case)
 
 
 def boost_tensor_parallel():

@@ -2,24 +2,23 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting
 from compiler_warnings import ignore_compiler_warnings
+from driven_runs import Run, assert_same_steps, drive
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import GradientError
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
-CLOSE = tolerance_for(torch.float32)
 PLUGINS = {
     "zero 1": lambda: LowLevelZeroPlugin(stage=1, bucket_bytes=200),
     "zero 2": lambda: LowLevelZeroPlugin(stage=2, bucket_bytes=200),
@@ -30,15 +29,6 @@ PLUGINS = {
     "hybrid, zero3": lambda: HybridParallelPlugin(zero_stage=3),
 }
 SOME = ["zero 1", "gemini", "hybrid, zero 0"]
-
-
-def assert_same_under_all(by_rank, expected):
-    """Compare what each plugin has made of the parameters on each rank with those of one process."""
-    for by_plugin in by_rank:
-        for plugin, parameters in by_plugin.items():
-            told = {f"{plugin}: {name}": parameter for name, parameter in expected.items()}
-            found = {f"{plugin}: {name}": parameter for name, parameter in parameters.items()}
-            assert_same_tensors(found, told, CLOSE)
 
 
 class Net(nn.Module):
@@ -55,50 +45,35 @@ class Net(nn.Module):
         return self.head(x + self.branch(x) if branch else x)
 
 
-class Plain:
-    """One process with the whole batch."""
-
-    rank, size = 0, 1
-
-    def __init__(self, size):
-        torch.manual_seed(3)
-        self.model = self.net = Net()
-        self.batch = 4 * size
-        self.own_optimizer = self.optimizer = torch.optim.SGD(
-            self.net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1
-        )
-
-    def loss(self, seed, **kwargs):
-        x = torch.randn(self.batch, 6, generator=torch.Generator().manual_seed(seed))
-        return self.model(x[self.rank :: self.size], **kwargs).square().mean()
-
-    def backward(self, loss):
-        loss.backward()
-
-    def clip(self):
-        return nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
-
-    def parameters(self):
-        return {name: p.detach().clone() for name, p in self.net.named_parameters()}
+def rows(number, rank):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-class Boosted(Plain):
-    """This rank with its share of the batch."""
+def decaying(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1)
 
-    def __init__(self, plugin):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        super().__init__(self.size)
-        self.booster = Booster(plugin=PLUGINS[plugin]())
-        self.model, self.optimizer, *_ = self.booster.boost(self.net, self.optimizer)
 
-    def backward(self, loss):
-        self.booster.backward(loss, self.optimizer)
+CASE = Case(build=Net, batch=rows, optimizer=decaying)
 
-    def clip(self):
-        return self.optimizer.clip_grad_by_norm(0.1)
 
-    def parameters(self):
-        return whole_model(self.booster, self.model)
+def boosted(plugin):
+    return Run(CASE, Setting(PLUGINS[plugin]))
+
+
+def run_under_all(plugins, loop):
+    return {plugin: drive(loop, CASE, Setting(PLUGINS[plugin]), 2, {}) for plugin in plugins}
+
+
+def assert_same_under_all(plugins, loop):
+    """Compare what a loop makes of the parameters under each plugin with those of one process."""
+    expected = drive(loop, CASE, None, 2, {})
+    for by_plugin in run_on_ranks(run_under_all, 2, plugins, loop):
+        for plugin, steps in by_plugin.items():
+            try:
+                assert_same_steps([steps], expected, CASE)
+            except AssertionError as error:
+                msg = f"{plugin}: {error}"
+                raise AssertionError(msg) from None
 
 
 # ---- reading raises
@@ -132,12 +107,12 @@ READS = {
 
 def reads(plugin):
     """Return what each way of reading raises, and what a gradient says of itself."""
-    run = Boosted(plugin)
+    run = boosted(plugin)
     found = []
     for settles in (False, True):
         run.backward(run.loss(0))
         if settles:
-            run.clip()
+            run.clip(0.1)
         for name, read in READS.items():
             try:
                 read(run)
@@ -164,16 +139,16 @@ def test_reading_a_split_gradient_raises_with_the_remedy(plugin):
 
 def present(plugin):
     """Return the names of parameters that have a gradient after backward, after clipping, and after the step."""
-    run = Boosted(plugin)
+    run = boosted(plugin)
     seen = []
 
     def look():
         seen.append(sorted(name for name, p in run.model.named_parameters() if p.grad is not None))
 
     look()
-    run.backward(run.loss(0, branch=run.rank == 1))
+    run.backward(run.loss(0, branch=dist.get_rank() == 1))
     look()
-    run.clip()
+    run.clip(0.1)
     look()
     run.optimizer.step()
     look()
@@ -230,10 +205,9 @@ DROPS = {
 def in_place_of_zero_grad(run, drop):
     for step in range(4):
         run.backward(run.loss(step, branch=step % 2 == 0))
-        run.clip()
+        run.clip(0.1)
         run.optimizer.step()
         DROPS[drop](run)
-    return run.parameters()
 
 
 def dropped_head(run):
@@ -243,22 +217,20 @@ def dropped_head(run):
         if step < 2:
             for parameter in run.model.head.parameters():
                 parameter.grad = None
-        run.clip()
+        run.clip(0.1)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
 
 
 def dropped_after_clipping(run):
     for step in range(4):
         run.backward(run.loss(step))
-        run.clip()
+        run.clip(0.1)
         if step % 2:
             run.model.head.weight.grad = None
             run.model.trunk[0].bias.grad.zero_()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
 
 
 def dropped_between_micro_batches(run):
@@ -270,7 +242,6 @@ def dropped_between_micro_batches(run):
         run.model.branch.bias.grad = None
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
 
 
 def dropped_before_a_direct_backward(run):
@@ -281,7 +252,6 @@ def dropped_before_a_direct_backward(run):
         run.loss(step + 10, branch=False).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
 
 
 def directly_added_up(run):
@@ -291,10 +261,9 @@ def directly_added_up(run):
         first.backward()
         second.backward()
         run.loss(step + 20).backward(create_graph=step == 1)
-        run.clip()
+        run.clip(0.1)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
 
 
 def zeroed_and_added_to(run):
@@ -304,7 +273,6 @@ def zeroed_and_added_to(run):
         run.loss(step + 10).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return run.parameters()
 
 
 LOOPS = {
@@ -320,23 +288,15 @@ LOOPS = {
 }
 
 
-def run_loop(loop):
-    return {plugin: LOOPS[loop](Boosted(plugin)) for plugin in PLUGINS}
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @matrix(["dropped_after_clipping"], loop=list(LOOPS))
 def test_parameters_equal_those_of_one_process(loop):
-    assert_same_under_all(run_on_ranks(run_loop, 2, loop), LOOPS[loop](Plain(2)))
-
-
-def run_drop(drop):
-    return {plugin: in_place_of_zero_grad(Boosted(plugin), drop) for plugin in SOME}
+    assert_same_under_all(list(PLUGINS), LOOPS[loop])
 
 
 @matrix(["zeroes_by_the_own_model"], drop=list(DROPS))
 def test_gradients_may_be_dropped_in_place_of_zero_grad(drop):
-    assert_same_under_all(run_on_ranks(run_drop, 2, drop), in_place_of_zero_grad(Plain(2), drop))
+    assert_same_under_all(SOME, partial(in_place_of_zero_grad, drop=drop))
 
 
 def compiled(plugin):
@@ -344,7 +304,7 @@ def compiled(plugin):
     ignore_compiler_warnings()
     norms = []
     for is_compiled in (False, True):
-        run = Boosted(plugin)
+        run = boosted(plugin)
         if is_compiled:
             run.model.compile(backend="aot_eager")
         for micro in range(3):
@@ -363,7 +323,7 @@ def test_a_compiled_model_accumulates(plugin):
 
 
 def assigned(plugin, late):
-    run = Boosted(plugin)
+    run = boosted(plugin)
     if late:
         run.backward(run.loss(0))
     run.net.head.weight.grad = torch.ones(3, 6)
@@ -378,7 +338,7 @@ def test_a_gradient_made_by_hand_raises_at_the_step(plugin, late):
 
 
 def drops_pieces(plugin):
-    run = Boosted(plugin)
+    run = boosted(plugin)
     run.backward(run.loss(0))
     for group in run.optimizer.param_groups:
         for parameter in group["params"]:
@@ -394,7 +354,7 @@ def test_dropping_parts_of_gradients_raises(plugin):
 
 def hooked(plugin):
     """Return what a hook on a parameter sees that a script registers after `boost`, as optimizers in backward do."""
-    run = Boosted(plugin)
+    run = boosted(plugin)
     seen = []
 
     def look(parameter):

@@ -1,13 +1,13 @@
 """Methods of an optimizer's class that write parameters, as ``eval`` of schedule-free optimizers does."""
 
+from functools import partial
+
 import torch
+from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix, named
 from torch import nn
 
-from booster_core import Booster
 from booster_core.plugin import load
-from booster_testing import run_on_ranks
-from booster_testing.training import whole_model
 
 
 class Averaging(torch.optim.Optimizer):
@@ -57,67 +57,35 @@ PLUGINS = {
     "hybrid": ("hybrid", {"zero_stage": 1}),
     "hybrid3": ("hybrid", {"zero_stage": 3}),
 }
-X = torch.linspace(-1, 1, 16).view(2, 8)
 
 
-def make(through_data):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
-    return model, Averaging(model.parameters(), 0.1, through_data=through_data)
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
 
 
-def batch(step):
-    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+def averaging(through_data, model):
+    return Averaging(model.parameters(), 0.1, through_data=through_data)
 
 
-@torch.no_grad()
-def looked_at(model, optimizer, whole):
-    """Return what the averages compute, and the weights with and without them."""
-    model.eval()
-    assert optimizer.eval() == "averages"
-    found = [model(X).clone(), whole()]
-    optimizer.train()
-    model.train()
-    return [*found, whole()]
+def rows(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
-def trained(name, through_data, folder):
-    model, optimizer = make(through_data)
+def swaps(step, _model, optimizer):
+    """Train at the averages in step 2, and leave them in place at the end."""
+    if step in (2, 4):
+        assert optimizer.eval() == "averages"
+    elif step == 3:
+        optimizer.train()
+
+
+def plugin_of(name, folder):
     plugin, options = PLUGINS[name]
-    if "offload_param_frac" in options:
-        options = {**options, "offload_dir": folder}
-    booster = Booster("cpu", plugin=load(plugin)(**options))
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    rank, size = booster.context.coordinator.rank, booster.context.coordinator.world_size
-    found = []
-    for step in range(4):
-        booster.backward(model(batch(step).chunk(size)[rank]).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 2:
-            found.append(looked_at(model, optimizer, lambda: dict(whole_model(booster, model))))
-    return found
-
-
-def alone():
-    model, optimizer = make(through_data=False)
-    found = []
-    for step in range(4):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 2:
-            found.append(
-                looked_at(model, optimizer, lambda: {key: value.clone() for key, value in model.state_dict().items()})
-            )
-    return found
+    return load(plugin)(**options, **({"offload_dir": folder} if "offload_param_frac" in options else {}))
 
 
 @matrix(1, name=PLUGINS, through_data=named([False, True], ["in-place", "data"]))
 def test_what_a_method_writes_reaches_every_rank(name, through_data, tmp_path):
-    expected = alone()
-    for of_rank in run_on_ranks(trained, 2, name, through_data, str(tmp_path)):
-        for (output, averages, weights), (plain_output, plain_averages, plain) in zip(of_rank, expected, strict=True):
-            torch.testing.assert_close(output, plain_output)
-            torch.testing.assert_close(averages, plain_averages)
-            torch.testing.assert_close(weights, plain)
+    optimizer = partial(averaging, through_data)
+    case = Case(build=net, batch=rows, optimizer=optimizer, before_step=swaps, steps=5, max_norm=None)
+    assert_equals_one_process(case, Setting(partial(plugin_of, name, str(tmp_path))))

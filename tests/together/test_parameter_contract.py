@@ -8,15 +8,16 @@ import functools
 import io
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import Case, Setting
+from driven_runs import Run
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import BoosterError
 from booster_core.plugin import unwrap_model
 from booster_ddp import TorchDDPPlugin
@@ -24,7 +25,6 @@ from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import run_on_ranks
-from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
 NAME = "first.weight"
@@ -167,100 +167,95 @@ OPERATIONS = {
 }
 
 
-class Run:
-    """A training of one process, or of a boosted model."""
-
-    def __init__(self, plugin, operation):
-        torch.manual_seed(0)
-        self.model = Net()
-        if operation in ("unfrozen", "add_param_group"):
-            self.model.second.requires_grad_(requires_grad=False)
-        held = self.model.first if operation == "add_param_group" else self.model
-        self.optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
-        self.booster = None
-        if plugin is not None:
-            self.booster = Booster("cpu", plugin=PLUGINS[plugin]())
-            self.model, self.optimizer, *_ = self.booster.boost(self.model, self.optimizer)
-
-    def forward(self, step):
-        data = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        own = data if self.booster is None else data[dist.get_rank() :: dist.get_world_size()]
-        out = self.model(own)
-        return out[0].square().mean() + 0.1 * out[1].square().mean() if isinstance(out, tuple) else out.square().mean()
-
-    def backward(self, loss):
-        loss.backward() if self.booster is None else self.booster.backward(loss, self.optimizer)
-
-    def step(self, number):
-        self.backward(self.forward(number))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def no_sync(self):
-        return contextlib.nullcontext() if self.booster is None else self.booster.no_sync(self.model, self.optimizer)
-
-    def change(self, operation):
-        torch.manual_seed(11)
-        found = operation(self.model, self.optimizer)
-        return found if isinstance(found, float) else None
-
-    def weights(self):
-        if self.booster is None:
-            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-        return whole_model(self.booster, self.model)
+def build(operation):
+    model = Net()
+    model.second.requires_grad_(operation not in ("unfrozen", "add_param_group"))
+    return model
 
 
-def after_boost(run, operation):
-    return run.change(operation)
+def optimizer_for(operation, model):
+    return torch.optim.SGD((model.first if operation == "add_param_group" else model).parameters(), lr=0.1)
 
 
-def after_a_step(run, operation):
-    run.step(0)
-    return run.change(operation)
+def rows(number, rank):
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def after_evaluation(run, operation):
-    run.step(0)
-    with torch.no_grad():
-        run.forward(1)
-    return run.change(operation)
+def loss_of(out, _):
+    return out[0].square().mean() + 0.1 * out[1].square().mean() if isinstance(out, tuple) else out.square().mean()
 
 
-def before_backward(run, operation):
-    loss = run.forward(0)
-    found = run.change(operation)
+def start(plugin, operation):
+    make = partial(optimizer_for, operation)
+    case = Case(build=partial(build, operation), batch=rows, loss=loss_of, optimizer=make)
+    return Run(case, None if plugin is None else Setting(PLUGINS[plugin]))
+
+
+def train_on(run, loss):
     run.backward(loss)
     run.optimizer.step()
     run.optimizer.zero_grad()
+
+
+def train_step(run, number):
+    train_on(run, run.loss(number))
+
+
+def change(run, operation):
+    torch.manual_seed(11)
+    found = operation(run.model, run.optimizer)
+    return found if isinstance(found, float) else None
+
+
+def after_boost(run, operation):
+    return change(run, operation)
+
+
+def after_a_step(run, operation):
+    train_step(run, 0)
+    return change(run, operation)
+
+
+def after_evaluation(run, operation):
+    train_step(run, 0)
+    with torch.no_grad():
+        run.loss(1)
+    return change(run, operation)
+
+
+def before_backward(run, operation):
+    loss = run.loss(0)
+    found = change(run, operation)
+    train_on(run, loss)
     return found
 
 
 def before_third_backward(run, operation):
-    run.step(1)  # by now parameters are laid out again, and gathers are foreseen
-    run.step(2)
+    train_step(run, 1)  # by now parameters are laid out again, and gathers are foreseen
+    train_step(run, 2)
     return before_backward(run, operation)
 
 
 def in_no_sync(run, operation):
     with run.no_sync():
-        run.backward(run.forward(0))
-        found = run.change(operation)
-    run.step(1)
+        run.backward(run.loss(0))
+        found = change(run, operation)
+    train_step(run, 1)
     return found
 
 
 def in_no_grad(run, operation):
-    run.step(0)
+    train_step(run, 0)
     with torch.no_grad():
-        run.forward(1)
-        return run.change(operation)
+        run.loss(1)
+        return change(run, operation)
 
 
 def under_whole_parameters(run, operation):
-    run.step(0)
+    train_step(run, 0)
     whole = getattr(run.model, "whole_parameters", None)
     with contextlib.nullcontext() if whole is None else whole(writes=True):
-        return run.change(operation)
+        return change(run, operation)
 
 
 MOMENTS = {
@@ -287,14 +282,14 @@ PLUGINS = {
 
 def outcome(plugin, operation, moment):
     """Return what an operation leads to, and the error's class and text, or the weights."""
-    run = Run(plugin, operation)
+    run = start(plugin, operation)
     try:
         found = MOMENTS[moment](run, OPERATIONS[operation])
         for step in (2, 3):
-            run.step(step)
+            train_step(run, step)
     except Exception as error:  # noqa: BLE001 - every kind is judged
         return "raised", error
-    return found, run.weights()
+    return found, run.parameters()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from driven_runs import assert_same_loop
 from matrix import matrix, named
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -101,24 +102,16 @@ def test_replicas_equal_one_process():
     assert_parity(training("adamw", build=RIGHT_FIRST), REPLICATED, 4)
 
 
-def never_synced(case):
-    booster = Booster(plugin=LowLevelZeroPlugin(**REPLICATED))
-    model, optimizer, *_ = booster.boost(*case.make())
-    expected = train_plainly(case, dist.get_world_size())
-    for step in range(case.steps):
-        with booster.no_sync(model):
-            backward(booster, model, optimizer, step)
-        assert_same_tensors(gradients_of(booster, model), expected.gradients[step], CLOSE)
-        assert float(optimizer.clip_grad_by_norm(case.max_norm)) == pytest.approx(expected.norms[step], rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {name: parameter.detach() for name, parameter in model.unwrap().named_parameters()}
-    assert_same_tensors(found, expected.parameters, CLOSE)
+def never_syncs(run):
+    for step in range(5):
+        with run.no_sync():
+            run.backward(run.loss(step))
+        run.step(max_norm=0.7)
 
 
 def test_a_step_averages_over_replicas_what_the_only_backward_did_not():
     """After which everything is laid out again."""
-    run_on_ranks(never_synced, 4, training("adamw", micro_batches=1, build=RIGHT_FIRST))
+    assert_same_loop(never_syncs, training("adamw", build=RIGHT_FIRST), Setting(LowLevelZeroPlugin, REPLICATED, 4))
 
 
 def repeated_with_delays():
