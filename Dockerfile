@@ -3,4 +3,4 @@ FROM python:3.11-slim
 WORKDIR /booster
 COPY . .
 RUN python -m pip install nox && nox -s demo --install-only
-CMD ["nox", "-s", "demo"]
+CMD ["nox", "-s", "demo", "-R"]

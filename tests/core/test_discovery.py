@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import booster_core.plugin
 from booster_core import Plugin, discovery
 from booster_core.errors import PluginError, PluginNotInstalledError
+from booster_core.plugin import hooks
 
 
 def listed(name):
@@ -21,6 +23,25 @@ def test_a_listing_tells_distribution_and_version(install):
             name="acme", distribution="booster-acme", version="1.2", entry_point="booster_acme.hooks"
         )
     ]
+
+
+def test_what_is_installed_in_a_running_process_is_found(install, tmp_path):
+    install()
+    site = tmp_path / "booster-acme"
+    assert not listed("late")
+    (site / "late-2.0.dist-info").mkdir()
+    (site / "late-2.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 2.0\n")
+    (site / "late-2.0.dist-info" / "entry_points.txt").write_text("[booster.plugins]\nlate = late\n")
+    assert [listing.distribution for listing in listed("late")] == ["late"]
+    shutil.rmtree(site / "late-2.0.dist-info")
+    assert not listed("late")
+
+
+def test_metadata_is_read_once_while_nothing_is_installed(install, monkeypatch):
+    install()
+    assert listed("acme")
+    monkeypatch.setattr(hooks.importlib_metadata, "entry_points", lambda **_: pytest.fail("read again"))
+    assert listed("acme")
 
 
 def test_a_listing_imports_nothing_of_the_plugin(install):
@@ -207,7 +228,7 @@ def test_a_third_party_class_is_found_next_to_broken_plugins(install):
     ],
 )
 def test_a_class_of_ours_that_is_not_installed_names_its_distribution(monkeypatch, class_name, distribution):
-    monkeypatch.setattr(discovery.importlib_metadata, "entry_points", lambda **_: [])
+    monkeypatch.setattr(discovery, "entry_points_by_name", lambda _: {})
     message = f"{class_name} is in {distribution}, which is not installed. Run `pip install {distribution}`."
     with pytest.raises(ImportError) as caught:
         getattr(booster_core.plugin, class_name)
@@ -216,7 +237,7 @@ def test_a_class_of_ours_that_is_not_installed_names_its_distribution(monkeypatc
 
 
 def test_a_name_of_ours_that_is_not_installed_names_its_distribution(monkeypatch):
-    monkeypatch.setattr(discovery.importlib_metadata, "entry_points", lambda **_: [])
+    monkeypatch.setattr(discovery, "entry_points_by_name", lambda _: {})
     with pytest.raises(PluginError, match=r"Plugin 'zero' is in booster-zero.*Run `pip install booster-zero`"):
         discovery.load("zero")
 
@@ -227,6 +248,6 @@ def test_an_unknown_class_is_an_attribute_error():
 
 
 def test_probing_the_module_for_other_names_does_not_look_for_plugins(monkeypatch):
-    monkeypatch.setattr(discovery.importlib_metadata, "entry_points", lambda **_: pytest.fail("looked for plugins"))
+    monkeypatch.setattr(discovery, "entry_points_by_name", lambda _: pytest.fail("looked for plugins"))
     assert not hasattr(booster_core.plugin, "pytest_plugins")
     assert not hasattr(booster_core.plugin, "__wrapped__")

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 
-import importlib_metadata
 import numpy as np
 import pytest
 import safetensors.torch
@@ -14,7 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
-from booster_core import Booster, CheckpointIO, plain_files
+from booster_core import Booster, CheckpointIO, checkpoint_io, plain_files
 from booster_core.checkpoint_io import checkpoint_io_class
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plain_checkpoint_io import PlainCheckpointIO
@@ -595,5 +594,6 @@ class Entry:
 
 @pytest.mark.parametrize(("entries", "expected"), [([], PlainCheckpointIO), ([Entry()], CheckpointIO)])
 def test_an_installed_engine_goes_before_the_plain_one(entries, expected, monkeypatch):
-    monkeypatch.setattr(importlib_metadata, "entry_points", lambda **_: entries)
+    by_name = {entry.name: [entry] for entry in entries}
+    monkeypatch.setattr(checkpoint_io, "entry_points_by_name", lambda _: by_name)
     assert checkpoint_io_class() is expected

@@ -16,13 +16,15 @@ from model_zoo import get_model
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
-from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
+from booster_hybrid.config import PipelineConfig
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import policy_for
+from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel import linear
 from booster_runtime import full_gradient
 from booster_runtime.activations import enable_activation_checkpointing
@@ -55,14 +57,14 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     """Run one batch through the V; return how often each gradient was accumulated, and the run."""
     rank, size = dist.get_rank(), dist.get_world_size()
     schedule = make_schedule("zbv", size, len(parts), 2)
-    trace = trace_layers(model, policy_for(model).layers, parts[0])
-    ranges = share_layers(len(trace.layers), 2 * size)
+    with kept_generators():
+        cuts = find_cuts(model, policy_for(model).layers, parts[0], PipelineConfig(size=size, style="zbv"), trains=True)
+    ranges = share_layers(len(cuts.trace.layers), 2 * size)
     split = SplitBackward(model) if is_split else None
-    stages = StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    stages = StagedModel(model, cuts, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
     if is_checkpointed:
         enable_activation_checkpointing(model)
-    names = sorted({each for layer in trace.layers for each in layer.carried})
-    link = Link(names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
+    link = Link(cuts.sent_names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     fired: dict[str, int] = collections.Counter()
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -76,6 +78,7 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
     weights = [1 / len(parts)] * len(parts)
     run = PipelineRun(stages, schedule, rank, link, parts, weights, zoo.loss, backward, split=split)
     run.run()
+    assert run.error is None
     assert calls.count(True) == 1
     assert calls[-1]
     evaluation = PipelineRun(stages, schedule, rank, link, parts, weights, zoo.loss, None, split=split)

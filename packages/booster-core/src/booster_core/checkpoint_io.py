@@ -20,7 +20,7 @@ import importlib_metadata
 import torch
 
 from booster_core.errors import CheckpointError, ConfigError, PluginError, shorten
-from booster_core.plugin.hooks import distribution_of
+from booster_core.plugin.hooks import distribution_of, entry_points_by_name
 from booster_core.state import TensorShard, decode_extra_state, encode_json, full_box
 
 if TYPE_CHECKING:
@@ -637,14 +637,14 @@ def checkpoint_io_class(name: str = DEFAULT_ENGINE) -> type[CheckpointIO]:
         ConfigError: If none has this name, or several have.
         PluginError: If it can't be imported, or is no `CheckpointIO`.
     """
-    entries = list(importlib_metadata.entry_points(group=CHECKPOINT_GROUP))
-    named = [entry for entry in entries if entry.name == name]
+    by_name = entry_points_by_name(CHECKPOINT_GROUP)
+    named = by_name.get(name, [])
     if not named and name == DEFAULT_ENGINE:
         from booster_core.plain_checkpoint_io import PlainCheckpointIO
 
         return PlainCheckpointIO
     if len(named) != 1:
-        have = ", ".join(sorted({f"'{entry.name}'" for entry in entries})) or "none"
+        have = ", ".join(sorted(map(repr, by_name))) or "none"
         whose = f", from {' and '.join(map(distribution_of, named))}" if named else ""
         msg = f"There are {len(named)} checkpoint engines named '{name}'{whose}. Installed: {have}."
         raise ConfigError(msg)

@@ -174,7 +174,9 @@ def main() -> None:
             for unused_fd in (wake_fd, status_fd, *status_fds.values()):
                 os.close(unused_fd)
             rank_worker.serve(connection_fd, life_fd, os.fsdecode(stack_file))
-            return
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # the interpreter's own end would copy all memory that forks share, for objects without a state
         os.setpgid(pid, pid)  # also here: the worker may be killed before it gets there
         os.close(connection_fd)
         status_fds[pid] = status_fd

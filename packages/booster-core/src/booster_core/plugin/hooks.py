@@ -7,8 +7,11 @@ Hooks come from installed distributions (entry-point group ``booster.hooks``) an
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import warnings
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import importlib_metadata
@@ -61,11 +64,27 @@ def unregister_hooks(hooks: object) -> None:
 
 
 def entry_points_by_name(group: str) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of a group, without importing anything; of a name used twice there are several."""
+    """Return the entry points of a group, without importing anything; of a name used twice there are several.
+
+    The metadata of all distributions is read once, and again when a folder of ``sys.path`` has changed, as by pip.
+    """
     found: defaultdict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in importlib_metadata.entry_points(group=group):
+    for entry in _entry_points(group, tuple((folder, _changed_at(folder)) for folder in sys.path)):
         found[entry.name].append(entry)
     return dict(found)
+
+
+@functools.lru_cache(maxsize=8)
+def _entry_points(group: str, folders: tuple[tuple[str, object], ...]) -> tuple[EntryPoint, ...]:  # noqa: ARG001
+    return tuple(importlib_metadata.entry_points(group=group))
+
+
+def _changed_at(folder: str) -> object:
+    try:
+        status = Path(folder).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def distribution_of(entry: EntryPoint) -> str:
@@ -83,7 +102,7 @@ def new_manager() -> pluggy.PluginManager:
 @functools.cache
 def _manager() -> pluggy.PluginManager:
     manager = new_manager()
-    for entry in importlib_metadata.entry_points(group=HOOK_GROUP):
+    for entry in itertools.chain.from_iterable(entry_points_by_name(HOOK_GROUP).values()):
         try:
             _register(manager, entry.load())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a third party's module may fail in any way

@@ -266,13 +266,14 @@ def _listen() -> None:
     for name in _C._dispatch_get_all_op_names():  # noqa: SLF001
         if name.startswith("aten::"):
             base, _, overload = name.removeprefix("aten::").partition(".")
-            operation = getattr(getattr(torch.ops.aten, base), overload or "default")
-            if any("Tensor" in str(argument.type) for argument in operation._schema.arguments):  # noqa: SLF001
-                aten.impl(name.removeprefix("aten::"), _calling(operation), _NAME)
+            schema = _C._get_schema(f"aten::{base}", overload)  # noqa: SLF001
+            if any("Tensor" in str(argument.type) for argument in schema.arguments):
+                aten.impl(name.removeprefix("aten::"), _calling(base, overload or "default"), _NAME)
 
 
-def _calling(operation: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: _on_dispatch(operation, *args, **kwargs)
+def _calling(base: str, overload: str) -> Callable[..., Any]:
+    """Return what passes a call on; its operation is made when it is called first, which most of 3,000 never are."""
+    return lambda *args, **kwargs: _on_dispatch(getattr(getattr(torch.ops.aten, base), overload), *args, **kwargs)
 
 
 def _edge(value: Any) -> Any:
