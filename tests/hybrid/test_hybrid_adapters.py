@@ -206,6 +206,13 @@ def test_adapters_follow_a_custom_policy(config):
     assert_parity(CUSTOM, config, (3, {"tp_size": 3, "custom_policy": POLICY}))
 
 
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_adapters_train_in_stages_of_replicas(zero_stage):
+    assert_parity("transformers/llama", {}, (4, {"pp_size": 2, "zero_stage": zero_stage}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["interleaved", "zbv"])
 def test_adapters_train_in_several_stages_on_a_rank(style):

@@ -4,8 +4,8 @@ import collections
 
 import pytest
 import torch
-from accumulation_runs import PER_BATCH, STEPS, make_data, make_model, mse, train_plainly
-from torch.utils.data import DataLoader, TensorDataset
+from accumulation_runs import PER_BATCH, STEPS, assert_accumulates, make_data, make_model
+from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
@@ -16,29 +16,8 @@ from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 
-def _accumulated():
-    booster, model = Booster(plugin=ReferencePlugin()), make_model()
-    _, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    loader = DataLoader(TensorDataset(*make_data()), batch_size=PER_BATCH // size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
-    num_steps = 0
-    for _ in range(2):
-        for x, y in loader:
-            with accumulate(booster, model, STEPS, loader) as is_last:
-                booster.backward(mse(model(x), y), optimizer)
-            if is_last:
-                num_steps += 1
-                optimizer.step()
-                optimizer.zero_grad()
-    return num_steps, whole_model(booster, model)
-
-
 def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch():
-    expected = train_plainly()
-    for num_steps, found in run_on_ranks(_accumulated, 2):
-        assert num_steps == 6
-        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+    assert_accumulates("reference")
 
 
 def _accumulated_in_pipeline(joins):

@@ -4,58 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from uneven_runs import NUM_BATCHES, batches_of, make, square, train_plainly
+from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, boosted, square
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime import join, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
-from booster_testing.training import whole_model
 
 
-def boosted(plugin_class=ReferencePlugin):
-    booster = Booster("cpu", plugin=plugin_class())
-    model, optimizer, *_ = booster.boost(*make())
-    return booster, model, optimizer, booster.context.coordinator.rank
-
-
-def train():
-    booster, model, optimizer, index = boosted()
-    count = 0
-    for x in join(booster, batches_of(index)):
-        booster.backward(square(model(x), None), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        count += 1
-    return count, whole_model(booster, model)
-
-
-def train_in_pipeline():
-    booster, model, optimizer, index = boosted(ReferencePipelinePlugin)
-    joined = join(booster, ({"x": x} for x in batches_of(index)))
-    count = 0
-    while True:
-        try:
-            booster.execute_pipeline(joined, model, square, optimizer)
-        except StopIteration:
-            return count, whole_model(booster, model)
-        optimizer.step()
-        optimizer.zero_grad()
-        count += 1
-
-
-@pytest.mark.parametrize("run", [train, train_in_pipeline])
-def test_steps_follow_the_ranks_that_have_batches(run):
-    expected = train_plainly()
-    for count, found in run_on_ranks(run, 2):
-        assert count == max(NUM_BATCHES)
-        assert_same_tensors(found, expected, tolerance_for(torch.float32))
+@pytest.mark.parametrize("plugin", [ReferencePlugin(), ReferencePipelinePlugin()], ids=["plain", "pipeline"])
+def test_steps_follow_the_ranks_that_have_batches(plugin):
+    assert_steps_follow_batches(plugin, 2, in_pipeline=isinstance(plugin, ReferencePipelinePlugin))
 
 
 def with_batches(*of_ranks):
-    booster, model, optimizer, index = boosted()
+    booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, of_ranks[index]):
         booster.backward(square(model(x), None), optimizer)
         optimizer.step()
@@ -70,7 +33,7 @@ def failing(count):
 
 
 def fail_on_one_rank():
-    booster, model, optimizer, index = boosted()
+    booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, failing(0) if index else batches_of(1)):
         booster.backward(square(model(x), None), optimizer)
         optimizer.step()
@@ -89,7 +52,7 @@ def test_an_error_of_one_ranks_batches_raises_on_every_rank():
 
 
 def step_by_hand():
-    booster, model, optimizer, index = boosted()
+    booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, batches_of(index)):
         square(model(x), None).backward()
         optimizer.step()
@@ -100,7 +63,7 @@ def test_gradients_that_were_not_weighed_raise_on_every_rank():
 
 
 def train_whole_batches():
-    booster, model, optimizer, index = boosted()
+    booster, model, optimizer, index = boosted(ReferencePlugin())
     train_batch(booster, join(booster, batches_of(index)), model, square, optimizer)
 
 
@@ -110,7 +73,7 @@ def test_whole_batches_can_not_be_joined():
 
 def leave_and_go_on(keeps):
     """Leave the loop where one rank has run out, and take one more step on other batches."""
-    booster, model, optimizer, index = boosted()
+    booster, model, optimizer, index = boosted(ReferencePlugin())
     joined = join(booster, batches_of(index))
     batches = enumerate(joined)
     if not keeps:

@@ -1,6 +1,14 @@
-"""Steps of several micro-batches over two epochs, in one process."""
+"""Steps of several micro-batches over two epochs, in one process and under a plugin."""
 
 import torch
+from named_plugins import plugin_named
+from torch.utils.data import DataLoader, TensorDataset
+
+from booster_core import Booster
+from booster_runtime import accumulate
+from booster_testing import run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.training import whole_model
 
 NUM_BATCHES, STEPS, PER_BATCH = 5, 2, 4
 
@@ -31,3 +39,30 @@ def train_plainly():
             optimizer.step()
             optimizer.zero_grad()
     return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def train(plugin):
+    """Train by `accumulate`; return the number of steps and the parameters."""
+    booster, model = Booster(plugin=plugin_named(plugin)), make_model()
+    _, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=PER_BATCH // size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    num_steps = 0
+    for _ in range(2):
+        for x, y in loader:
+            with accumulate(booster, model, STEPS, loader) as is_last:
+                booster.backward(mse(model(x), y), optimizer)
+            if is_last:
+                num_steps += 1
+                optimizer.step()
+                optimizer.zero_grad()
+    return num_steps, whole_model(booster, model)
+
+
+def assert_accumulates(plugin):
+    """Assert that steps are those of large batches, also at the end of an epoch."""
+    expected = train_plainly()
+    for num_steps, found in run_on_ranks(train, 2, plugin):
+        assert num_steps == 6
+        assert_same_tensors(found, expected, tolerance_for(torch.float32))

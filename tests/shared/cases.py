@@ -204,6 +204,7 @@ def train_boosted(
     setting: Setting,
     tell: Callable[[Booster, Any, Any], Any] | None = None,
     checkpoint: Path | None = None,
+    then: Setting | None = None,
 ) -> OnRank:
     """Train under a plugin on this rank's samples.
 
@@ -212,6 +213,7 @@ def train_boosted(
         setting: Under what.
         tell: Called with the Booster, the model and the optimizer in the end; its result is passed on.
         checkpoint: Save here in the middle, and go on in new objects, whose trained parameters were zeros.
+        then: Under what to go on.
 
     Collective: every rank of the world.
     """
@@ -224,7 +226,7 @@ def train_boosted(
     for step in range(case.steps):
         if checkpoint is not None and step == case.steps // 2:
             booster.save_checkpoint(checkpoint, model=model, optimizer=optimizer, step=step)
-            booster = setting.make_booster()
+            booster = (then or setting).make_booster()
             net, optimizer = case.make()
             with torch.no_grad():
                 for parameter in net.parameters():
@@ -264,6 +266,7 @@ def assert_equals_one_process(
     parts: int = 1,
     tell: Callable[[Booster, Any, Any], Any] | None = None,
     checkpoint: Path | None = None,
+    then: Setting | None = None,
 ) -> list[Any]:
     """Assert that ranks train as one process does: each step's loss, gradients and norm, and the parameters after them.
 
@@ -273,11 +276,12 @@ def assert_equals_one_process(
         parts: Number of parts in which a pipeline runs a batch, if the loss couples samples.
         tell: As for `train_boosted`.
         checkpoint: As for `train_boosted`.
+        then: As for `train_boosted`.
 
     Returns:
         What each rank told.
     """
-    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, checkpoint, timeout_seconds=120)
+    results = run_on_ranks(train_boosted, setting.num_ranks, case, setting, tell, checkpoint, then, timeout_seconds=120)
     expected = train_plainly(case, results[0].num_replicas, parts)
     for result in results:
         assert_same_training(result.trained, expected, case)

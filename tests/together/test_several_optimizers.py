@@ -8,10 +8,13 @@ import math
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from cases import Case, train_plainly
+import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, train_plainly
+from driven_runs import assert_same_loop
 from matrix import matrix
 from torch import nn
 
@@ -21,7 +24,7 @@ from booster_core.ranks import DistCoordinator
 from booster_gemini import GeminiPlugin
 from booster_runtime import LazyInitContext, full_gradient, set_full_gradient, train_batch
 from booster_testing import run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
+from booster_testing.compare import assert_same_tensors
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 
@@ -76,8 +79,16 @@ def muon_and_adamw(model):
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
 
 
-def whole(number, _replica=0):
-    return torch.randint(16, (8, 5), generator=torch.Generator().manual_seed(number))
+def rows(number, replica):
+    return torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def setting_of(plugin):
+    return Setting(partial(plugin_of, plugin), num_ranks=RANKS[plugin])
+
+
+def plugin_of(plugin):
+    return PLUGINS[plugin]()
 
 
 def decay(step, _model, optimizers):
@@ -87,7 +98,7 @@ def decay(step, _model, optimizers):
             group["lr"] *= 0.9
 
 
-PLAIN = Case(build=build, batch=whole, optimizer=muon_and_adamw, steps=STEPS, max_norm=MAX_NORM)
+PLAIN = Case(build=build, batch=rows, optimizer=muon_and_adamw, steps=STEPS, max_norm=MAX_NORM)
 
 
 def make(dtype=torch.float64):
@@ -116,8 +127,7 @@ def trained(plugin, root, is_lazy):
             model, boosted, _, _, steered = booster.boost(model, tuple(optimizers), lr_scheduler=schedulers)
             assert type(boosted) is tuple
             booster.load_checkpoint(root, model=model, optimizer=boosted, lr_scheduler=steered)
-        own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
-        booster.backward(model(own).square().mean(), boosted[step % 2])
+        booster.backward(model(rows(step, coordinator.rank)).square().mean(), boosted[step % 2])
         names = [name for name, _ in model.unwrap().named_parameters()]
         gradients.append({name: full_gradient(booster, model, name).clone() for name in names})
         norms.append(float(boosted[step % 2].clip_grad_by_norm(MAX_NORM)))  # of the whole model, by either
@@ -134,7 +144,7 @@ def trained(plugin, root, is_lazy):
     **{"plugin, is_lazy": [*((plugin, False) for plugin in RANKS), ("zero-1", True), ("gemini", True)]},
 )
 def test_training_equals_one_process_through_a_checkpoint(plugin, is_lazy, tmp_path):
-    expected = train_plainly(replace(PLAIN, before_step=decay), 1)
+    expected = train_plainly(replace(PLAIN, before_step=decay), RANKS[plugin])
     for weights, norms, gradients in run_on_ranks(trained, RANKS[plugin], plugin, tmp_path / "run", is_lazy):
         assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
         for found, plain in zip(gradients, expected.gradients, strict=True):
@@ -148,10 +158,9 @@ def trained_by_train_batch(plugin):
     model, boosted, *_ = booster.boost(model, optimizers)
     coordinator = DistCoordinator()
     for step in range(STEPS):
-        parts = [each.chunk(coordinator.world_size)[coordinator.rank] for each in whole(step).chunk(2)]
         train_batch(
             booster,
-            iter([(part,) for part in parts]),
+            iter([(part,) for part in rows(step, coordinator.rank).chunk(2)]),
             model,
             lambda outputs, _: outputs.square().mean(),
             boosted,
@@ -163,7 +172,7 @@ def trained_by_train_batch(plugin):
 
 @matrix(["fsdp", "zero-2", "gemini"], plugin=RANKS)
 def test_train_batch_steps_all_of_them(plugin):
-    expected = train_plainly(PLAIN, 1)
+    expected = train_plainly(PLAIN, RANKS[plugin])
     for weights in run_on_ranks(trained_by_train_batch, RANKS[plugin], plugin):
         assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
 
@@ -179,7 +188,7 @@ def overflow_in_one(plugin, overflowing):
     found = []
     for step in range(3):
         before = whole_model(booster, model)
-        booster.backward(model(whole(step)[:4]).square().mean(), boosted)
+        booster.backward(model(rows(step, 0)).square().mean(), boosted)
         if step == 0:
             name = watched[overflowing]
             set_full_gradient(booster, model, name, torch.full_like(full_gradient(booster, model, name), math.inf))
@@ -215,105 +224,52 @@ def test_a_checkpoint_has_the_state_of_all_or_none(tmp_path):
     run_on_ranks(save_some, 2, tmp_path)
 
 
-def move(root, source, target):
-    """Train under one plugin, save, and go on under another; both as one process does."""
-    coordinator = DistCoordinator()
-    for plugin, steps in ((source, range(2)), (target, range(2, STEPS))):
-        booster = Booster("cpu", plugin=PLUGINS[plugin]())
-        model, optimizers = make()
-        model, boosted, *_ = booster.boost(model, optimizers)
-        if plugin == target:
-            booster.load_checkpoint(root, model=model, optimizer=boosted)
-        for step in steps:
-            own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
-            booster.backward(model(own).square().mean(), boosted)
-            for each in boosted:
-                each.step()
-            for each in boosted:
-                each.zero_grad()
-        if plugin == source:
-            booster.save_checkpoint(root, model=model, optimizer=boosted, step=2)
-    return whole_model(booster, model)
-
-
 @pytest.mark.parametrize(
     ("source", "target"), [("fsdp", "zero-2"), ("zero-1", "ddp"), ("ddp", "gemini"), ("gemini", "fsdp")]
 )
 def test_a_checkpoint_moves_between_plugins(source, target, tmp_path):
-    expected = train_plainly(replace(PLAIN, max_norm=None), 1)
-    for weights in run_on_ranks(move, 2, tmp_path / "run", source, target):
-        assert_same_tensors(weights, expected.parameters, PLAIN.tolerance)
+    assert_equals_one_process(PLAIN, setting_of(source), checkpoint=tmp_path / "run", then=setting_of(target))
 
 
-def accumulated(plugin):
+def one_adds_up(run):
     """Step the first optimizer each time, and the second on the sum of every two gradients."""
-    booster, coordinator = Booster("cpu", plugin=PLUGINS[plugin]()), DistCoordinator()
-    model, optimizers = make()
-    model, (muon, adamw), *_ = booster.boost(model, optimizers)
+    muon, adamw = run.optimizer
     for step in range(STEPS):
-        own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
-        booster.backward(model(own).square().mean(), muon)
+        run.backward(run.loss(step))
         muon.step()
         muon.zero_grad()
         if step % 2:
             adamw.step()
             adamw.zero_grad()
-    return whole_model(booster, model)
 
 
 @pytest.mark.parametrize("plugin", ["ddp", *SHARDED])
 def test_one_steps_while_the_other_adds_up(plugin):
-    model, (muon, adamw) = make()
-    for step in range(STEPS):
-        model(whole(step)).square().mean().backward()
-        muon.step()
-        muon.zero_grad()
-        if step % 2:
-            adamw.step()
-            adamw.zero_grad()
-    for weights in run_on_ranks(accumulated, RANKS[plugin], plugin):
-        assert_same_tensors(weights, dict(model.state_dict()), tolerance_for(torch.float32))
+    assert_same_loop(one_adds_up, PLAIN, setting_of(plugin))
 
 
-def late(model, optimizers):
+def late(model):
     """Return optimizers of which none lists the head, which belongs to the second one later."""
+    muon, adamw = muon_and_adamw(model)
     head = {id(parameter) for parameter in model.head.parameters()}
-    muon, adamw = optimizers
     group = adamw.param_groups[0]
     group["params"] = [parameter for parameter in group["params"] if id(parameter) not in head]
-    return muon, adamw
+    return [muon, adamw]
 
 
-def with_a_late_group(plugin):
-    booster, coordinator = Booster("cpu", plugin=PLUGINS[plugin]()), DistCoordinator()
-    model, optimizers = make()
-    model, boosted, *_ = booster.boost(model, late(model, optimizers))
-    for step in range(STEPS):
-        if step == 1:
-            boosted[1].add_param_group({"params": [*model.unwrap().head.parameters()], "lr": 0.1})
+def lists_the_head(step, model, optimizers):
+    model.zero_grad()  # also what no group holds
+    if step == 1:
+        optimizers[1].add_param_group({"params": [*model.head.parameters()], "lr": 0.1})
+        if dist.is_initialized():
             with pytest.raises(ConfigError, match=r"'head.weight' is in a parameter group already"):
-                boosted[0].add_param_group({"params": [model.unwrap().head.weight]})
-        own = whole(step).chunk(coordinator.world_size)[coordinator.rank]
-        booster.backward(model(own).square().mean(), boosted)
-        for each in boosted:
-            each.step()
-        model.zero_grad()
-    return whole_model(booster, model)
+                optimizers[0].add_param_group({"params": [model.head.weight]})
 
 
 @pytest.mark.parametrize("plugin", ["zero-1", "gemini"])
 def test_a_parameter_joins_an_optimizer_that_takes_it_in_another_way(plugin):
-    model, optimizers = make()
-    optimizers = late(model, optimizers)
-    for step in range(STEPS):
-        if step == 1:
-            optimizers[1].add_param_group({"params": [*model.head.parameters()], "lr": 0.1})
-        model(whole(step)).square().mean().backward()
-        for each in optimizers:
-            each.step()
-        model.zero_grad()
-    for weights in run_on_ranks(with_a_late_group, RANKS[plugin], plugin):
-        assert_same_tensors(weights, dict(model.state_dict()), tolerance_for(torch.float32))
+    case = replace(PLAIN, optimizer=late, before_step=lists_the_head, max_norm=None)
+    assert_equals_one_process(case, setting_of(plugin))
 
 
 def what_each_steps_on(plugin):

@@ -219,22 +219,18 @@ def test_a_gradient_that_comes_in_parts_unexpectedly_raises():
     expect_on_ranks(GradientError, "was changed after it had been reduced over the ranks", reentrant_later, 2)
 
 
-def plain_backward():
-    booster, model, optimizer = boost({"stage": 1})
-    x = rows(0, dist.get_rank())
+def calls_backward_itself(run):
     for _ in range(2):
-        squares(model(x), x).backward()
-        assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
-        optimizer.zero_grad()
-    with booster.no_sync(model):
-        squares(model(x), x).backward()
-    squares(model(x), x).backward()
-    twice = {name: 2 * gradient for name, gradient in expected_gradients().items()}
-    assert_same_tensors(gradients_of(booster, model), twice, CLOSE)
+        run.loss(0).backward()
+        run.step()
+    with run.no_sync():
+        run.loss(0).backward()
+    run.loss(0).backward()
+    run.step()
 
 
 def test_backward_of_the_loss_itself_is_reduced_too():
-    run_on_ranks(plain_backward, 2)
+    assert_same_loop(calls_backward_itself, training(), Setting(LowLevelZeroPlugin, {"stage": 1, "bucket_bytes": 64}))
 
 
 VARIANTS = {
@@ -282,6 +278,21 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_parameters_may_be_frozen_and_unfrozen_and_added(change, variant):
     assert_parity(training(steps=4, micro_batches=1, **CHANGES[change]), VARIANTS[variant])
+
+
+def freezes_after_forward(run):
+    for step in range(4):
+        loss = run.loss(step)
+        run.net.left.requires_grad_(step % 2 == 0)
+        run.backward(loss)
+        run.step()
+        run.net.left.requires_grad_(requires_grad=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_frozen_after_forward_has_no_gradient(variant):
+    setting = Setting(LowLevelZeroPlugin, {"bucket_bytes": 64, **VARIANTS[variant]})
+    assert_same_loop(freezes_after_forward, training(), setting)
 
 
 def adds_wrong_group(which):
@@ -387,21 +398,22 @@ def test_unused_parameters_can_be_forbidden():
 # ---- the manners of torch
 
 
-def gradients_are_dropped(how):
-    booster, model, optimizer = boost()
-    backward(booster, model, optimizer, 1)
-    {"model": model.zero_grad, "optimizer": optimizer.zero_grad}[how]()
-    backward(booster, model, optimizer)
-    assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(not gradient.any() for gradient in gradients_of(booster, model).values())
-    backward(booster, model, optimizer)
-    assert_same_tensors(gradients_of(booster, model), expected_gradients(), CLOSE)
+def drops_gradients(run, how):
+    run.backward(run.loss(1))
+    {"model": run.model, "optimizer": run.optimizer}[how].zero_grad()
+    run.backward(run.loss(0))
+    run.step()
+    run.backward(run.loss(1))
+    run.optimizer.zero_grad(set_to_none=False)
+    assert all(not gradient.any() for gradient in run.gradients().values())
+    run.backward(run.loss(0))
+    run.step()
 
 
 @pytest.mark.parametrize("how", ["model", "optimizer"])
 def test_zero_grad_drops_reduced_gradients(how):
-    run_on_ranks(gradients_are_dropped, 2, how)
+    setting = Setting(LowLevelZeroPlugin, {"bucket_bytes": 64})
+    assert_same_loop(partial(drops_gradients, how=how), training(), setting)
 
 
 def clips_by_itself(closure):
