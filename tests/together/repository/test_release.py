@@ -52,7 +52,8 @@ def copy(committed, tmp_path, monkeypatch):
     for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
         monkeypatch.setenv(f"{key}_NAME", "test")
         monkeypatch.setenv(f"{key}_EMAIL", "test@example.org")
-    return shutil.copytree(committed, tmp_path / "copy")
+    git(tmp_path, "clone", "--quiet", "--shared", str(committed), "copy")
+    return tmp_path / "copy"
 
 
 def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
