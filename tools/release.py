@@ -1,6 +1,9 @@
-"""Release a package of this repository: version, changelog, public API, commit, tag, distributions.
+"""Release a package of this repository: version, changelog, commit, tag, distributions.
 
     python tools/release.py booster-zero 0.2.0 [--dry-run]
+
+What in this repository has a range of versions that ends below the new one gets a wider range in the same
+commit, and packages a fragment: they are tested with it, and have releases of their own.
 
 The tag is pushed by hand (``git push origin booster-zero-v0.2.0``), and the workflow that it starts publishes that one
 package. ``--dry-run`` does all of it in a temporary clone, and shows what would be committed.
@@ -21,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workspace import PACKAGES, ROOT, project
+from workspace import PACKAGES, ROOT, read_toml
 
 KINDS = ("added", "changed", "deprecated", "removed", "fixed", "numerics")
 
@@ -44,7 +47,7 @@ def check(name: str, text: str, root: Path) -> Version:
 
     Raises:
         ReleaseError: If there is no such package, the version is none or not newer than the last release, the checkout
-            has changes, there is nothing to release, or another package of the checkout refuses the version.
+            has changes, there is nothing to release, or another package of the checkout needs a newer version.
     """
     if name not in PACKAGES:
         msg = f"No package named '{name}'. There are: {', '.join(PACKAGES)}."
@@ -65,12 +68,45 @@ def check(name: str, text: str, root: Path) -> Version:
     if not fragments(name, root):
         msg = f"packages/{name}/changelog.d has no fragments, so nothing has changed since the last release."
         raise ReleaseError(msg)
-    for other in PACKAGES:
-        for requirement in map(Requirement, project(other, root)["dependencies"]):
-            if requirement.name == name and not requirement.specifier.contains(version, prereleases=True):
-                msg = f"{other} declares `{requirement}`, which refuses {version}. Change its range first."
-                raise ReleaseError(msg)
+    for manifest, requirement in refusing(name, version, root):
+        if not _with_room(requirement, version).specifier.contains(version, prereleases=True):
+            msg = f"{manifest.parent.name} declares `{requirement}`, which refuses {version}. Change its range first."
+            raise ReleaseError(msg)
     return version
+
+
+def refusing(name: str, version: Version, root: Path) -> list[tuple[Path, Requirement]]:
+    """Return the manifests, of examples too, that refuse a version of a package, and what they require of it."""
+    manifests = sorted([*root.glob("packages/*/pyproject.toml"), *root.glob("examples/*/pyproject.toml")])
+    return [
+        (manifest, requirement)
+        for manifest in manifests
+        for requirement in map(Requirement, read_toml(manifest)["project"]["dependencies"])
+        if requirement.name == name and not requirement.specifier.contains(version, prereleases=True)
+    ]
+
+
+def _with_room(requirement: Requirement, version: Version) -> Requirement:
+    """Return a requirement whose range ends above a version: below the next one that may break what uses it."""
+    end = f"{version.major + 1}" if version.major else f"0.{version.minor + 1}"
+    begins = [str(each) for each in requirement.specifier if not each.operator.startswith("<")]
+    return Requirement(f"{requirement.name}{','.join([*begins, f'<{end}'])}")
+
+
+def admit(name: str, version: Version, root: Path) -> None:
+    """Let what refuses a version of a package admit it, and tell it in the changelogs of packages."""
+    for manifest, requirement in refusing(name, version, root):
+        old, wider = manifest.read_text(encoding="utf-8"), _with_room(requirement, version)
+        # as people write it: the lower bound first
+        bounds = ",".join(sorted(map(str, wider.specifier), reverse=True))
+        new, count = re.subn(rf'"{name}[<>=!~][^"]*"', f'"{name}{bounds}"', old)
+        if count != 1:
+            msg = f"{manifest} has {count} requirements of {name}, where one was to be changed."
+            raise ReleaseError(msg)
+        manifest.write_text(new, encoding="utf-8")
+        if manifest.parents[1].name == "packages":
+            told = f"Works with {name} {version.major}.{version.minor}.\n"
+            (manifest.parent / "changelog.d" / f"{name}-{version}.changed.md").write_text(told, encoding="utf-8")
 
 
 def fragments(name: str, root: Path) -> list[Path]:
@@ -98,7 +134,8 @@ def release(name: str, text: str, root: Path) -> Path:
     settings = ("--config", str(root / "tools" / "towncrier.toml"), "--dir", str(home))
     headline = ("--name", name, "--version", str(version), "--date", today, "--yes")
     run(sys.executable, "-m", "towncrier", "build", *settings, *headline, root=root)
-    run("git", "add", "--all", str(home), root=root)
+    admit(name, version, root)
+    run("git", "add", "--all", "packages", "examples", root=root)
     run("git", "commit", "--quiet", "--message", f"Release {name} {version}", root=root)
     out = root / "dist"
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(home), root=root)
@@ -140,6 +177,9 @@ def main() -> None:
     except ReleaseError as error:
         raise SystemExit(str(error)) from None
     tag = f"{asked.name}-v{normal_form(asked.version)}"
+    told = f"{asked.name}-{normal_form(asked.version)}.changed.md"
+    if widened := [path.parents[1].name for path in sorted(ROOT.glob(f"packages/*/changelog.d/{told}"))]:
+        print(f"These admit it now; release them next, so that they can be installed with it: {', '.join(widened)}.")
     print(f"Tagged {tag}. Publish it with `git push origin HEAD {tag}`.")
 
 

@@ -23,8 +23,13 @@ PROSE = {".md", ".svg", ".png", ".css"}
 
 def project(name: str, root: Path = ROOT) -> dict[str, Any]:
     """Return the table ``project`` of a package's ``pyproject.toml``."""
-    table: dict[str, Any] = tomllib.loads((root / "packages" / name / "pyproject.toml").read_text(encoding="utf-8"))
-    return dict(table["project"])
+    return dict(read_toml(root / "packages" / name / "pyproject.toml")["project"])
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a TOML file says."""
+    found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def requirement_name(requirement: str) -> str:

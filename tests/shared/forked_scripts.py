@@ -5,7 +5,6 @@ The process reads jobs from its standard input and writes their results to its s
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -108,7 +107,6 @@ def torchrun_variables(num_ranks: int) -> list[dict[str, str]]:
 
 
 def _main() -> None:
-    codes = _end_before_modules()
     gc.disable()  # nothing that is imported is garbage
     for name in _IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # the tests of a wheel have only what that needs
@@ -122,48 +120,15 @@ def _main() -> None:
             children = []
             for number in range(len(job["arguments"])):
                 child = os.fork()
-                if child == 0:  # goes on as a new interpreter would
+                if child == 0:  # goes on as a new interpreter would, up to its normal end
                     _become(job, number, screen.fileno())
-                    _run(job["script"], codes)
+                    runpy.run_path(job["script"], run_name="__main__")
                     return
                 children.append(child)
-            ended, queued_seconds = _wait(children)
-            result = {"codes": ended, "end": time.time(), "queued_seconds": queued_seconds}
+            codes, queued_seconds = _wait(children)
+            result = {"codes": codes, "end": time.time(), "queued_seconds": queued_seconds}
             screen.seek(0)
             print(json.dumps({**result, "output": screen.read()}), flush=True)
-
-
-def _end_before_modules() -> list[int]:
-    """Let processes end after the exit handlers that are registered from now on, with the last code of a list.
-
-    Threads have ended by then, as have the script's own objects. What an interpreter does next to the modules, which
-    have no state of the script, takes ten times longer in a fork than all the rest: it copies what the forks share.
-    """
-    codes: list[int] = []
-
-    def end() -> None:
-        if codes:
-            gc.collect()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(codes[-1])
-
-    atexit.register(end)
-    return codes
-
-
-def _run(script: str, codes: list[int]) -> None:
-    """Run a script, and note with which exit code it ends."""
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as ending:
-        if ending.code is None or isinstance(ending.code, int):
-            codes.append(ending.code or 0)
-        raise
-    except BaseException:
-        codes.append(1)
-        raise
-    codes.append(0)
 
 
 def _become(job: dict[str, Any], number: int, screen: int) -> None:

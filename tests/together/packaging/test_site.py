@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import griffe
 import pytest
 import yaml
 from page_blocks import PAGES, ROOT
 
+import site_versions
 from booster_core.log import log
 
 DISTRIBUTIONS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -44,6 +48,22 @@ def _files_in(nav):
 def test_the_navigation_lists_every_page_once():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     assert sorted(_files_in(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in SITE)
+
+
+def test_the_search_works_in_files_and_loads_nothing_from_another_host():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert "offline" in settings["plugins"]
+    (script,) = settings["extra"]["polyfills"]
+    assert "iframe-worker" in script  # else the plugin adds one from another host
+    assert (DOCS / script).is_file()
+
+
+def test_pages_end_with_the_versions_of_packages():
+    (hook,) = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["hooks"]
+    assert hook == f"tools/{Path(site_versions.__file__).name}"
+    told = site_versions.on_config(SimpleNamespace(copyright="Free")).copyright
+    for name in DISTRIBUTIONS:
+        assert re.search(rf"\b{name}\b[^;]* {re.escape(metadata.version(name))}(;|$)", told)
 
 
 def _prose(page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import release
 import workspace
@@ -33,7 +35,9 @@ def committed(tmp_path_factory):
     """Return a repository with the packages of this one, committed."""
     home = tmp_path_factory.mktemp("repository") / "copy"
     # Only what git knows: other tests may leave files here for a moment.
-    for name in git(ROOT, "ls-files", "packages", "tools", "tests", "docs", "pytest.ini", ".gitignore").splitlines():
+    for name in git(
+        ROOT, "ls-files", "packages", "examples/minimal_plugin", "tools", "tests", "docs", "pytest.ini", ".gitignore"
+    ).splitlines():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, home / name)
     git(home.parent, "init", "--quiet", str(home))
@@ -48,7 +52,8 @@ def copy(committed, tmp_path, monkeypatch):
     for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
         monkeypatch.setenv(f"{key}_NAME", "test")
         monkeypatch.setenv(f"{key}_EMAIL", "test@example.org")
-    return shutil.copytree(committed, tmp_path / "copy")
+    git(tmp_path, "clone", "--quiet", "--shared", str(committed), "copy")
+    return tmp_path / "copy"
 
 
 def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
@@ -86,13 +91,67 @@ def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
         release.check("booster-zero", "0.1.8", copy)
 
 
+def test_a_minor_release_of_core_is_one_command(copy):
+    """Those that need core admit it, with a fragment that makes a release of their own possible."""
+    pytest.importorskip("towncrier", reason="towncrier writes the changelog; install the dependency group `test`")
+    (copy / "packages" / "booster-core" / "changelog.d" / "hooks.added.md").write_text("More hooks.\n")
+    git(copy, "add", "--all")
+    git(copy, "commit", "--quiet", "--message", "Hooks")
+    command = [sys.executable, "tools/release.py", "booster-core", "0.2.0"]
+    done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    others = [name for name in workspace.PACKAGES if name != "booster-core"]
+    assert f"release them next, so that they can be installed with it: {', '.join(others)}." in done.stdout
+    assert git(copy, "status", "--porcelain") == ""
+    for manifest in [*copy.glob("packages/*/pyproject.toml"), *copy.glob("examples/*/pyproject.toml")]:
+        assert manifest.parent.name == "booster-core" or '"booster-core>=0.1,<0.3"' in manifest.read_text()
+    release.check("booster-zero", "0.1.1", copy)
+    assert not release.refusing("booster-core", Version("0.2.7"), copy)
+    assert [str(requirement) for _, requirement in release.refusing("booster-core", Version("0.3.0"), copy)]
+
+
+def test_a_release_is_tested_with_releases_not_with_code_that_is_to_be_released(copy, monkeypatch):
+    """A booster-zero that uses a function of booster-runtime's checkout is tested without that function."""
+    git(copy, "tag", "booster-runtime-v0.1.0")
+    transport = Path("packages", "booster-runtime", "src", "booster_runtime", "collectives", "transport.py")
+    with (copy / transport).open("a") as file:
+        file.write("\n\ndef unreleased() -> None:\n    pass\n")
+    git(copy, "commit", "--quiet", "--all", "--message", "Add a function")
+    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+    noxfile = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(noxfile)
+    monkeypatch.setattr(noxfile, "ROOT", copy)
+    monkeypatch.chdir(copy)
+    for end in ("lowest", "newest"):
+        released = noxfile._released(Session(), "booster-zero", "booster-runtime", end)
+        text = released.parents[1].joinpath(transport).read_text()
+        assert "class Transport" in text
+        assert "unreleased" not in text
+    git(copy, "tag", "booster-runtime-v0.2.0")  # which booster-zero does not admit
+    assert noxfile._released(Session(), "booster-zero", "booster-runtime", "newest") == released
+    git(copy, "tag", "booster-runtime-v0.1.1")
+    newest = noxfile._released(Session(), "booster-zero", "booster-runtime", "newest")
+    assert "unreleased" in newest.parents[1].joinpath(transport).read_text()
+    assert noxfile._released(Session(), "booster-zero", "booster-runtime", "lowest") == released
+
+
+class Session:
+    """What the test needs of a nox session."""
+
+    def run(self, *command, external, silent=False):
+        return subprocess.run(command, check=True, capture_output=silent, text=True).stdout
+
+    def log(self, text):
+        print(text)
+
+
 def test_releases_that_are_refused(copy):
     with pytest.raises(release.ReleaseError, match=r"No package named 'booster-nought'. There are: booster-check"):
         release.check("booster-nought", "0.2.0", copy)
     with pytest.raises(release.ReleaseError, match=r"'next' is no version"):
         release.check("booster-zero", "next", copy)
-    with pytest.raises(release.ReleaseError, match=r"booster-\w+ declares `booster-core.*`, which refuses 0\.2\.0"):
-        release.check("booster-core", "0.2.0", copy)
+    with pytest.raises(release.ReleaseError, match=r"minimal_plugin declares `booster-core.*`, which refuses 0\.0\.9"):
+        release.check("booster-core", "0.0.9", copy)
     (copy / "notes.txt").write_text("half done")
     with pytest.raises(release.ReleaseError, match=r"The checkout has changes[\s\S]*notes\.txt"):
         release.check("booster-zero", "0.1.7", copy)
