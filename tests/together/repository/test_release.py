@@ -71,9 +71,11 @@ def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
     assert 'version = "0.1.7"' in (zero / "pyproject.toml").read_text()
     changelog = (zero / "CHANGELOG.md").read_text()
     title, _, rest = changelog.partition("\n## 0.1.7 (")
+    rest, _, before = rest.partition("\n## ")
+    assert before.startswith("0.1.0 (")
     assert title.startswith("# Changelog of booster-zero")
     assert [line for line in rest.splitlines() if line.startswith("###")] == [
-        "### Added", "### Changed", "### Fixed", "### Numerics",
+        "### Changed", "### Fixed", "### Numerics",
     ]  # fmt: skip
     assert f"\n- {told}\n" in rest.partition("### Fixed")[2]
     assert [path.name for path in (zero / "changelog.d").iterdir()] == ["README.md"]
