@@ -131,7 +131,7 @@ def boost_from_folder(folder, options):
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize(("place", "most"), [("here", 1.3), pytest.param("disk", 0.6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("place", "most"), [("here", 1.3), ("disk", 0.6)])
 def test_a_folder_goes_into_chunks_without_being_held_whole(place, most, tmp_path):
     (total,) = run_on_ranks(write_folder, 1, str(tmp_path / "model"))
     (tmp_path / "chunks").mkdir()

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 _MOST_LEAVING = 4
 """Blocks that are being written out at once where no budget says how much memory they may go on taking."""
 
+_FREED_BYTES = 8 << 20
+"""Bytes of values on their way to the disk after which the C library is asked for what it keeps of them."""
+
 
 class TieredMemory(Memory):
     """Keeps buffers in several memories: an accelerator's, its host's and a disk, or the host's and a disk.
@@ -75,6 +78,7 @@ class TieredMemory(Memory):
         self._wanted: deque[Key] = deque()
         self._copies = copies
         self._landing: list[tuple[int, Tensor, torch.Event | None]] = []
+        self._freed_bytes = 0
         self._stays: dict[Key, bool] = {}  # of the blocks that there are, as far as it was asked for
 
     def copy_stream(self, device: torch.device, *, up: bool) -> CopyStream:
@@ -103,6 +107,12 @@ class TieredMemory(Memory):
         self._advance(Event(Kind.USE, key))
         self._advance(Event(Kind.RELEASE, key))
         self._leave_if_it_may_not_stay(block)
+        if block.going is not None:
+            # The caller frees its values, of any sizes in turn, and glibc keeps nearly all of them otherwise.
+            self._freed_bytes += block.num_bytes
+            if self._freed_bytes >= _FREED_BYTES:
+                self._freed_bytes = 0
+                give_back_freed()
 
     def step_device(self, number: int, num_bytes: int, preferred: torch.device) -> torch.device:
         """Return where a bucket's optimizer state is stepped on; see `Memory.step_device`.
