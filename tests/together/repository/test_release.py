@@ -93,12 +93,17 @@ def test_release_moves_fragments_sets_the_version_tags_and_builds(copy):
         release.check("booster-zero", "0.1.8", copy)
 
 
+def tell(copy, name, text):
+    """Commit a fragment of a package."""
+    (copy / "packages" / name / "changelog.d" / "hooks.added.md").write_text(f"{text}\n")
+    git(copy, "add", "--all")
+    git(copy, "commit", "--quiet", "--message", text)
+
+
 def test_a_minor_release_of_core_is_one_command(copy):
     """Those that need core admit it, with a fragment that makes a release of their own possible."""
     pytest.importorskip("towncrier", reason="towncrier writes the changelog; install the dependency group `test`")
-    (copy / "packages" / "booster-core" / "changelog.d" / "hooks.added.md").write_text("More hooks.\n")
-    git(copy, "add", "--all")
-    git(copy, "commit", "--quiet", "--message", "Hooks")
+    tell(copy, "booster-core", "More hooks.")
     command = [sys.executable, "tools/release.py", "booster-core", "0.2.0"]
     done = subprocess.run(command, cwd=copy, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -152,6 +157,7 @@ def test_releases_that_are_refused(copy):
         release.check("booster-nought", "0.2.0", copy)
     with pytest.raises(release.ReleaseError, match=r"'next' is no version"):
         release.check("booster-zero", "next", copy)
+    tell(copy, "booster-core", "More hooks.")
     with pytest.raises(release.ReleaseError, match=r"minimal_plugin declares `booster-core.*`, which refuses 0\.0\.9"):
         release.check("booster-core", "0.0.9", copy)
     (copy / "notes.txt").write_text("half done")
