@@ -223,7 +223,7 @@ def save_adapters(plugin_class, options, folder, config, use_safetensors):
 
 
 @matrix(
-    ["bin-zero1"],
+    ["bin-zero1", "modules-to-save-dora-zero3"],
     **{
         "config, use_safetensors": named(
             [({}, True), ({"modules_to_save": ["lm_head"], "use_dora": True}, True), ({}, False)],

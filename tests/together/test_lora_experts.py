@@ -97,7 +97,7 @@ def train_and_save(kind, plugin_class, options, folder):
     return gradients, logits, whole_model(booster, model)
 
 
-@matrix(["mixtral-single"], kind=["mixtral", "qwen3-moe"], run=RUNS)
+@matrix(["mixtral-single", "mixtral-fsdp", "qwen3-moe-gemini"], kind=["mixtral", "qwen3-moe"], run=RUNS)
 def test_adapters_of_fused_experts_train_and_are_all_saved(run, kind, tmp_path):
     plain = perturbed(peft.get_peft_model(make_model(kind), make_config()))
     loss_of(plain, tokens_of(0)).backward()

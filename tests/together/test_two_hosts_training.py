@@ -44,7 +44,7 @@ optimizer.step()
 wrote, real = set(), os.pwrite
 
 def pwrite(descriptor, *rest):
-    wrote.add(Path(f"/proc/self/fd/{descriptor}").readlink().name.split(".")[1])
+    wrote.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     return real(descriptor, *rest)
 
 os.pwrite = pwrite

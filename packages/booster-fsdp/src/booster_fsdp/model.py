@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
+from torch.nn.utils.parametrize import is_parametrized
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import ModelWrapper, through_guard
@@ -29,6 +29,7 @@ from booster_fsdp._torch_private import (
 )
 from booster_runtime.data import hidden_tensors
 from booster_runtime.local_state import refuse_pickle
+from booster_runtime.sharding import parametrized_in_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -299,7 +300,7 @@ class ForwardWrites:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._excepted = _parametrized_in_forward(modules)
+        self._excepted = {id(module) for unit in modules for module in parametrized_in_forward(unit)}
         self._num_forwards: dict[tuple[int, bool], int] = {}
         self._sums: dict[int, Tensor] = {}  # of gathered parameters, by the ids of torch's objects for them
         self._compared: deque[_Compared] = deque()
@@ -412,19 +413,6 @@ def _written(inner: Any, how: str) -> ConfigError:
     )
 
 
-def _parametrized_in_forward(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of modules whose parameters peft parametrizes while forward runs (its ``target_parameters``).
-
-    torch sets such a parameter to its own memory, which counts as a write.
-    """
-    if "peft" not in sys.modules:
-        return set()
-    from peft.tuners.lora.layer import ParamWrapper
-
-    inside = (module for unit in modules for module in unit.modules())
-    return {id(module.get_base_layer()) for module in inside if isinstance(module, ParamWrapper)}
-
-
 def keep_outputs(module: nn.Module) -> None:
     """Let a module copy outputs that would be lost, or lose their hooks; call this before ``fully_shard``.
 
@@ -463,7 +451,12 @@ def refuse_apart(module: nn.Module, name: str) -> None:
 
     def check(module: nn.Module, args: Any) -> None:
         del args
-        if not torch.compiler.is_compiling() and isinstance(module._parameters[own], DTensor):  # noqa: SLF001
+        # peft moves what it parametrizes to another place before this is called.
+        held: Any = module._parameters.get(own)  # noqa: SLF001
+        if held is None and is_parametrized(module, own):
+            moved: Any = module.parametrizations
+            held = moved[own].original
+        if not torch.compiler.is_compiling() and isinstance(held, DTensor):
             msg = (
                 f"`{name}` ({type(module).__name__}) ran outside of the forward of its unit, where its parameters are "
                 "sharded. To call a part of the model by itself, write a method of the model that does, and name it in "

@@ -120,16 +120,35 @@ def _in_files(dtypes: Mapping[str, torch.dtype], files: Mapping[str, Sequence[st
     return {file: dtypes[name] for name, in_files in files.items() if name in dtypes for file in in_files}
 
 
+class _Asked(torch.nn.Module):
+    """Asks peft for what it would save of a model, in a call in which the model's tensors may be others.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tensors: dict[str, torch.Tensor], adapter: str) -> dict[str, Any]:
+        """Return the tensors of an adapter by the names that they have in its file."""
+        from peft import get_peft_model_state_dict
+
+        found: dict[str, Any] = get_peft_model_state_dict(
+            self.model, state_dict=tensors, adapter_name=adapter, save_embedding_layers=False
+        )
+        return found
+
+
 def _file_names(model: PeftModel, adapter: str) -> dict[str, list[str]]:
     """Return for the first name of each of an adapter's tensors the names that it has in peft's file."""
-    from peft import get_peft_model_state_dict
-
     named = NamedTensors.of(model)
-    # peft is given tensors without memory, and tells by them which it would write under which name.
+    # peft is given tensors without memory, and tells by them which it would write under which name. It also asks some
+    # modules themselves, whose values may not be here.
     marks = {path: torch.empty(0, device="meta") for path in named.paths.values()}
-    marked: dict[str, Any] = get_peft_model_state_dict(
-        model, state_dict=marks, adapter_name=adapter, save_embedding_layers=False
-    )
+    held = {f"model.{path}": mark for path, mark in marks.items()}
+    marked: dict[str, Any] = torch.func.functional_call(_Asked(model), held, (marks, adapter), tie_weights=False)
     name_of = {id(marks[path]): named.aliases.get(name, name) for name, path in named.paths.items()}
     names: dict[str, list[str]] = {}
     first_key: dict[str, str] = {}

@@ -48,6 +48,7 @@ from booster_runtime.sharding.layers import (
     layers_of,
     modules_by_size,
     parameters_by_unit,
+    parametrized_in_forward,
     without_split_ties,
 )
 from booster_runtime.sharding.narrow import working_dtypes
@@ -98,6 +99,7 @@ __all__ = [
     "note_reductions",
     "numbers_of_group",
     "parameters_by_unit",
+    "parametrized_in_forward",
     "partition_for",
     "piece_meta",
     "piece_shard",

@@ -5,6 +5,7 @@ No process group is needed here.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -104,6 +105,19 @@ def parameters_by_unit(model: nn.Module, units: Sequence[str]) -> dict[str, list
             seen.add(parameter)
             found[names[chain[-1]] if chain else ""].append(parameter)
     return found
+
+
+def parametrized_in_forward(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters peft parametrizes while forward runs (its ``target_parameters``).
+
+    torch sets such a parameter to its own memory, which counts as a write, and moves it to ``parametrizations`` until
+    the forward ends.
+    """
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return [module.get_base_layer() for module in model.modules() if isinstance(module, ParamWrapper)]
 
 
 def _names_in(listed: object) -> set[str]:

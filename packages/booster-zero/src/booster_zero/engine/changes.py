@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,6 +32,7 @@ class ChangeWatch:
     Args:
         names: The parameters' names, by number.
         is_thorough: Whether to compare all values, and never to stop.
+        set_in_forward: Numbers of parameters that the model's forward sets to themselves, which raises their versions.
 
     Attributes:
         found: How parameters were changed, by name, since `take_found` was last called.
@@ -40,11 +41,11 @@ class ChangeWatch:
     Collective: none of its methods.
     """
 
-    def __init__(self, names: Mapping[int, str], *, is_thorough: bool) -> None:
+    def __init__(self, names: Mapping[int, str], *, is_thorough: bool, set_in_forward: Container[int] = ()) -> None:
         self.found: dict[str, str] = {}
         self.phases_left: float = math.inf if is_thorough else _PHASES
         self._is_thorough = is_thorough
-        self._names = names
+        self._names, self._set_in_forward = names, set_in_forward
         self._seen: dict[Bucket, _Look] = {}
 
     def take_found(self) -> dict[str, str]:
@@ -67,7 +68,7 @@ class ChangeWatch:
             # bitsandbytes' layers give their weights other memory in each forward, with the same values.
             self._note(bucket, addresses, before.addresses, "was given other memory", tolerates_equal=True)
         if versions != before.versions:
-            self._note(bucket, versions, before.versions, "was changed in place")
+            self._note(bucket, versions, before.versions, "was changed in place", excepted=self._set_in_forward)
         if before.values is not None and not self.found:
             values = self._values_of(bucket)
             with _disable_current_modes():
@@ -76,10 +77,19 @@ class ChangeWatch:
                 self._note(bucket, same, [True] * len(same), "was changed through `.data`")
 
     def _note(
-        self, bucket: Bucket, now: Sequence[int], before: Sequence[int], how: str, *, tolerates_equal: bool = False
+        self,
+        bucket: Bucket,
+        now: Sequence[int],
+        before: Sequence[int],
+        how: str,
+        *,
+        tolerates_equal: bool = False,
+        excepted: Container[int] = (),
     ) -> None:
         for slot, parameter, one, other in zip(bucket.plan.slots, bucket.parameters, now, before, strict=True):
-            if one != other and not (tolerates_equal and _is_equal(bucket, slot.offset, parameter)):
+            if one == other or slot.index in excepted:
+                continue
+            if not (tolerates_equal and _is_equal(bucket, slot.offset, parameter)):
                 self.found.setdefault(self._names[slot.index], how)
 
     def _values_of(self, bucket: Bucket) -> list[Tensor]:

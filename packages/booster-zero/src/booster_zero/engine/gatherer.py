@@ -21,7 +21,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
 from booster_runtime import collectives
-from booster_runtime.sharding import between_hosts
+from booster_runtime.sharding import between_hosts, parametrized_in_forward
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.buffer_pool import BufferPool
 from booster_zero.engine.changes import ChangeWatch, changed_error
@@ -86,6 +86,11 @@ class Gatherer:
         self._overlaps = overlaps
         self._pending: dict[Bucket, Pending] = {}  # of what is always whole
         weakref.finalize(self, _wait_quietly, self._pending)  # gloo's threads write into buckets until then
+        self._set_in_forward = {
+            self.layout.index_of[id(parameter)]
+            for module in parametrized_in_forward(model)
+            for parameter in module.parameters(recurse=False)
+        }
         self._watch = ChangeWatch(self.layout.names, is_thorough=False)
         self._release_fraction = 0.0
         self._max_prefetch = 0
@@ -129,7 +134,7 @@ class Gatherer:
 
         Collective: none; values are taken from this rank's parameters.
         """
-        self._watch = ChangeWatch(self.layout.names, is_thorough=debug)
+        self._watch = ChangeWatch(self.layout.names, is_thorough=debug, set_in_forward=self._set_in_forward)
         self.order = OrderCheck(self.ranks, remedy)
         self.keeps_all = self.ranks.shard_size == 1 and not self.memory.moves
         self.first_uses = None if self.keeps_all or units is not None else {}
