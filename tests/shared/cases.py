@@ -84,6 +84,7 @@ class Case:
         no_effect: Patterns of the names of parameters whose gradient is rounding alone; their values are not compared.
         tolerance: Of all comparisons.
         loss_atol: What losses may differ by besides, where they are small differences of large terms.
+        elements: ``rtol`` and ``atol`` of each element of gradients and parameters, in place of the tolerance.
         outputs: Compare what the model returns for each batch, too, and for one more in evaluation.
     """
 
@@ -100,6 +101,7 @@ class Case:
     no_effect: tuple[str, ...] = ()
     tolerance: Tolerance = _CLOSE
     loss_atol: float = 0.0
+    elements: tuple[float, float] | None = None
     outputs: bool = False
 
     def make(self) -> tuple[nn.Module, Any]:
@@ -324,7 +326,7 @@ def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None
     assert actual.norms == pytest.approx(expected.norms, **close), "norms"
     kept = {name for name in expected.parameters if not _has_no_effect(case, name)}
     ours, theirs = ({name: each.parameters[name] for name in kept} for each in (actual, expected))
-    assert_same_tensors(ours, theirs, case.tolerance)
+    _assert_close(ours, theirs, case)
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -341,10 +343,18 @@ def _assert_same(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Te
     for name in plain.keys() - kept:
         assert float(found[name].abs().max()) <= _NO_EFFECT * scale, f"{what}: {name} has an effect"
     try:
-        assert_same_tensors({name: found[name] for name in kept}, {name: plain[name] for name in kept}, case.tolerance)
+        _assert_close({name: found[name] for name in kept}, {name: plain[name] for name in kept}, case)
     except AssertionError as error:
         msg = f"{what}: {error}"
         raise AssertionError(msg) from None
+
+
+def _assert_close(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], case: Case) -> None:
+    if case.elements is None:
+        assert_same_tensors(found, plain, case.tolerance)
+    else:
+        rtol, atol = case.elements
+        torch.testing.assert_close(found, plain, rtol=rtol, atol=atol)
 
 
 def _has_no_effect(case: Case, name: str) -> bool:
