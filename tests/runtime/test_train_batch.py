@@ -1,5 +1,7 @@
 """`train_batch` and `evaluate_batch` equal plain PyTorch on one large batch, and refuse what they can't weigh."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -212,6 +214,26 @@ def train_without_loss():
     booster = Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train_batch(booster, iter([torch.ones(2, 8)]), model, None, optimizer)
+
+
+class WatchesBackward(TinyMLP):
+    """Notes, as backward reaches the first layer, whether the outputs are still there."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        hidden.register_hook(lambda gradient: self.were_alive.append(self.outputs() is not None))
+        outputs = {"hidden": hidden * 2, "loss": hidden.square().mean()}
+        self.outputs = weakref.ref(outputs["hidden"])
+        return outputs
+
+
+def test_outputs_are_gone_before_backward():
+    model = WatchesBackward()
+    model.were_alive = []
+    booster = Booster()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train_batch(booster, iter([{"x": torch.ones(4, 8)}]), boosted, None, optimizer)
+    assert model.were_alive == [False]
 
 
 def test_outputs_without_a_loss_raise():

@@ -309,7 +309,7 @@ def _as_file(name: str) -> str:
 def free_port() -> int:
     """Return a port below those that the system gives to connections, one of which could take it meanwhile."""
     while True:
-        port = random.randrange(20_000, 30_000)
+        port = random.SystemRandom().randrange(20_000, 30_000)  # a generator's state is that of the forking process
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("localhost", port))
             return port

@@ -62,7 +62,8 @@ def test_figures_of_peers_are_those_of_the_results(peer, claim, figures):
 def test_the_status_is_that_of_the_report_from_a_gpu():
     report = json.loads((ROOT / "docs" / "assets" / "gpu-report.json").read_text(encoding="utf-8"))
     passed = sum(case["status"] == "passed" for case in report["cases"])
-    assert f"One H100 ran {passed} of {len(report['cases'])} cases" in README.replace("\n", " ")
+    card = report["machine"]["card"].split()[1]
+    assert f"One {card} ran {passed} of {len(report['cases'])} cases" in README.replace("\n", " ")
 
 
 def test_the_first_script_has_twelve_lines():

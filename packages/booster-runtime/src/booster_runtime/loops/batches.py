@@ -272,8 +272,8 @@ class _Run:
         loss = self._criterion(outputs, batch)
         loss = loss * (share if self._weight is None else _product(share, self._weight(batch), loss))
         if optimizer is not None:
+            outputs = None  # logits in fp32 may be what makes the peak of backward
             self._booster.backward(loss, optimizer)
-            outputs = None
         self._losses.append(loss.detach())
         return outputs
 
