@@ -439,7 +439,7 @@ class ReadOfBatch(Base):
 
 
 RESULTS = (ResultObject, ResultInDict, RegisteredResult)
-SENT = (Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
+SENT = (Written, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
 
 
 @matrix(
@@ -448,6 +448,7 @@ SENT = (Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple
         "DetachedOfLayers-2",
         "EarlyIndices-4",
         "Read-2",
+        "Written-2",
         "InTuple-4",
         "ResultObject-2",
         "RegisteredResult-2",

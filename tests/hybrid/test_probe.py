@@ -232,6 +232,40 @@ def test_the_format_of_a_split_table_may_be_asked():
     assert check(Model(lambda model, x: model.head(x.to(model.tokens.weight.dtype))), RIGHT.values()) == {}
 
 
+class Scaled(Gated):
+    """Has a scale of its own, as norms in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class Crossed(Gated):
+    """Takes more than hidden states."""
+
+    def forward(self, x, other):
+        return super().forward(x) + other
+
+
+def test_layers_of_a_narrow_lazy_model_are_called_as_it_calls_them():
+    class Crossing(Model):
+        def forward(self, ids):
+            one, two = self.blocks
+            x = self.tokens(ids)
+            return self.head(two(one(x), x))
+
+    model = Crossing(blocks=(Scaled(), Crossed())).bfloat16()
+    for each in model.parameters():
+        each.data = torch.zeros((), dtype=torch.bfloat16).expand(each.shape)
+    down = ModuleRule("blocks.*.down", Style.ROW)
+    assert check(model, (ModuleRule("blocks.*.up", Style.COLUMN, num_blocks=2), down)) == {}
+    with pytest.raises(ConfigError, match=r"changes what layer 'blocks\.[01]' computes"):
+        check(model, (ModuleRule("blocks.*.up", Style.COLUMN), down))
+
+
 def test_a_rule_that_no_call_reaches_is_named():
     class Idle(Model):
         def forward(self, ids):

@@ -40,6 +40,20 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.t() @ x
 
 
+class Reversed(torch.autograd.Function):
+    """The usual identity with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        del ctx
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx
+        return -gradient
+
+
 class Scene:
     """A layer and a loss of it, whose parameter's values are then taken away."""
 
@@ -109,6 +123,7 @@ READS = {
         torch._C.DisableTorchFunctionSubclass(), lambda: functional.linear(s.x, s.p)
     ),
     "custom function": lambda s: Product.apply(s.x, s.p),
+    "custom function that views": lambda s: Reversed.apply(s.p),
     "inference_mode": lambda s: under(torch.inference_mode(), s.p.sum),
     "under a dispatch mode": lambda s: under(FlopCounterMode(display=False), s.p.sum),
     "func.grad": lambda s: torch.func.grad(lambda w: (w * w).sum())(s.p),

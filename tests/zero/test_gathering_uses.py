@@ -40,6 +40,20 @@ class Scale(torch.autograd.Function):
         return grad @ weight, grad.t() @ x
 
 
+class Reverse(torch.autograd.Function):
+    """Passes a parameter on, with its gradient reversed."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        del ctx
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        del ctx
+        return -grad
+
+
 class Chain(torch.autograd.Function):
     """Multiplies by one matrix after another; backward takes all of them from what was saved."""
 
@@ -86,7 +100,7 @@ class OfOthers(Layers):
 class InCustomFunctions(Layers):
     def forward(self, x):
         for layer in self.layers:
-            x = torch.tanh(Scale.apply(x, layer.weight) + layer.bias)
+            x = torch.tanh(Scale.apply(x, layer.weight) + Reverse.apply(layer.bias))
         return x * self.gain
 
 

@@ -47,20 +47,21 @@ def random_values(
         device: Where they are made.
         dtype: Of the values.
         light: Parameters, by ``id``, that may share memory, and then get no gradient, if they are large matrices.
-        left_out: Parameters, by ``id``, that get no values.
+        left_out: Parameters, by ``id``, that keep their values, or what stands in for these, in that dtype.
         shapes: Shapes of values, by ``id``, where they are not the parameters' own.
 
     Raises:
         NoValuesError: If a parameter holds no floating numbers.
     """
     generator = torch.Generator(device).manual_seed(_SEED)
-    named = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in left_out]
-    parameters = {id(parameter): (name, parameter) for name, parameter in named}
+    named = [*module.named_parameters()]
+    parameters = {id(parameter): (name, parameter) for name, parameter in named if id(parameter) not in left_out}
     shape_of = {key: torch.Size((shapes or {}).get(key, each.shape)) for key, (_, each) in parameters.items()}
     large = [key for key, shape in shape_of.items() if key in light and len(shape) > 1 and shape.numel() > _LARGE]
     longest = max((shape_of[key].numel() for key in large), default=0)
     buffer = _drawn((longest + _SHIFT * len(large),), device, dtype, generator)
-    found = {}
+    kept = [parameter for _, parameter in named if id(parameter) in left_out and parameter.is_floating_point()]
+    found = {id(each): _as(each.detach(), dtype) for each in kept if each.dtype != dtype}
     for key, (name, parameter) in parameters.items():
         if not parameter.is_floating_point():
             msg = f"its parameter '{name}' is of {parameter.dtype}"
@@ -80,6 +81,12 @@ def random_values(
     if large:
         buffer *= max(shape_of[key][-1] for key in large) ** -0.5
     return found
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in a dtype, without memory for what repeats one number."""
+    one = values.as_strided((), ()) if is_repeated(values) else values
+    return one.to(dtype).expand(values.shape).requires_grad_()
 
 
 def _drawn(

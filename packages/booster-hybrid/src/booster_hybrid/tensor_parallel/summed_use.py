@@ -35,8 +35,6 @@ def used(parameter: Tensor, split: Split | None, group: RankGroup) -> Tensor:
     """
     if group.size == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
-    if not torch.compiler.is_compiling():
-        parameter.dim()  # where an updated parameter is still being gathered, a call of torch's waits for it
     return enter((parameter,), group)[0] if split is None else share(parameter, split, group)
 
 

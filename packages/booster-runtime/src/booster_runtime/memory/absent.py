@@ -158,7 +158,9 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if only_describes(func):
         with _without_class():
             return func(*args, **kwargs)
-    if func is torch.Tensor.view_as and args[0] is args[1]:  # how torch finds the node that accumulates gradients
+    if func is torch.Tensor.view_as and args[0] is args[1] and torch.is_grad_enabled():
+        # How torch finds the node that accumulates gradients. Without gradients it is the view that a function of a
+        # user's own returns.
         with _without_class(), _without_key(_KEY):
             return func(*args)
     if func in (torch.autograd.grad, torch.autograd.backward):  # which read nothing of what they differentiate by
