@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process
 from expert_models import batch_of, make
 from matrix import matrix
 from torch import nn
@@ -12,8 +15,8 @@ from torch import nn
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import tolerance_for
 
 WIDTH, NUM_EXPERTS, TOP_K = 8, 4, 2
 
@@ -78,31 +81,24 @@ def policy(**options):
     return ShardingPolicy(experts=(ExpertRule("experts", **options),))
 
 
-def boost(kind, options, rule):
-    model = made(kind)
-    plugin = HybridParallelPlugin(**options, custom_policy=None if rule is None else policy(**rule))
-    return Booster("cpu", plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def boost(model, rule, optimizer=torch.optim.SGD, **options):
+    """Return a boosted model whose policy names experts by a rule, if there is one."""
+    sizes = {"ep_size": 2, **options}
+    plugin = HybridParallelPlugin(**sizes, custom_policy=None if rule is None else policy(**rule))
+    return Booster("cpu", plugin=plugin).boost(model, optimizer(model.parameters(), lr=0.1)).model
 
 
-def own_experts(kind, rule):
-    torch.manual_seed(7)
-    shares = torch.randn(dist.get_world_size(), 5, WIDTH, dtype=torch.float64)
-    whole = made(kind)
-    for share in shares:
-        (whole(share).square().sum() / len(shares)).backward()
-    plugin = HybridParallelPlugin(ep_size=2, custom_policy=policy(**rule))
-    booster = Booster("cpu", plugin=plugin)
-    model = made(kind)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.backward(model(shares[dist.get_rank()]).square().sum(), optimizer)
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
+def states(number, replica):
+    generator = torch.Generator().manual_seed(10 * number + replica)
+    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("kind", "rule"), [(Experts, {}), (Counting, {"counts": ()})])
 def test_a_policy_names_experts_of_ones_own(kind, rule):
     """A scale that all experts share stays whole, and so does a count that no rule names."""
-    run_on_ranks(own_experts, 2, kind, rule)
+    setting = Setting(HybridParallelPlugin, {"ep_size": 2, "custom_policy": policy(**rule)})
+    case = Case(build=partial(made, kind), batch=states, tolerance=tolerance_for(torch.float64))
+    assert_equals_one_process(case, setting)
 
 
 REFUSED = {
@@ -137,7 +133,7 @@ def boost_with(kind, options, rule):
         model = made(kind)
         plugin = HybridParallelPlugin(**options, custom_policy=ShardingPolicy(experts=(ExpertRule(rule["pattern"]),)))
         Booster("cpu", plugin=plugin).boost(model)
-    boost(kind, options, rule)
+    boost(made(kind), rule, **options)
 
 
 @matrix(["parameters", "counts", "stage"], case=list(REFUSED))
@@ -147,9 +143,7 @@ def test_what_cannot_be_spread_is_refused_at_boost(case):
 
 
 def with_whole_matrices():
-    model = made()
-    plugin = HybridParallelPlugin(ep_size=2, custom_policy=policy())
-    Booster("cpu", plugin=plugin).boost(model, torch.optim.Adafactor(model.parameters()))
+    boost(made(), {}, torch.optim.Adafactor)
 
 
 def test_optimizers_of_whole_matrices_are_refused():
@@ -189,9 +183,7 @@ def test_other_numbers_of_microbatches_are_refused():
 
 
 def twice():
-    model = made()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2, custom_policy=policy()))
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = boost(made(), {})
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
@@ -210,10 +202,7 @@ class Odd(Mixture):
 
 def called_otherwise():
     torch.manual_seed(5)
-    model = Odd().double()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2, custom_policy=policy()))
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.randn(5, WIDTH, dtype=torch.float64))
+    boost(Odd().double(), {})(states(0, 0))
 
 
 def test_experts_that_are_called_otherwise_raise():
@@ -222,10 +211,7 @@ def test_experts_that_are_called_otherwise_raise():
 
 
 def with_one_more_forward():
-    model = made()
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2, custom_policy=policy()))
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.randn(5, WIDTH, dtype=torch.float64)
+    model, x = boost(made(), {}), states(0, 0)
     model(x)
     if dist.get_rank() == 0:
         try:

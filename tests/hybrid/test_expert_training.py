@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, sgd, train_plainly
-from expert_models import LENGTH, assert_same_gradients, batch_of, expert_case, make
+from expert_models import LENGTH, batch_of, expert_case, make
 from torch import nn
+from uneven_runs import assert_steps_follow_batches
 
 from booster_core import Booster
 from booster_hybrid import ExpertRule, HybridParallelPlugin, ShardingPolicy
 from booster_hybrid.rank_group import RankGroup
-from booster_runtime import LazyInitContext, full_gradient, join
+from booster_runtime import LazyInitContext, full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.training import whole_model
@@ -117,32 +118,8 @@ def test_lazy_models_make_the_experts_that_are_here():
     run_on_ranks(filled_in, 2)
 
 
-def with_uneven_ends():
-    """One rank has one batch, the other two: it takes part in the second step with a weight of zero."""
-    booster = Booster("cpu", plugin=HybridParallelPlugin(ep_size=2))
-    whole = make("qwen3_moe")
-    model = make("qwen3_moe")
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    rank = dist.get_rank()
-    batches = [batch_of(number, rank) for number in range(1 + rank)]
-    found = []
-    for batch in join(booster, batches):
-        booster.backward(model(**batch).loss, optimizer)
-        found.append({key: full_gradient(booster, model, key) for key, _ in whole.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for number, ranks in enumerate([(0, 1), (1,)]):
-        for each in ranks:
-            (whole(**batch_of(number, each)).loss / len(ranks)).backward()
-        expected = {key: p.grad.clone() for key, p in whole.named_parameters() if p.grad is not None}
-        assert_same_gradients(found[number], expected, f"step {number}")
-        reference.step()
-        reference.zero_grad()
-
-
 def test_ranks_that_have_run_out_of_batches_compute_the_others_tokens():
-    run_on_ranks(with_uneven_ends, 2)
+    assert_steps_follow_batches(HybridParallelPlugin(ep_size=2), 2, case=expert_case("qwen3_moe"))
 
 
 def shorter_batch_of(number, replica):

@@ -13,6 +13,7 @@ from model_parity import NAMES, assert_near_fp32, parity_case, parity_setting
         "transformers/gpt2_double_heads-tp2",
         "heads/llama_token_classification-tp2",
         "heads/qwen3_lm-tp2",
+        "transformers/vit_classification-tp2",
     ],
     name=NAMES,
     **{

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, own_loss
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import full_gradient
-from booster_testing import run_on_ranks
+from booster_testing.compare import tolerance_for
 
 
 class Tower(nn.Module):
@@ -117,32 +118,20 @@ class Telling(Towered):
         return self.head(x) * notes.mean
 
 
-def seeded(kind):
-    torch.manual_seed(3)
+def in_fp64(kind):
     return kind().double()
 
 
-def train(kind, options):
-    """Return the floating point operations of this rank's forward, relative to those of one process."""
-    model, whole = seeded(kind), seeded(kind)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    plugin = HybridParallelPlugin(
-        pp_size=2, custom_policy=ShardingPolicy(layers=("layers",)), example_batch=x[:2], **options
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.execute_pipeline(iter([x]), model, lambda outputs, _: outputs.square().mean(), optimizer)
-    whole(x).square().mean().backward()
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
-    with FlopCounterMode(display=False) as alone, torch.no_grad():
-        expected = whole(x)
-    booster.execute_pipeline(iter([x]), model, lambda outputs, _: outputs.mean())  # what is left out has forms now
+def rows(number, replica):
+    generator = torch.Generator().manual_seed(2 + 10 * number + replica)
+    return torch.randn(4, 8, generator=generator, dtype=torch.float64)
+
+
+def operations(booster, model, _optimizer):
+    """Return the floating point operations of this rank's forward."""
     with FlopCounterMode(display=False) as here:
-        result = booster.execute_pipeline(iter([x]), model, lambda outputs, _: outputs.mean(), return_outputs=True)
-    if result["outputs"] is not None:
-        torch.testing.assert_close(result["outputs"], expected)
-    return here.get_total_flops() / alone.get_total_flops()
+        booster.execute_pipeline(iter([rows(0, 0)]), model, own_loss)
+    return here.get_total_flops()
 
 
 @pytest.mark.parametrize(
@@ -158,5 +147,11 @@ def train(kind, options):
     ],
 )
 def test_work_outside_of_the_layers_is_done_once(kind, options, more):
-    shares = run_on_ranks(train, 2, kind, options)
-    assert sum(shares) == pytest.approx(1.0 + more, abs=0.05)
+    make = partial(in_fp64, kind)
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": rows(0, 0)[:2]}
+    setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example, **options})
+    case = Case(build=make, batch=rows, steps=2, tolerance=tolerance_for(torch.float64), outputs=True)
+    found = assert_equals_one_process(case, setting, tell=operations)
+    with FlopCounterMode(display=False) as alone:
+        make()(rows(0, 0))
+    assert sum(found) / alone.get_total_flops() == pytest.approx(1.0 + more, abs=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process
 from model_zoo import get_model
 from torch import nn
 
@@ -11,7 +12,6 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 
@@ -36,36 +36,12 @@ class Skipping(nn.Module):
         return {"out": self.exit(state + first), "between": between}
 
 
-def skipping():
-    torch.manual_seed(5)
-    return Skipping()
-
-
 def loss_of(outputs, _):
     return outputs["out"].square().mean() + outputs["between"].mean()
 
 
-def train(options):
-    model, whole = skipping(), skipping()
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    plugin = HybridParallelPlugin(**options, custom_policy=ShardingPolicy(layers=("layers",)), example_batch=x[:2])
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    alone = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for _ in range(2):
-        result = booster.execute_pipeline(iter([x]), model, loss_of, optimizer, return_outputs=True)
-        expected = whole(x)
-        loss_of(expected, None).backward()
-        for name, parameter in whole.named_parameters():
-            torch.testing.assert_close(
-                full_gradient(booster, model, name), parameter.grad, rtol=1e-5, atol=1e-6, msg=name
-            )
-        if result["outputs"] is not None:
-            for key, value in expected.items():
-                torch.testing.assert_close(result["outputs"][key], value.detach(), rtol=1e-5, atol=1e-6)
-        for each in (optimizer, alone):
-            each.step()
-            each.zero_grad()
+def rows(number, replica):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1 + 10 * number + replica))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +56,9 @@ def train(options):
     ids=["pp2", "uneven", "zbv", "pp4", "interleaved"],
 )
 def test_values_that_bypass_layers_are_sent(num_ranks, options):
-    run_on_ranks(train, num_ranks, options)
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": rows(0, 0)[:2]}
+    setting = Setting(HybridParallelPlugin, {**options, **example}, num_ranks)
+    assert_equals_one_process(Case(build=Skipping, batch=rows, loss=loss_of, steps=2, outputs=True), setting)
 
 
 def hidden_states(name, options):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, own_loss, train_boosted
 from matrix import matrix, named
 from model_zoo import get_model
 from torch import nn
@@ -15,7 +17,6 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 POLICY = ShardingPolicy(layers=("layers",))
@@ -38,32 +39,30 @@ class Skipping(nn.Module):
         return x
 
 
-def boosted(model, options, *, with_optimizer=True):
-    plugin = HybridParallelPlugin(**{"pp_size": 2, **options}, custom_policy=POLICY, example_batch=torch.ones(2, 4))
+def setting_of(options):
+    sizes = {"pp_size": 2, **options}
+    example = {"custom_policy": POLICY, "example_batch": torch.ones(2, 4)}
+    return Setting(HybridParallelPlugin, {**sizes, **example}, sizes["pp_size"])
+
+
+def boosted(model, *, with_optimizer=True):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
-    booster = Booster("cpu", plugin=plugin)
+    booster = setting_of({}).make_booster()
     model, optimizer, *_ = booster.boost(model, optimizer)
     return booster, model, optimizer
 
 
-def square(outputs, _):
-    return outputs.square().mean()
+def rows(number, replica):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
 
 
-def train(skipped, options):
-    torch.manual_seed(1)
-    booster, model, optimizer = boosted(Skipping(), options)
-    model.unwrap().skipped = skipped
-    torch.manual_seed(1)
-    whole = Skipping()
-    whole.skipped = skipped
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
-    booster.execute_pipeline(iter([x]), model, square, optimizer)
-    square(whole(x), None).backward()
-    for name, parameter in whole.named_parameters():
-        found = full_gradient(booster, model, name)
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(torch.zeros_like(expected) if found is None else found, expected, msg=name)
+def skip(skipped, _step, model, _optimizer):
+    model.skipped = skipped
+
+
+def case_of(skipped):
+    """Return a training that skips layers which the dry run at `boost` has called."""
+    return Case(build=Skipping, batch=rows, before_step=partial(skip, skipped), steps=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"pp_style": "zbv"}], ids=["1f1b", "zbv"])
@@ -72,7 +71,7 @@ def test_layers_inside_of_a_stage_may_be_skipped(options):
     if options:
         options = {**options, "num_layers_per_stage": (2, 1, 2, 1)}
         skipped = (0, 1, 4)
-    run_on_ranks(train, 2, skipped, options)
+    assert_equals_one_process(case_of(skipped), setting_of(options))
 
 
 @pytest.mark.parametrize(
@@ -96,14 +95,15 @@ def test_layers_inside_of_a_stage_may_be_skipped(options):
     ids=["boundary", "rest", "middle", "zbv"],
 )
 def test_a_skipped_layer_at_a_cut_is_named_on_every_rank(skipped, options, message):
-    expect_on_ranks(ConfigError, message, train, options.get("pp_size", 2), skipped, options)
+    setting = setting_of(options)
+    expect_on_ranks(ConfigError, message, train_boosted, setting.num_ranks, case_of(skipped), setting)
 
 
 def skip_on_one_stage(stage, skipped):
-    booster, model, optimizer = boosted(Skipping(), {})
+    booster, model, optimizer = boosted(Skipping())
     if torch.distributed.get_rank() == stage:
         model.unwrap().skipped = skipped
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
 
 
 def test_received_activations_that_are_not_used_are_named_on_every_rank():
@@ -135,9 +135,9 @@ class OnOptional(nn.Module):
 
 
 def send_nothing():
-    booster, model, optimizer = boosted(Optional(), {})
+    booster, model, optimizer = boosted(Optional())
     model.unwrap().gives = False
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
 
 
 def test_a_stage_without_a_tensor_to_send_raises_on_every_rank():
@@ -154,9 +154,9 @@ class Choosing(Skipping):
 
 
 def call_another_layer():
-    booster, model, optimizer = boosted(Choosing(), {})
+    booster, model, optimizer = boosted(Choosing())
     model.unwrap().skipped = ()
-    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, square, optimizer)
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, own_loss, optimizer)
 
 
 def test_a_layer_that_the_dry_run_did_not_call_is_named_on_every_rank():
@@ -185,7 +185,7 @@ def boost_drawing(draw, *, is_training=True, with_optimizer=True):
     torch.set_rng_state(before[0])
     modes = {name: module.training for name, module in model.named_modules()}
     try:
-        boosted(model, {}, with_optimizer=with_optimizer)
+        boosted(model, with_optimizer=with_optimizer)
     finally:
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]

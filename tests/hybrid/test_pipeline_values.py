@@ -8,16 +8,14 @@ import typing
 
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import full_gradient
-from booster_runtime.data import tensors_of
-from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing import expect_on_ranks
 
 
 class Block(nn.Module):
@@ -236,9 +234,9 @@ class Read(Base):
 
     def forward(self, x):
         x = self.entry(x)
-        for layer in self.layers:
+        for layer, least in zip(self.layers, (-9, 9, -9, 9), strict=True):
             x = layer(x)
-            scale = 2.0 if bool((x > 0.5).any()) else 1.0
+            scale = 2.0 if bool((x > least).any()) else 1.0
             x = x * scale
         return self.exit(x)
 
@@ -416,27 +414,17 @@ def loss_of(outputs, _):
     return out_of(outputs).square().mean() + seen
 
 
-def train(kind, pp_size=2):
-    torch.manual_seed(3)
-    model = kind()
-    torch.manual_seed(3)
-    whole = kind()
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
-    plugin = HybridParallelPlugin(
-        pp_size=pp_size, custom_policy=ShardingPolicy(layers=("layers",)), example_batch=torch.ones(2, 4)
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    result = booster.execute_pipeline(iter([x]), model, loss_of, optimizer, return_outputs=True)
-    expected = whole(x)
-    loss = loss_of(expected, None)
-    loss.backward()
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
-    if result["loss"] is not None:
-        torch.testing.assert_close(result["loss"], loss.detach())
-        compared = zip(tensors_of(result["outputs"]), tensors_of(expected), strict=True)
-        assert all(where == path and torch.allclose(found, value) for (where, found), (path, value) in compared)
+def rows(number, replica):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
+
+
+def case_of(kind):
+    return Case(build=kind, batch=rows, loss=loss_of, steps=2, outputs=True)
+
+
+def stages(pp_size=2):
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(2, 4)}
+    return Setting(HybridParallelPlugin, {"pp_size": pp_size, **example}, pp_size)
 
 
 class ReadOfBatch(Base):
@@ -465,16 +453,16 @@ SENT = (Written, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read
         "ResultObject-2",
         "RegisteredResult-2",
     ],
-    kind=[MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, *SENT],
+    kind=[MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, Written, *SENT],
     pp_size=[2, 4],
 )
 def test_values_without_gradients_train_as_one_process(kind, pp_size):
-    run_on_ranks(train, pp_size, kind, pp_size)
+    assert_equals_one_process(case_of(kind), stages(pp_size))
 
 
 @pytest.mark.parametrize("kind", [FirstInLast, FirstInLastDetached, DetachedToNext])
 def test_values_that_pass_over_stages_train_as_one_process(kind):
-    run_on_ranks(train, 4, kind, 4)
+    assert_equals_one_process(case_of(kind), stages(4))
 
 
 @pytest.mark.parametrize(
@@ -485,7 +473,8 @@ def test_values_that_pass_over_stages_train_as_one_process(kind):
     ],
 )
 def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
-    expect_on_ranks(ConfigError, rf"can't be cut before its layer 'layers\.2': {message}", train, 2, kind)
+    message = rf"can't be cut before its layer 'layers\.2': {message}"
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages())
 
 
 @pytest.mark.parametrize(
@@ -499,4 +488,5 @@ def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
     ],
 )
 def test_layers_that_return_containers_are_refused(kind, returned):
-    expect_on_ranks(ConfigError, rf"Layer 'layers\.0' returns a `{returned}`", train, 2, kind)
+    message = rf"Layer 'layers\.0' returns a `{returned}`"
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages())

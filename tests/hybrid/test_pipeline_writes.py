@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, own_loss
 from torch import nn
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import tolerance_for
 
 
 class Block(nn.Module):
@@ -186,53 +188,29 @@ class CountsInAnArgument(Base):
         return self.exit(x)
 
 
-def plugin(pp_size=2):
-    return HybridParallelPlugin(
-        pp_size=pp_size,
-        custom_policy=ShardingPolicy(layers=("layers",)),
-        example_batch=torch.ones(2, 4, dtype=torch.float64),
-    )
+def in_fp64(kind):
+    return kind().double()
 
 
-def loss_of(outputs, _):
-    return outputs.square().mean()
+def rows(number, replica):
+    generator = torch.Generator().manual_seed(2 + 10 * number + replica)
+    return torch.randn(4, 4, generator=generator, dtype=torch.float64)
 
 
-def train(kind, pp_size=2):
-    """Train for a step and evaluate, and compare with one process."""
-    torch.manual_seed(3)
-    model = kind().double()
-    torch.manual_seed(3)
-    whole = kind().double()
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    booster = Booster("cpu", plugin=plugin(pp_size))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    result = booster.execute_pipeline(iter([x]), model, loss_of, optimizer)
-    loss = loss_of(whole(x), None)
-    loss.backward()
-    for name, parameter in whole.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(
-                full_gradient(booster, model, name), parameter.grad, msg=lambda text, name=name: f"{name}: {text}"
-            )
-    if result["loss"] is not None:
-        torch.testing.assert_close(result["loss"], loss.detach())
-    model.eval()
-    whole.eval()
-    result = booster.execute_pipeline(iter([x]), model, loss_of, return_outputs=True)
-    if result["outputs"] is not None:
-        torch.testing.assert_close(result["outputs"], whole(x).detach())
+def stages(pp_size=2):
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": rows(0, 0)[:2]}
+    return Setting(HybridParallelPlugin, {"pp_size": pp_size, **example}, pp_size)
 
 
 def evaluate(kind):
     """Evaluate a model that is never trained, and compare with one process."""
     torch.manual_seed(3)
-    whole = kind().double().eval()
+    whole = in_fp64(kind).eval()
     torch.manual_seed(3)
-    booster = Booster("cpu", plugin=plugin())
-    model, *_ = booster.boost(kind().double().eval())
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    result = booster.execute_pipeline(iter([x]), model, loss_of, return_outputs=True)
+    booster = stages().make_booster()
+    model, *_ = booster.boost(in_fp64(kind).eval())
+    x = rows(0, 0)
+    result = booster.execute_pipeline(iter([x]), model, own_loss, return_outputs=True)
     if result["outputs"] is not None:
         torch.testing.assert_close(result["outputs"], whole(x).detach())
 
@@ -240,11 +218,11 @@ def evaluate(kind):
 def boost(kind, pp_size=2, *, is_training=True, trains=True):
     """Boost a model; if that is refused, it is as it was."""
     torch.manual_seed(3)
-    model = kind().double().train(is_training)
+    model = in_fp64(kind).train(is_training)
     before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
     try:
-        Booster("cpu", plugin=plugin(pp_size)).boost(model, optimizer)
+        stages(pp_size).make_booster().boost(model, optimizer)
     except ConfigError:
         for name, value in model.named_parameters():
             torch.testing.assert_close(value.detach(), before[name])
@@ -293,7 +271,8 @@ def test_a_run_with_numbers_stops_before_it_writes_to_parameters():
     ],
 )
 def test_writes_within_a_stage_train_as_one_process(kind):
-    run_on_ranks(train, 2, kind)
+    case = Case(build=partial(in_fp64, kind), batch=rows, steps=2, tolerance=tolerance_for(torch.float64), outputs=True)
+    assert_equals_one_process(case, stages())
 
 
 def test_the_same_layers_are_refused_where_a_cut_is_before_the_one_that_writes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix
 from torch import nn
 from torch.nn import functional
@@ -11,7 +12,6 @@ from torch.nn import functional
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_runtime import full_gradient
 from booster_runtime.lazy import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -115,20 +115,11 @@ def test_a_lazy_model_is_checked():
     expect_on_ranks(ConfigError, WRONG["glu"][1], boost_lazy, 2)
 
 
-def train(sharding, options):
-    torch.manual_seed(0)
-    expected, model = Model(), Model()
-    model.load_state_dict(expected.state_dict())
-    drawn = torch.get_rng_state()
-    booster, model, optimizer = boost(model, sharding, **options)
-    assert torch.equal(drawn, torch.get_rng_state())
-    assert model.training
-    x = torch.randn(2, 5, WIDTH)
-    torch.distributed.broadcast(x, 0)
-    expected(x).square().mean().backward()
-    booster.backward(model(x).square().mean(), optimizer)
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
+def states(number, replica):
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def described(booster, _model, _optimizer):
     return booster.describe()
 
 
@@ -138,8 +129,9 @@ def train(sharding, options):
     ids=["tp2", "uneven-heads"],
 )
 def test_a_right_policy_trains(num_ranks, options):
-    described = run_on_ranks(train, num_ranks, policy(), options)
-    assert all("unchecked_layers={}" in each for each in described)
+    setting = Setting(HybridParallelPlugin, {"tp_size": 2, "custom_policy": policy(), **options}, num_ranks)
+    found = assert_equals_one_process(Case(build=Model, batch=states), setting, tell=described)
+    assert all("unchecked_layers={}" in each for each in found)
 
 
 class Told(Block):

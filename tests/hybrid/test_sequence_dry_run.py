@@ -18,7 +18,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_runtime import LazyInitContext, full_gradient
+from booster_runtime import LazyInitContext
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
 
@@ -144,12 +144,13 @@ def unchanged(mode):
     """Nothing of the model, the generators or the loader is changed by the check."""
     loader = loader_of(16)
     torch.manual_seed(3)
-    before = plain("torch's", "torch's")
+    kinds = ["torch's"] * 3  # of which the check leaves one out
+    before = plain(*kinds)
     torch.manual_seed(7)
-    _, model, _ = boosted(plain("torch's", "torch's"), mode, None, unchecked="allow")
+    _, model, _ = boosted(plain(*kinds), mode, None, unchecked="allow")
     without = torch.get_rng_state()
     torch.manual_seed(7)
-    _, model, _ = boosted(plain("torch's", "torch's"), mode, loader)
+    _, model, _ = boosted(plain(*kinds), mode, loader)
     assert torch.equal(torch.get_rng_state(), without)
     inside = model.unwrap()
     assert inside.calls == 0
@@ -209,31 +210,6 @@ def compiled(mode):
 
 def test_compiled_layers_are_checked_as_they_are_written():
     run_on_ranks(compiled, 2, "ring_attn", timeout_seconds=180.0)
-
-
-def compared(options):
-    """Train a model that was checked, as one process does, parameter by parameter."""
-    rows = [{"input_ids": torch.arange(row, row + 12), "labels": torch.arange(row, row + 12)} for row in range(4)]
-    whole = tiny_llama(num_hidden_layers=3).train()
-    model = tiny_llama(num_hidden_layers=3).train()
-    model.load_state_dict(whole.state_dict())
-    booster, model, optimizer = boosted(model, options.pop("mode"), DataLoader(rows, batch_size=4), **options)
-    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-    whole(**batch).loss.backward()
-    booster.backward(model(**batch).loss, optimizer)
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"mode": "all_to_all"}, marks=pytest.mark.slow),
-        {"mode": "ring_attn", "tp_size": 2, "zero_stage": 1},
-    ],
-)
-def test_models_that_were_checked_train_as_one_process(options):
-    run_on_ranks(compared, 2 * options.get("tp_size", 1), options)
 
 
 class Shifted(LlamaDecoderLayer):

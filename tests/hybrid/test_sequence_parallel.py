@@ -18,7 +18,6 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import enable_activation_checkpointing, full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
-STEPS = 3
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 """fp32, sums in another order; AdamW's epsilon keeps small gradients' rounding small."""
 ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
@@ -120,60 +119,6 @@ def own_criterion(outputs, batch):
 def test_a_custom_criterion_gets_whole_logits(options):
     case = zoo_case("transformers/llama_tied", batch=without_labels, loss=own_criterion)
     assert_equals_one_process(case, Setting(HybridParallelPlugin, options))
-
-
-def compare_zoo(names, options):
-    """One step of each model on its own batch and loss."""
-    for name in names:
-        zoo = get_model(f"transformers/{name}")
-        booster, model, optimizer = boosted(zoo.name, options)
-        expected = zoo.seeded()
-        batch = zoo.whole(0, 1, 4)
-        loss, found = zoo.loss_of(expected, batch), zoo.loss_of(model, batch)
-        loss.backward()
-        booster.backward(found, optimizer)
-        assert found.item() == pytest.approx(loss.item(), rel=1e-5), name
-        scale = max(float(p.grad.abs().max()) for p in expected.parameters() if p.grad is not None)
-        for key, parameter in expected.named_parameters():
-            if parameter.grad is not None:
-                worst = float((full_gradient(booster, model, key) - parameter.grad).abs().max()) / scale
-                assert worst < 2e-6, f"{name}: {key} {worst}"
-
-
-COMMON = ("mistral", "qwen2", "gemma", "phi", "cohere", "glm", "mixtral", "deepseek_v3", "gpt2_lm", "opt")
-HEADS = ("gpt2_classification", "gpt2_double_heads", "bert", "bert_pretraining", "bert_classification")
-MORE_HEADS = ("bert_masked_lm", "bert_multiple_choice", "bert_question_answering", "vit_classification")
-
-
-FEW = ("deepseek_v3", "gpt2_double_heads", "vit_classification")
-
-
-@matrix(
-    ["few-ring_attn"],
-    models=named([FEW, [*COMMON, *HEADS, *MORE_HEADS]], ["few", "all"]),
-    options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]),
-)
-def test_models_and_heads_have_the_gradients_of_one_process(options, models):
-    run_on_ranks(compare_zoo, 2, models, options, timeout_seconds=180)
-
-
-def narrow(options):
-    norms = {}
-    for precision in ("fp32", "bf16"):
-        booster, model, optimizer = boosted("transformers/llama", options, precision)
-        norms[precision] = []
-        for step in range(STEPS):
-            booster.backward(model(**batch_of(step, 9, "right")).loss, optimizer)
-            norms[precision].append(float(optimizer.clip_grad_by_norm(0.5)))
-            optimizer.step()
-            optimizer.zero_grad()
-    # bf16 keeps 8 bits: 2**-8 for each of a few roundings on the way.
-    assert norms["bf16"] == pytest.approx(norms["fp32"], rel=2e-2)
-
-
-@matrix(["all_to_all"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
-def test_bf16_stays_near_fp32(options):
-    run_on_ranks(narrow, 2, options)
 
 
 def checkpointed(options):

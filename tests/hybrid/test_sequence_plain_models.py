@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
 from model_zoo import get_model
 from torch import nn
@@ -12,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ShardingPolicy
-from booster_runtime import enable_activation_checkpointing, full_gradient
+from booster_runtime import enable_activation_checkpointing
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import tolerance_for
 
 HIDDEN, HEADS = 16, 4
 
@@ -92,74 +96,63 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def make(kind):
-    torch.manual_seed(0)
-    return Model(kind)
+def make(kind, model_class=Model):
+    return model_class(kind).double()
 
 
-def boosted(kind, mode, before=None):
-    model = make(kind)
-    if before is not None:
-        before(model)
-    plugin = HybridParallelPlugin(
-        sp_size=2,
-        sequence_parallelism_mode=mode,
-        custom_policy=ShardingPolicy(layers=("blocks",)),
-        example_batch=torch.arange(60).view(3, 20) % 32,
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
+EXAMPLE = {"example_batch": torch.arange(60).view(3, 20) % 32}
 
 
-def loss_of(model, tokens):
-    logits = model(tokens)[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+def setting_of(mode, **options):
+    policy = ShardingPolicy(layers=("blocks",))
+    asked = {"sp_size": 2, "sequence_parallelism_mode": mode, "custom_policy": policy}
+    return Setting(HybridParallelPlugin, {**asked, **(options or EXAMPLE)})
 
 
-def compare(kind, mode, checkpointed):
-    booster, model, optimizer = boosted(kind, mode)
-    if checkpointed:
+def boosted(model, mode, **options):
+    booster = setting_of(mode, **options).make_booster()
+    return booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+
+# As many positions as samples, features or heads tell no more than others along which dimension to split.
+SIZES = ((3, 11), (3, 2), (16, 16), (3, HIDDEN), (2, HEADS), (3, 3))
+
+
+def tokens(number, replica):
+    return torch.randint(32, SIZES[number], generator=torch.Generator().manual_seed(1 + 10 * number + replica))
+
+
+def loss_of(logits, batch):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def case_of(kind, **more):
+    return Case(build=partial(make, kind), batch=tokens, loss=loss_of, tolerance=tolerance_for(torch.float64), **more)
+
+
+def checkpoint_layers(step, model, _optimizer):
+    if step == 0:
         enable_activation_checkpointing(model, Layer)
-    expected = make(kind)
-    generator = torch.Generator().manual_seed(1)
-    # As many positions as samples, features or heads tell no more than others along which dimension to split.
-    for samples, length in ((3, 11), (3, 2), (16, 16), (3, HIDDEN), (2, HEADS), (3, 3)):
-        tokens = torch.randint(32, (samples, length), generator=generator)
-        truth, found = loss_of(expected, tokens), loss_of(model, tokens)
-        truth.backward()
-        booster.backward(found, optimizer)
-        torch.testing.assert_close(found.detach(), truth.detach())
-        for name, parameter in expected.named_parameters():
-            torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, rtol=1e-4, atol=1e-6)
-        expected.zero_grad()
-        optimizer.zero_grad()
-
-
-def compare_kinds(mode):
-    compare("takes angles", mode, checkpointed=True)
-    for kind in ("takes none", "takes angles", "takes a mask", "takes biases of heads", "takes a mask of keys"):
-        compare(kind, mode, checkpointed=False)
 
 
 @matrix(["ring_attn"], mode=["all_to_all", "ring_attn"])
 def test_layers_that_call_torch_attention_train_as_on_one_process(mode):
-    run_on_ranks(compare_kinds, 2, mode)
-
-
-def run_once(kind):
-    _, model, _ = boosted(kind, "ring_attn")
-    model(torch.zeros(3, 16, dtype=torch.long))
+    setting = setting_of(mode)
+    for kind in ("takes none", "takes angles", "takes a mask", "takes biases of heads", "takes a mask of keys"):
+        assert_equals_one_process(case_of(kind, steps=len(SIZES)), setting)
+    assert_equals_one_process(case_of("takes angles", steps=len(SIZES), before_step=checkpoint_layers), setting)
 
 
 @pytest.mark.parametrize("kind", ["makes positions", "sums positions", "checkpoints a function", "multiplies"])
 def test_layers_that_differ_on_parts_of_a_sequence_are_refused(kind):
     message = "(changes what Model computes|'Layer' of Model does not call its attention)"
-    expect_on_ranks(ConfigError, message, run_once, 2, kind)
+    expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), setting_of("ring_attn"))
 
 
 def checkpoint_first():
-    boosted("takes none", "ring_attn", before=lambda model: enable_activation_checkpointing(model, Layer))
+    model = make("takes none")
+    enable_activation_checkpointing(model, Layer)
+    boosted(model, "ring_attn")
 
 
 def test_checkpointing_before_boost_is_refused():
@@ -167,15 +160,7 @@ def test_checkpointing_before_boost_is_refused():
 
 
 def run_unproved(samples):
-    plugin = HybridParallelPlugin(
-        sp_size=2,
-        sequence_parallelism_mode="ring_attn",
-        custom_policy=ShardingPolicy(layers=("blocks",)),
-        unchecked="allow",
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model = make("takes angles")
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = boosted(make("takes angles"), "ring_attn", unchecked="allow")
     model(torch.zeros(samples, HIDDEN + 2, dtype=torch.long))
 
 
@@ -186,10 +171,8 @@ def test_what_no_example_has_shown_is_split_where_its_sizes_tell_how():
 
 
 def run_with_other_positions():
-    _, model, _ = boosted("takes angles", "ring_attn")
-    hidden = torch.zeros(3, 12, HIDDEN)
-    block = model.unwrap().blocks[0]
-    block(hidden, torch.zeros(20, 2), torch.ones(3, 1, HIDDEN))
+    block = boosted(make("takes angles"), "ring_attn").unwrap().blocks[0]
+    block(torch.zeros(3, 12, HIDDEN).double(), torch.zeros(20, 2), torch.ones(3, 1, HIDDEN))
 
 
 def test_positions_of_another_number_than_the_hidden_states_have_are_refused():
@@ -216,17 +199,9 @@ class Skipping(Model):
 
 
 def run_without_a_layer(mode, index, probability=0.0):
-    plugin = HybridParallelPlugin(
-        sp_size=2,
-        sequence_parallelism_mode=mode,
-        custom_policy=ShardingPolicy(layers=("blocks",)),
-        example_batch=torch.arange(60).view(3, 20) % 32,
-    )
-    torch.manual_seed(0)
-    model = Skipping("takes angles")
+    model = make("takes angles", Skipping)
     model.probability = probability
-    booster = Booster("cpu", plugin=plugin)
-    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = boosted(model, mode)
     model.unwrap().left_out = index
     model(torch.zeros(3, 16, dtype=torch.long))
 
@@ -279,14 +254,7 @@ class Deep(Model):
 
 
 def boost_deep():
-    plugin = HybridParallelPlugin(
-        sp_size=2,
-        sequence_parallelism_mode="ring_attn",
-        custom_policy=ShardingPolicy(layers=("blocks",)),
-        example_batch=torch.arange(60).view(3, 20) % 32,
-    )
-    model = Deep("takes angles")
-    Booster("cpu", plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    boosted(make("takes angles", Deep), "ring_attn")
 
 
 def test_a_model_that_returns_what_layers_have_in_between_is_refused():

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
 from torch import nn
 from torch.nn import functional
 
-from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 WIDTH = 8
@@ -238,23 +237,23 @@ POLICY = ShardingPolicy(
 )
 
 
-def boosted(kind, *, is_known=False):
-    torch.manual_seed(0)
-    model = Model(kind)
-    whole = Model(kind)
-    whole.load_state_dict(model.state_dict())
-    plugin = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather", custom_policy=POLICY)
-    booster = Booster("cpu", plugin=plugin)
-    # What a layer returns is looked at in each forward, also where the layer could not be checked.
-    checked = mock.patch("booster_hybrid.boosting.check_policy", return_value={}) if is_known else nullcontext()
-    with checked:
-        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return whole, booster, model, optimizer
+SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
+SETTING = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": POLICY})
 
 
-def run(kind, length, is_known):
-    *_, model, _ = boosted(kind, is_known=is_known)
-    model(torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1)))
+def states(number, replica, length=5):
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1 + 10 * number + replica))
+
+
+def case_of(kind):
+    no_effect = ("layers.0.part.bias",) if kind is OwnBlock else ()  # its block takes means over the sequence off
+    return Case(build=partial(Model, kind), batch=states, steps=2, no_effect=no_effect)
+
+
+def train_unchecked(kind):
+    """What a layer returns is looked at in each forward, also where the layer could not be checked."""
+    with mock.patch("booster_hybrid.boosting.check_policy", return_value={}):
+        train_boosted(case_of(kind), SETTING)
 
 
 @matrix(
@@ -265,33 +264,20 @@ def run(kind, length, is_known):
     ],
 )
 def test_layers_that_mix_positions_are_refused_at_boost(kind):
-    expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", boosted, 2, kind)
+    expect_on_ranks(ConfigError, r"'split_gather'.*layer 'layers\.0'", train_boosted, 2, case_of(kind), SETTING)
 
 
 def test_layers_that_return_containers_are_refused():
-    expect_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", run, 2, InDict, 6, True)
-
-
-def train(kind):
-    whole, booster, model, optimizer = boosted(kind)
-    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):
-        whole.zero_grad()
-        optimizer.zero_grad()
-        whole(x).square().mean().backward()
-        booster.backward(model(x).square().mean(), optimizer)
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
+    expect_on_ranks(ConfigError, "layer of class `InDict` returns a `dict`", train_unchecked, 2, InDict)
 
 
 @pytest.mark.parametrize("kind", [Layer, OwnBlock, AttendingBlock, Unsplit])
 def test_layers_that_are_pointwise_outside_of_blocks_train_as_one_process(kind):
-    run_on_ranks(train, 2, kind)
+    assert_equals_one_process(case_of(kind), SETTING)
 
 
-@pytest.mark.parametrize("kind", [Dropping])
-def test_dropout_is_pointwise(kind):
-    run_on_ranks(run, 2, kind, 6, False)
+def test_dropout_is_pointwise():
+    run_on_ranks(train_boosted, 2, case_of(Dropping), SETTING)
 
 
 class Seeing(Model):
@@ -314,25 +300,11 @@ class SeeingLayer(Unsplit):
         return super().forward(x) + scale * x.cumsum(1)
 
 
-def train_seeing():
-    torch.manual_seed(0)
-    whole, model = Seeing(), Seeing()
-    model.load_state_dict(whole.state_dict())
-    plugin = HybridParallelPlugin(
-        tp_size=2,
-        sequence_parallelism_mode="split_gather",
-        custom_policy=ShardingPolicy(rules=POLICY.rules, layers=("layers", "pictures")),
-        example_batch=torch.randn(2, 6, WIDTH),
-    )
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(2, length, WIDTH, generator=generator) for length in (5, 4)]
-    whole(*given).square().mean().backward()
-    booster.backward(model(*given).square().mean(), optimizer)
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, name), parameter.grad, msg=name)
+def with_pictures(number, replica):
+    return states(number, replica), states(number, replica, 4)
 
 
 def test_layers_that_no_batch_reaches_have_whole_sequences():
-    run_on_ranks(train_seeing, 2)
+    policy = ShardingPolicy(rules=POLICY.rules, layers=("layers", "pictures"))
+    setting = Setting(HybridParallelPlugin, {**SPLIT, "custom_policy": policy, "example_batch": states(0, 0, 6)})
+    assert_equals_one_process(Case(build=Seeing, batch=with_pictures, steps=2), setting)

@@ -9,10 +9,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from isolated_libraries import import_quietly
 from matrix import matrix
-from model_zoo import ZOO, get_model
-from model_zoo.transformers_heads import HEADS
+from model_zoo import get_model
 from torch.nn import functional
 
 from booster_core import Booster
@@ -22,7 +20,6 @@ from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.split_logits import split_logits
 from booster_hybrid.tensor_parallel.vocabulary import ByVocabulary
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.memory import peak_memory
 
@@ -350,41 +347,6 @@ def test_contradicting_options_raise(more, message):
 
 def wrong_option(**more):
     functional.cross_entropy(make()[2].view(-1, 7), torch.zeros(10, dtype=torch.int64), **more)
-
-
-def compare_models(names):
-    for name in names:
-        zoo = ({**ZOO, **HEADS})[name]
-        import_quietly(zoo.needs)
-        whole, original = zoo.seeded(), zoo.seeded()
-        batch = zoo.whole(0, 1, 4)
-        expected = zoo.loss_of(whole, batch)
-        expected.backward()
-        # Whisper and BLIP-2 have layers that take more than hidden states: the example shows how they are called.
-        plugin = HybridParallelPlugin(tp_size=2, parallel_output=True, example_batch=batch)
-        booster = Booster("cpu", plugin=plugin)
-        model, optimizer, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
-        found = zoo.loss_of(model, batch)
-        torch.testing.assert_close(found, expected, msg=name)
-        booster.backward(found, optimizer)
-        for key, parameter in whole.named_parameters():
-            if parameter.grad is not None:
-                gradient = full_gradient(booster, model, key)
-                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=2e-6, msg=f"{name}: {key}")
-
-
-MODELS = {
-    "causal": ["transformers/llama_tied", "transformers/gpt2_double_heads", "transformers/cohere", "transformers/opt"],
-    "masked": ["transformers/bert_masked_lm", "transformers/bert_pretraining"],
-    "conditional": ["transformers/t5_generation", "transformers/whisper_generation", "transformers/blip2"],
-    "composed": ["heads/blip2_t5"],
-    "without vocabulary": ["heads/llama_classification", "transformers/vit_classification"],
-}
-
-
-@matrix(["without vocabulary"], kind=MODELS)
-def test_the_losses_of_models_need_no_whole_logits(kind):
-    run_on_ranks(compare_models, 2, MODELS[kind])
 
 
 GENERATION = {

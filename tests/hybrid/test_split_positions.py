@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Setting, assert_equals_one_process, itself, own_loss, zoo_case
 from matrix import matrix, named
 from model_zoo import get_model
 
@@ -12,7 +15,6 @@ from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, SplitLogits
 from booster_hybrid.sequence_parallel.positions import ByPositions
-from booster_runtime import full_gradient
 from booster_testing import expect_on_ranks, run_on_ranks
 
 NAME = "transformers/llama_tied"
@@ -36,44 +38,48 @@ def weighted(logits, tokens):
     return (losses * weights).mean()
 
 
+def own_and_criterion(outputs, batch):
+    labels = batch["labels"]
+    criterion = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return outputs.loss + outputs.logits.softmax(-1).square().mean() + criterion
+
+
 LOSSES = {
-    "own": lambda model: model(input_ids=TOKENS, labels=TOKENS).loss,
-    "criterion": lambda model: weighted(model(input_ids=TOKENS).logits, TOKENS),
-    "criterion-and-labels": lambda model: weighted(model(input_ids=TOKENS, labels=TOKENS).logits.float() * 2.0, TOKENS),
-    "both": lambda model: (
-        (outputs := model(input_ids=TOKENS, labels=TOKENS)).loss
-        + outputs.logits.softmax(-1).square().mean()
-        + torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
-    ),
-    "tuple": lambda model: sum(
-        part.square().mean() for part in model(input_ids=TOKENS, labels=TOKENS, return_dict=False)[:2]
-    ),
+    "own": (own_loss, {}),
+    "criterion": (lambda outputs, batch: weighted(outputs.logits, batch["input_ids"]), {"labels": None}),
+    "criterion-and-labels": (lambda outputs, batch: weighted(outputs.logits.float() * 2.0, batch["labels"]), {}),
+    "both": (own_and_criterion, {}),
+    "tuple": (lambda outputs, _: sum(part.square().mean() for part in outputs[:2]), {"return_dict": False}),
 }
 
 
-def compare(options, name):
-    booster, model, optimizer = boosted(options)
-    whole = get_model(NAME).seeded()
-    expected, found = LOSSES[name](whole), LOSSES[name](model)
-    torch.testing.assert_close(found, expected)
-    expected.backward()
-    booster.backward(found, optimizer)
-    for key, parameter in whole.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, key), parameter.grad, rtol=1e-4, atol=2e-6, msg=key)
+def batch_of(more, number, replica):
+    tokens = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(10 * number + replica))
+    return {"input_ids": tokens, "labels": tokens, **more}
+
+
+def loss_named(name, outputs, batch):
+    return LOSSES[name][0](outputs, batch)
+
+
+def assert_same_losses(name, options, num_ranks=2):
+    case = zoo_case(NAME, batch=partial(batch_of, LOSSES[name][1]), loss=partial(loss_named, name), steps=2)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, options, num_ranks))
 
 
 @matrix(["tuple-all_to_all"], name=LOSSES, options=named([ULYSSES, RING], ["all_to_all", "ring_attn"]))
 def test_losses_of_all_kinds_are_those_of_one_process(options, name):
-    run_on_ranks(compare, 2, options, name)
+    assert_same_losses(name, options)
 
 
 @matrix(["criterion"], name=LOSSES)
 def test_positions_and_vocabulary_may_be_split_at_once(name):
-    run_on_ranks(compare, 4, {**RING, "tp_size": 2}, name)
+    assert_same_losses(name, {**RING, "tp_size": 2}, 4)
 
 
-def with_penalty(model):
-    """Let a model add to its loss what its last and its first positions predict most surely."""
+def with_penalty():
+    """Return a model that adds to its loss what its last and its first positions predict most surely."""
+    model = get_model(NAME).seeded()
     whole = type(model)
 
     class PenalizedForCausalLM(whole):
@@ -86,22 +92,11 @@ def with_penalty(model):
     return model
 
 
-def compare_penalties(options):
-    plain, model = with_penalty(get_model(NAME).seeded()), with_penalty(get_model(NAME).seeded())
-    plugin = HybridParallelPlugin(**options, example_batch={"input_ids": TOKENS, "labels": TOKENS})
-    booster = Booster("cpu", plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    expected, found = plain(TOKENS, labels=TOKENS), model(TOKENS, labels=TOKENS)
-    torch.testing.assert_close(found, expected)
-    expected.backward()
-    booster.backward(found, optimizer)
-    for key, parameter in plain.named_parameters():
-        torch.testing.assert_close(full_gradient(booster, model, key), parameter.grad, rtol=1e-4, atol=2e-6, msg=key)
-
-
 @MODES
 def test_a_model_sees_whole_logits_before_it_takes_its_loss(options):
-    run_on_ranks(compare_penalties, 2, options)
+    case = zoo_case(NAME, build=with_penalty, batch=partial(batch_of, {}), loss=itself, steps=2)
+    example = {"input_ids": TOKENS, "labels": TOKENS}
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, {**options, "example_batch": example}))
 
 
 def facts(options):

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from compiler_warnings import ignore_compiler_warnings
+from model_parity import assert_parts_of_gradients
 from model_zoo import get_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -111,14 +112,7 @@ def batch(dtype=torch.float64, seed=1):
     return torch.randn(2, 5, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def same_gradients(whole, model, splits, **tolerance):
-    for name, parameter in model.named_parameters():
-        expected = whole.get_parameter(name).grad
-        if expected is None:
-            assert parameter.grad is None, name
-        else:
-            part = splits[name].take(expected) if name in splits else expected
-            torch.testing.assert_close(parameter.grad, part, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+same_gradients = partial(assert_parts_of_gradients, relative=1e-12)
 
 
 class Calls:
@@ -150,7 +144,7 @@ def accumulates(kind):
     for seed in (1, 2, 3):
         for each in (whole, model):
             each(batch(seed=seed)).square().sum().backward()
-    same_gradients(whole, model, splits)
+    same_gradients(model, splits, whole)
 
 
 @pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
@@ -203,7 +197,7 @@ def written_to(kind):
         output = attention.out(query * key + value)
         output += x
         output.square().sum().backward()
-    same_gradients(whole, model, splits)
+    same_gradients(model, splits, whole)
 
 
 @pytest.mark.parametrize("kind", ["bias", "plain", "conv"])
@@ -228,7 +222,7 @@ def recomputed(way):
     whole(source).square().sum().backward()
     model(other).square().sum().backward()
     torch.testing.assert_close(other.grad, source.grad)
-    same_gradients(whole, model, splits)
+    same_gradients(model, splits, whole)
 
 
 @pytest.mark.parametrize("way", ["reentrant", "without reentrance"])
@@ -250,7 +244,7 @@ def compiled():
             torch.testing.assert_close(found, expected)
             expected.square().sum().backward()
             found.square().sum().backward()
-        same_gradients(whole, model, splits)
+        same_gradients(model, splits, whole)
         with torch.no_grad():
             torch.testing.assert_close(model(batch()), whole(batch()))
     finally:
@@ -303,7 +297,7 @@ def with_frozen(names):
         model(other).square().sum().backward()
     finally:
         linear._weight_gradient = original
-    same_gradients(whole, model, splits)
+    same_gradients(model, splits, whole)
     torch.testing.assert_close(other.grad, source.grad)
     return len(computed)
 
@@ -342,7 +336,7 @@ def plain_input():
     with Calls() as calls:
         whole(batch()).square().sum().backward()
         model(batch()).square().sum().backward()
-    same_gradients(whole, model, splits)
+    same_gradients(model, splits, whole)
     return len(calls.numels)
 
 
@@ -416,7 +410,7 @@ def cross_attention():
             per_step.append(len(products) - before)
     finally:
         linear.not_a_view = original
-    same_gradients(whole, model, splits)
+    same_gradients(model, splits, whole)
     return per_step
 
 

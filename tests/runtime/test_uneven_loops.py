@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, boosted, square
+from cases import own_loss
+from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, boosted
 
 from booster_core.errors import ConfigError
 from booster_runtime import join, train_batch
@@ -20,7 +21,7 @@ def test_steps_follow_the_ranks_that_have_batches(plugin):
 def with_batches(*of_ranks):
     booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, of_ranks[index]):
-        booster.backward(square(model(x), None), optimizer)
+        booster.backward(own_loss(model(x), None), optimizer)
         optimizer.step()
 
 
@@ -35,7 +36,7 @@ def failing(count):
 def fail_on_one_rank():
     booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, failing(0) if index else batches_of(1)):
-        booster.backward(square(model(x), None), optimizer)
+        booster.backward(own_loss(model(x), None), optimizer)
         optimizer.step()
 
 
@@ -54,7 +55,7 @@ def test_an_error_of_one_ranks_batches_raises_on_every_rank():
 def step_by_hand():
     booster, model, optimizer, index = boosted(ReferencePlugin())
     for x in join(booster, batches_of(index)):
-        square(model(x), None).backward()
+        own_loss(model(x), None).backward()
         optimizer.step()
 
 
@@ -64,7 +65,7 @@ def test_gradients_that_were_not_weighed_raise_on_every_rank():
 
 def train_whole_batches():
     booster, model, optimizer, index = boosted(ReferencePlugin())
-    train_batch(booster, join(booster, batches_of(index)), model, square, optimizer)
+    train_batch(booster, join(booster, batches_of(index)), model, own_loss, optimizer)
 
 
 def test_whole_batches_can_not_be_joined():
@@ -80,18 +81,18 @@ def leave_and_go_on(keeps):
         del joined
     for number, x in batches:
         optimizer.zero_grad()
-        booster.backward(square(model(x), None), optimizer)
+        booster.backward(own_loss(model(x), None), optimizer)
         optimizer.step()
         if number == NUM_BATCHES[0]:
             break
     if not keeps:
         del batches
     optimizer.zero_grad()
-    booster.backward(square(model(torch.ones(2, 8)), None), optimizer)
+    booster.backward(own_loss(model(torch.ones(2, 8)), None), optimizer)
     gradient = model.unwrap().layers[1].weight.grad.clone()
     optimizer.step()
     optimizer.zero_grad()
-    square(model.unwrap().eval()(torch.ones(2, 8)), None)
+    own_loss(model.unwrap().eval()(torch.ones(2, 8)), None)
     return gradient
 
 

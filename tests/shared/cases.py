@@ -26,12 +26,13 @@ from torch import nn
 from booster_core import Booster
 from booster_core.state.names import NamedTensors
 from booster_runtime import full_gradient
+from booster_runtime.data import tensors_of
 from booster_testing import run_on_ranks
 from booster_testing.compare import Tolerance, assert_same_tensors, tolerance_for
 from booster_testing.training import Trained, whole_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from booster_core.plugin import Plugin
@@ -83,6 +84,8 @@ class Case:
         no_effect: Patterns of the names of parameters whose gradient is rounding alone; their values are not compared.
         tolerance: Of all comparisons.
         loss_atol: What losses may differ by besides, where they are small differences of large terms.
+        elements: ``rtol`` and ``atol`` of each element of gradients and parameters, in place of the tolerance.
+        outputs: Compare what the model returns for each batch, too, and for one more in evaluation.
     """
 
     build: Callable[[], nn.Module]
@@ -98,6 +101,8 @@ class Case:
     no_effect: tuple[str, ...] = ()
     tolerance: Tolerance = _CLOSE
     loss_atol: float = 0.0
+    elements: tuple[float, float] | None = None
+    outputs: bool = False
 
     def make(self) -> tuple[nn.Module, Any]:
         """Return the model and its optimizer, or its optimizers."""
@@ -155,16 +160,24 @@ class Setting:
 
 
 @dataclass
-class OnRank:
-    """What a rank tells: its training, the number of replicas of the model, and what the test asked for."""
+class WithOutputs(Trained):
+    """A training, and the tensors in what the model returned: by path, for each batch of each replica."""
 
-    trained: Trained
+    outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class OnRank:
+    """What a rank tells: its training, its replica of the model, how many there are, and what the test asked for."""
+
+    trained: WithOutputs
+    replica: int
     num_replicas: int
     told: Any = None
 
 
 @lru_cache(maxsize=8)
-def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
+def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> WithOutputs:
     """Train in this process on the samples of all replicas, with plain torch.
 
     Args:
@@ -174,7 +187,7 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
     """
     model, optimizer = case.make()
     named = {name: model.get_parameter(path) for name, path in parameter_paths(model).items()}
-    trained = Trained()
+    trained = WithOutputs()
     look = partial(_look, trained.gradients, named, attrgetter("grad"))
     weight = 1 / (num_replicas * case.micro_batches * parts)
     for step in range(case.steps):
@@ -184,8 +197,10 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
         for number in _batches(case, step):
             for replica in range(num_replicas):
                 for part in _parts(case.batch(number, replica), parts):
-                    loss = case.loss(call(model, part), part) * weight
+                    outputs = call(model, part)
+                    loss = case.loss(outputs, part) * weight
                     loss.backward()
+                    _note(case, outputs, trained.outputs)
                     trained.losses[-1] += float(loss.detach())
         look()
         if case.max_norm is not None:
@@ -196,6 +211,7 @@ def train_plainly(case: Case, num_replicas: int, parts: int = 1) -> Trained:
             look()
         _step(optimizer)
     trained.parameters = {name: parameter.detach() for name, parameter in named.items()}
+    _evaluate(case, model, range(num_replicas), lambda batch: _note(case, call(model, batch), trained.outputs))
     return trained
 
 
@@ -222,7 +238,7 @@ def train_boosted(
     paths = parameter_paths(net)
     model, optimizer, *_ = booster.boost(net, optimizer)
     replica, num_replicas = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    trained = Trained()
+    trained = WithOutputs()
     for step in range(case.steps):
         if checkpoint is not None and step == case.steps // 2:
             booster.save_checkpoint(checkpoint, model=model, optimizer=optimizer, step=step)
@@ -241,7 +257,7 @@ def train_boosted(
         for number in numbers:
             is_last = number == numbers[-1]
             with contextlib.nullcontext() if is_last else booster.no_sync(model, optimizer):
-                losses.append(_backward(booster, model, optimizer, case, number, replica))
+                losses.append(_backward(booster, model, optimizer, case, number, replica, trained.outputs))
         trained.losses.append(_mean_over_ranks(losses))
         look = partial(_look, trained.gradients, paths, partial(full_gradient, booster, model))
         look()
@@ -255,8 +271,9 @@ def train_boosted(
         _step(optimizer)
     whole = whole_model(booster, model)
     trained.parameters = {name: whole[name] for name in paths}
+    _evaluate(case, model, [replica], lambda batch: _forward(booster, model, case, batch, trained.outputs))
     told = None if tell is None else tell(booster, model, optimizer)
-    return OnRank(trained, num_replicas, told)
+    return OnRank(trained, replica, num_replicas, told)
 
 
 def assert_equals_one_process(
@@ -285,6 +302,12 @@ def assert_equals_one_process(
     expected = train_plainly(case, results[0].num_replicas, parts)
     for result in results:
         assert_same_training(result.trained, expected, case)
+        pairs = zip(result.trained.outputs, expected.outputs[result.replica :: result.num_replicas], strict=True)
+        for found, plain in pairs:
+            if found:
+                assert_same_tensors(found, plain, case.tolerance)
+    if case.outputs:
+        assert any(any(result.trained.outputs) for result in results), "no rank returns outputs"
     return [result.told for result in results]
 
 
@@ -303,7 +326,7 @@ def assert_same_training(actual: Trained, expected: Trained, case: Case) -> None
     assert actual.norms == pytest.approx(expected.norms, **close), "norms"
     kept = {name for name in expected.parameters if not _has_no_effect(case, name)}
     ours, theirs = ({name: each.parameters[name] for name in kept} for each in (actual, expected))
-    assert_same_tensors(ours, theirs, case.tolerance)
+    _assert_close(ours, theirs, case)
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -320,10 +343,18 @@ def _assert_same(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Te
     for name in plain.keys() - kept:
         assert float(found[name].abs().max()) <= _NO_EFFECT * scale, f"{what}: {name} has an effect"
     try:
-        assert_same_tensors({name: found[name] for name in kept}, {name: plain[name] for name in kept}, case.tolerance)
+        _assert_close({name: found[name] for name in kept}, {name: plain[name] for name in kept}, case)
     except AssertionError as error:
         msg = f"{what}: {error}"
         raise AssertionError(msg) from None
+
+
+def _assert_close(found: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], case: Case) -> None:
+    if case.elements is None:
+        assert_same_tensors(found, plain, case.tolerance)
+    else:
+        rtol, atol = case.elements
+        torch.testing.assert_close(found, plain, rtol=rtol, atol=atol)
 
 
 def _has_no_effect(case: Case, name: str) -> bool:
@@ -351,19 +382,53 @@ def _taking_turns(optimizer: Any, number: int) -> Any:
     return optimizer[number % len(optimizer)] if isinstance(optimizer, list) else optimizer
 
 
-def _backward(booster: Booster, model: Any, optimizer: Any, case: Case, number: int, replica: int) -> float:
-    """Run forward and backward of a batch; return its loss, not a number on ranks that do not have it."""
-    batch = case.batch(number, replica)
+def _forward(
+    booster: Booster, model: Any, case: Case, batch: Any, noted: list[Any], optimizer: Any = None
+) -> torch.Tensor | None:
+    """Run forward of a batch, and backward in a pipeline; return its loss, ``None`` on ranks that do not have it."""
 
     def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
         return case.loss(outputs, batch) / case.micro_batches
 
-    if getattr(booster.plugin, "pp_size", 1) > 1:
-        loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_loss=True)["loss"]
-        return math.nan if loss is None else float(loss) * case.micro_batches
-    loss = loss_of(call(model, batch), batch)
-    booster.backward(loss, _taking_turns(optimizer, number))
+    if _is_pipeline(booster):
+        asked = {"return_loss": True, "return_outputs": case.outputs}
+        result = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, **asked)
+        _note(case, result.get("outputs"), noted)
+        return result["loss"]
+    outputs = call(model, batch)
+    _note(case, outputs, noted)
+    return loss_of(outputs, batch)
+
+
+def _backward(
+    booster: Booster, model: Any, optimizer: Any, case: Case, number: int, replica: int, noted: list[Any]
+) -> float:
+    """Run forward and backward of a batch; return its loss, not a number on ranks that do not have it."""
+    loss = _forward(booster, model, case, case.batch(number, replica), noted, optimizer)
+    if loss is None:
+        return math.nan
+    if not _is_pipeline(booster):
+        booster.backward(loss, _taking_turns(optimizer, number))
     return float(loss.detach()) * case.micro_batches
+
+
+def _evaluate(case: Case, model: nn.Module, replicas: Iterable[int], run: Callable[[Any], object]) -> None:
+    """Run the batch after the last one, if its outputs are compared."""
+    if case.outputs:
+        model.eval()
+        with torch.no_grad():
+            for replica in replicas:
+                run(case.batch(_batches(case, case.steps)[0], replica))
+
+
+def _is_pipeline(booster: Booster) -> bool:
+    return getattr(booster.plugin, "pp_size", 1) > 1
+
+
+def _note(case: Case, outputs: Any, noted: list[dict[str, torch.Tensor]]) -> None:
+    """Note what a model returned, nothing where a stage does not have it."""
+    if case.outputs:
+        noted.append({where: tensor.detach().clone() for where, tensor in tensors_of(outputs)})
 
 
 def _mean_over_ranks(losses: list[float]) -> float:

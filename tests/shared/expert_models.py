@@ -128,17 +128,3 @@ def expert_case(name: str, *, steps: int = 2, settings: Mapping[str, Any] | None
     """
     functions = {"build": partial(make, name, **(settings or {})), "batch": batch_of, "optimizer": make_optimizer}
     return Case(**{**functions, "steps": steps, "max_norm": MAX_NORM, "tolerance": _TOLERANCE, **changes})
-
-
-def assert_same_gradients(found: dict[str, Tensor | None], expected: dict[str, Tensor], what: str = "") -> None:
-    """Compare gradients by name, relative to the largest of all.
-
-    transformers takes softmaxes, norms and losses in fp32 whatever the model's format, so that fp64 is not exact.
-    """
-    scale = max(float(gradient.abs().max()) for gradient in expected.values())
-    for name, gradient in expected.items():
-        own = found[name]
-        assert own is not None, f"{what} {name}: no gradient"
-        assert own.shape == gradient.shape, f"{what} {name}: {tuple(own.shape)}"
-        worst = float((own - gradient).abs().max()) / scale
-        assert worst < 2e-6, f"{what} {name}: {worst:.3g}"

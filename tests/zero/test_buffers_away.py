@@ -6,73 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from restless_memory import RestlessMemory
 from torch import nn
 
 from booster_core import Booster
 from booster_runtime import full_gradient
-from booster_runtime.collectives import Pending
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 from booster_zero.engine import Memory, Role
 
 STEPS = 3
-
-
-class Away(Memory):
-    """Takes every block out of memory between its uses; who reads it then gets NaN.
-
-    Attributes:
-        faults: Blocks that stay although a use that should only read has changed them, and uses that go on.
-    """
-
-    moves = True
-
-    def __init__(self):
-        super().__init__()
-        self.faults = []
-        self._changed = set()
-        self._away, self._here, self._uses = {}, {}, {}
-
-    def add(self, buffer):
-        key = buffer.key
-        self._away[key], self._uses[key] = buffer.tensor.clone(), 0
-        buffer.point(None)
-
-    def drop(self, buffer):
-        del self._away[buffer.key], self._uses[buffer.key]
-        self._changed.discard(buffer.key)  # what takes its place has a copy
-        self._here.pop(buffer.key, None)
-
-    def fetch(self, buffer):
-        key = buffer.key
-        self._uses[key] += 1
-        if self._uses[key] == 1:
-            self._here[key] = self._away[key].clone()
-            buffer.point(self._here[key])
-        return Pending()
-
-    def release(self, buffer, *, changed):
-        key = buffer.key
-        if changed:
-            self._away[key] = self._here[key]
-        self._uses[key] -= 1
-        if not self._uses[key]:
-            here = self._here.pop(key)
-            if not torch.equal(here.view(torch.uint8), self._away[key].view(torch.uint8)):
-                self._changed.add(key)
-            self._away[key] = self._away[key].clone()
-            here.view(torch.uint8).fill_(255)  # NaN
-            buffer.point(None)
-
-    def forget(self, buffer):
-        self._away[buffer.key].view(torch.uint8).fill_(255)
-
-    def end_step(self):
-        self.faults += [f"{key} was changed in a use that should only read" for key in self._changed]
-        self.faults += [f"{key} is still in use" for key, uses in self._uses.items() if uses]
-
-    def roles(self):
-        return {role for _, role in self._away}
 
 
 OPTIMIZERS = {
@@ -117,7 +60,7 @@ def train_with(optimizer, precision, memory, folder):
     booster.load_model(model, f"{folder}/{memory.__name__}/model")
     booster.load_optimizer(boosted, f"{folder}/{memory.__name__}/optimizer")
     found |= {f"later {name}": tensor for name, tensor in train(*other, STEPS).items()}
-    if memory is Away:
+    if memory is RestlessMemory:
         for _, boosted, _ in (run, other):
             faults = boosted.gatherer.memory.faults
             assert not faults, faults
@@ -129,7 +72,7 @@ def train_with(optimizer, precision, memory, folder):
 def test_bits_do_not_depend_on_where_blocks_are_between_uses(optimizer, precision, tmp_path):
     expected = run_on_ranks(train_with, 2, optimizer, precision, Memory, str(tmp_path))
     for found, told in zip(
-        run_on_ranks(train_with, 2, optimizer, precision, Away, str(tmp_path)), expected, strict=True
+        run_on_ranks(train_with, 2, optimizer, precision, RestlessMemory, str(tmp_path)), expected, strict=True
     ):
         assert found.keys() == told.keys()
         assert [

@@ -38,7 +38,9 @@ class CopyStream:
         if self._stream is None:
             yield
             return
-        with self._stream:
+        # Another object for the same stream: torch 2.10 enters none that is entered already.
+        ours = self._stream
+        with torch.Stream(stream_id=ours.stream_id, device_index=ours.device_index, device_type=ours.device_type):
             yield
 
     def wait_for_compute(self) -> None:
