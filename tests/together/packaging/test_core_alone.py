@@ -116,7 +116,7 @@ def test_what_others_have_is_refused_by_their_name(outcome, call):
 @pytest.mark.slow  # two runs of it; it runs with the pages' examples
 def test_the_script_of_its_readme_goes_on_where_it_stopped(environment, tmp_path):
     (script,) = (block for block in blocks_of(CORE / "README.md") if block.language == "python")
-    interrupted = script.text.replace("while epoch < 3:", "while epoch < 1:")
+    interrupted = script.text.replace("while step < 3:", "while step < 1:")
     assert interrupted != script.text
     environment.run("-c", interrupted, cwd=tmp_path)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
