@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process, itself
 from model_zoo import get_model
 
 from booster_core import Booster
-from booster_hybrid import HybridParallelPlugin
+from booster_hybrid import HybridParallelPlugin, ShardingPolicy
 from booster_runtime import full_gradient
 from booster_testing import run_on_ranks
 
@@ -103,3 +104,44 @@ def test_hidden_states_of_all_layers_arrive(name):
 
 def test_hidden_states_and_routers_arrive_together():
     run_on_ranks(compare, 2, "mixtral", {**ROUTED, **STATES}, {"pp_size": 2, "pp_style": "zbv"}, of_hidden_states)
+
+
+class Told(torch.nn.Module):
+    """Layers whose inner results a hook collects, and which run with values alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([ToldLayer() for _ in range(4)])
+        self.seen = []
+        for layer in self.layers:
+            layer.router.register_forward_hook(self.see)
+
+    def see(self, _router, _args, output):
+        self.seen.append(output)
+
+    def forward(self, x):
+        self.seen.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() + sum(each.square().mean() for each in self.seen) / len(self.seen)
+
+
+class ToldLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        scores = self.router(x)
+        assert self.out.weight.abs().sum() > 0
+        return x + self.out(x) * scores
+
+
+def samples(number, replica):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 + 10 * number + replica))
+
+
+def test_what_hooks_have_seen_of_a_layer_that_fails_without_values_counts_once():
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
+    setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example})
+    assert_equals_one_process(Case(build=Told, batch=samples, loss=itself, steps=2), setting)

@@ -114,9 +114,11 @@ class AbsentTensor(Tensor):
         """Refuse."""
         refuse("tolist", self)
 
-    def data_ptr(self) -> NoReturn:
-        """Refuse."""
-        refuse("data_ptr", self)
+    def data_ptr(self) -> int:
+        """Refuse, but where a call only shows what it would return: kernels are chosen by the alignment."""
+        if not _is_trial.get():
+            refuse("data_ptr", self)
+        return 0
 
     def untyped_storage(self) -> NoReturn:
         """Refuse."""
@@ -132,6 +134,7 @@ class AbsentTensor(Tensor):
         refuse("dlpack", self)
 
 
+_is_trial: ContextVar[bool] = ContextVar("booster absent trial", default=False)
 _errors: ContextVar[list[AbsentValueError] | None] = ContextVar("booster absent errors", default=None)
 """Where the errors of a run are noted, as the model's own code may catch them."""
 _is_any_marked = False
@@ -146,6 +149,17 @@ def noting_errors(errors: list[AbsentValueError]) -> Iterator[None]:
         yield
     finally:
         _errors.reset(token)
+
+
+@contextlib.contextmanager
+def in_trial() -> Iterator[None]:
+    """Let a call inside show what it would return: its reads are no errors, and addresses are aligned."""
+    token = _is_trial.set(True)
+    try:
+        with noting_errors([]):
+            yield
+    finally:
+        _is_trial.reset(token)
 
 
 def is_plain(leaf: Any) -> bool:
