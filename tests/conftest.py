@@ -68,6 +68,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return Scheduling(config, log)
 
 
+@pytest.fixture
+def transformers_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
 @functools.cache
 def _has_ranks(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")

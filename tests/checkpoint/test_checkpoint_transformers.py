@@ -13,14 +13,10 @@ from booster_testing import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind(monkeypatch, tmp_path):
-    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("transformers_leaves_nothing"),
+]
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

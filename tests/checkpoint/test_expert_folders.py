@@ -17,14 +17,10 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'tran
 
 from expert_folders import FACTORIES, assert_same, build, llama, mixtral, tensors_in, transposed_files  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind(monkeypatch, tmp_path):
-    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("transformers_leaves_nothing"),
+]
 
 
 def save(model, folder, **options):

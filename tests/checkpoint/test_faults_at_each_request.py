@@ -8,7 +8,7 @@ whole, a run goes on from the newest of them, and what a load has changed is tol
 import pytest
 import torch
 from resumable import ResumableRun as Run
-from tests.shared.s3_server import Fault, Proxy, environment, need_server, running_s3_server
+from tests.shared.s3_server import Fault, environment, need_server
 
 from booster_checkpoint.run.manifest import verify_folder
 from booster_checkpoint.run.run_folder import open_run
@@ -29,14 +29,6 @@ FAULTS = {
 }
 """The kind of fault, to how many requests in a row it happens, and the error; ``None`` where none may be seen."""
 PARTLY = "partly those of this"
-
-
-@pytest.fixture(scope="module")
-def proxy():
-    with running_s3_server("bucket") as port:
-        proxy = Proxy(port)
-        yield proxy
-        proxy.close()
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ import sys
 import textwrap
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.shared.s3_server import Fault, Proxy, environment, need_server, running_s3_server
+from tests.shared.s3_server import Fault, environment, need_server, put_by_http
 
 from booster_checkpoint.storage import obstore_storage, storage_for
 from booster_checkpoint.storage.failures import storage_errors
@@ -30,22 +29,6 @@ MIB = 1 << 20
 BUCKET = "s3://bucket"
 
 
-@pytest.fixture(scope="module")
-def proxy():
-    with running_s3_server("bucket") as port:
-        proxy = Proxy(port)
-        yield proxy
-        proxy.close()
-
-
-@pytest.fixture
-def s3(proxy, monkeypatch):
-    proxy.reset()
-    for name, value in environment(proxy.url).items():
-        monkeypatch.setenv(name, value)
-    return proxy
-
-
 @pytest.fixture
 def storage(s3):
     return storage_for("s3")
@@ -56,13 +39,6 @@ def write(storage, url, content, piece=None):
     for start in range(0, len(content), piece or len(content) or 1):
         stream.write(memoryview(content)[start : start + (piece or len(content))])
     stream.close()
-
-
-def put_by_http(s3, key, content=b""):
-    """Write an object whose key obstore refuses, or would change."""
-    request = urllib.request.Request(f"{s3.url}/bucket/{key}", content, method="PUT")
-    with urllib.request.urlopen(request) as answer:
-        assert answer.status == 200
 
 
 # ---- memory

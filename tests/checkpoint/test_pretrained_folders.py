@@ -4,45 +4,22 @@ import json
 
 import pytest
 import torch
+from adapted_models import Replicas
+from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError, MissingRanksError
-from booster_core.plugin import Capability
 from booster_runtime.save_pretrained import _mebibytes
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
-from booster_testing.models import tiny_llama
-from booster_testing.mutants import ReferencePlugin
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind(monkeypatch, tmp_path):
-    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-
-
-class Replicas(ReferencePlugin):
-    """Also trains adapters."""
-
-    api_version = 2
-    capabilities = ReferencePlugin.capabilities | {Capability.LORA}
-
-
-def tokens():
-    return torch.arange(24).view(4, 6) % 16
-
-
-def make_model():
-    torch.manual_seed(0)
-    model = tiny_llama()
-    model.generation_config.max_length = 7
-    return model
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("transformers_leaves_nothing"),
+]
 
 
 def boost(plugin=None, lora=None):
@@ -64,21 +41,6 @@ def train_and_save(folder):
     booster, model, optimizer = boost(Replicas())
     train(booster, model, optimizer)
     model.save_pretrained(folder)
-
-
-def trained_in_one_process():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    return model
-
-
-def load(folder, **options):
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not info[kind], kind
-    return model
 
 
 def test_from_pretrained_loads_what_replicas_trained(tmp_path):
@@ -172,13 +134,6 @@ def test_adapters_are_saved_as_peft_loads_them(tmp_path):
     assert all(value.any() for value in trained), "lora_B begins as zeros"
     with pytest.raises(ConfigError, match="leave `save_peft_format` out"):
         model.save_pretrained(tmp_path / "other", save_peft_format=False)
-
-
-class Saves(nn.Linear):
-    """A model of another library, with a method of that name of its own."""
-
-    def save_pretrained(self, folder):
-        torch.save(self.state_dict(), f"{folder}/own.pt")
 
 
 def save_other(folder):

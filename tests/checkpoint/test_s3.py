@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -18,7 +17,7 @@ from engine_calls import EngineCalls
 from matrix import matrix
 from resumable import ResumableRun as Run
 from synthetic_state import LAYOUTS, SyntheticAdapter
-from tests.shared.s3_server import Fault, Proxy, environment, need_server, running_s3_server
+from tests.shared.s3_server import Fault, environment, need_server, put_by_http
 
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
@@ -42,22 +41,6 @@ TENSORS = [
     ("count", (), torch.int64),
     ("nothing", (0, 4), torch.float32),
 ]
-
-
-@pytest.fixture(scope="module")
-def proxy():
-    with running_s3_server("bucket") as port:
-        proxy = Proxy(port)
-        yield proxy
-        proxy.close()
-
-
-@pytest.fixture
-def s3(proxy, monkeypatch):
-    proxy.reset()
-    for name, value in environment(proxy.url).items():
-        monkeypatch.setenv(name, value)
-    return proxy
 
 
 def run_on_s3(s3, world_size, fn, *args):
@@ -378,13 +361,6 @@ def test_a_save_lists_its_own_steps_alone(s3):
         assert "delimiter" in told or re.fullmatch(r"shared/step-\d{8}(/.*)?", told["prefix"][0]), query
         assert not told.get("prefix", [""])[0].startswith(("shared/data", "shared/trial")), query
     assert storage.size(f"{BUCKET}/shared/data/a") == 2
-
-
-def put_by_http(s3, key, content=b""):
-    """Write an object whose key obstore refuses."""
-    request = urllib.request.Request(f"{s3.url}/bucket/{key}", content, method="PUT")
-    with urllib.request.urlopen(request) as answer:
-        assert answer.status == 200
 
 
 @pytest.mark.slow  # a process of its own

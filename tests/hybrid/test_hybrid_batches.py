@@ -24,6 +24,13 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
 
 
+def boosted(**options):
+    booster = Booster(plugin=HybridParallelPlugin(**{"pp_size": 2, **options}))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return booster, model, optimizer
+
+
 def first_samples(make, options):
     plugin = HybridParallelPlugin(**options)
     loader = make(plugin)(range(16), 2, shuffle=True, seed=5)
@@ -93,9 +100,7 @@ def test_replicas_given_different_batches_raise(options):
 
 
 def draw_apart_in_the_second_step():
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted()
     for step in range(2):
         torch.manual_seed(torch.distributed.get_rank() * step)
         tokens = torch.randint(64, (4, 8))
@@ -108,9 +113,7 @@ def test_each_batch_of_a_pipeline_is_compared():
 
 
 def data_parallel_ranks_differ():
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted()
     replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]
     tokens = torch.randint(64, (4 + replica, 8), generator=torch.Generator().manual_seed(replica))
     batch = {"input_ids": tokens, "labels": tokens}
@@ -122,13 +125,6 @@ def test_data_parallel_ranks_may_have_different_batches():
     losses = run_on_ranks(data_parallel_ranks_differ, 4)
     assert losses[0] is losses[2] is None
     assert losses[1] != losses[3]
-
-
-def small_pipeline():
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return booster, model, optimizer
 
 
 def some_batches(count):
@@ -143,7 +139,7 @@ def broken_loader():
 
 
 def step_through(make_on_last, *args):
-    booster, model, optimizer = small_pipeline()
+    booster, model, optimizer = boosted()
     batches = make_on_last(*args) if torch.distributed.get_rank() else some_batches(3)
     taken = 0
     while True:
@@ -164,7 +160,7 @@ def test_the_end_of_the_data_raises_on_every_rank(count):
 
 
 def losses_with_graphs():
-    booster, model, _ = small_pipeline()
+    booster, model, _ = boosted()
     seen = []
 
     def criterion(outputs, _):
@@ -191,9 +187,7 @@ def test_replicas_may_have_other_numbers_of_microbatches_while_gradients_are_kep
 
 
 def write_in_a_stage(first_step):
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, zero_stage=3, microbatch_size=1))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(zero_stage=3, microbatch_size=1)
     rank = booster.context.coordinator.rank
     tokens = torch.randint(64, (2 + 2 * (rank // 2), 8), generator=torch.Generator().manual_seed(rank // 2))
     step = 0
@@ -219,9 +213,7 @@ def test_a_write_into_a_gathered_parameter_of_a_stage_raises_on_every_rank(first
 
 
 def norm_with_an_error_before(options, fails):
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, **options))
-    model = llama()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster, model, optimizer = boosted(num_microbatches=4, **options)
     tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
     calls = []
 

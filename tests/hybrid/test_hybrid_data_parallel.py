@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Setting, assert_equals_one_process, train_plainly, zoo_case
+from log_records import Records
 from matrix import matrix, named
 from torch import nn
 
@@ -238,17 +239,6 @@ def test_ranks_with_different_settings_are_named(name, value, other, shown):
     expect_on_ranks(ConfigError, message, differing, 2, name, value, other)
 
 
-class Records(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
 def boost_twice(options):
     """Return what the project's logger says on this rank, and what `describe` says."""
     booster = Booster("cpu", plugin="hybrid" if options is None else HybridParallelPlugin(**options))
@@ -260,7 +250,7 @@ def boost_twice(options):
             booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     finally:
         logging.getLogger("booster").removeHandler(records)
-    return [message for message in records.messages if "splits nothing" in message], booster.describe()
+    return [message for message in records.texts if "splits nothing" in message], booster.describe()
 
 
 @pytest.mark.parametrize("options", [None, {"zero_stage": 0}, {"ddp": DataParallelConfig()}])

@@ -9,13 +9,11 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
+from late_gathers import hidden_until_waited_for
 from model_zoo import get_model
 
 from booster_core import Booster
 from booster_hybrid import HybridParallelPlugin
-from booster_runtime import collectives
-from booster_runtime.collectives.pending import Pending
 from booster_testing import run_on_ranks
 from booster_testing.training import whole_model
 from booster_zero import ZeroConfig
@@ -23,32 +21,16 @@ from booster_zero import ZeroConfig
 STEPS = 3
 
 
-@contextlib.contextmanager
-def hidden_until_waited_for(seen):
-    """Hide what other data parallel ranks bring; activations, which tensor parallel ranks gather, go as they are."""
-    real = collectives.all_gather
-
-    def gather(buffer, bounds, group=None):
-        if buffer.dtype != torch.float32 or not seen.is_stepping:
-            return real(buffer, bounds, group)
-        rank = dist.get_rank(group)
-        values = buffer.clone()
-        pending = real(values, bounds, group)
-        buffer[: bounds[rank]] = float("nan")
-        buffer[bounds[rank + 1] :] = float("nan")
-        seen.number += 1
-        return Pending([pending], lambda: buffer.copy_(values))
-
-    collectives.all_gather = gather
-    try:
-        yield
-    finally:
-        collectives.all_gather = real
-
-
 class Seen:
+    """Counts gathers of updated parameters; activations, which tensor parallel ranks gather, are none."""
+
     is_stepping = False
     number = 0
+
+    def hides(self, buffer):
+        is_parameter = buffer.dtype == torch.float32 and self.is_stepping
+        self.number += is_parameter
+        return is_parameter
 
 
 def train(name, options, overlaps):
@@ -59,7 +41,7 @@ def train(name, options, overlaps):
     model, optimizer, *_ = booster.boost(original, torch.optim.AdamW(original.parameters(), lr=1e-2))
     rank, _ = plugin.data_parallel_coordinates(booster.context.coordinator)
     seen, losses = Seen(), []
-    with hidden_until_waited_for(seen) if overlaps else contextlib.nullcontext():
+    with hidden_until_waited_for(seen.hides) if overlaps else contextlib.nullcontext():
         for step in range(STEPS):
             batch = zoo.share(step, rank, 4)
             if options.get("pp_size", 1) > 1:

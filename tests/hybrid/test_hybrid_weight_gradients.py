@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import weakref
 
 import pytest
 import torch
+from counted_hooks import count_hooks
 from model_zoo import get_model
 from torch import nn
 from torch.nn import functional
@@ -31,15 +31,6 @@ MODELS = (
     "vit_classification",
     "whisper_generation",
 )
-
-
-def count_hooks(model):
-    """Return how often each parameter's gradient has been accumulated; filled while backward runs."""
-    fired: dict[str, int] = collections.Counter()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
-    return fired
 
 
 def backward_in_two(split, compute):

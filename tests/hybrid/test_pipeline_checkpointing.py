@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+from kept_activations import Keep, Kept, Layers
 from model_zoo import get_model
 from torch import nn
 
@@ -20,36 +19,6 @@ MICROBATCHES = 4
 KEPT_BYTES = 1 << 20
 
 
-class Kept:
-    """Counts the activations that are alive."""
-
-    live = peak = 0
-
-    def add(self, tensor):
-        self.live += 1
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(tensor, self.remove)
-
-    def remove(self):
-        self.live -= 1
-
-
-class Keep(torch.autograd.Function):
-    """Keeps a large activation for backward."""
-
-    @staticmethod
-    def forward(ctx, x, kept):
-        saved = x.new_zeros(KEPT_BYTES // x.element_size())
-        kept.add(saved)
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        assert ctx.saved_tensors
-        return gradient, None
-
-
 class Layer(nn.Module):
     def __init__(self, kept):
         super().__init__()
@@ -61,22 +30,11 @@ class Layer(nn.Module):
         return self.dropout(Keep.apply(self.linear(x), self.kept))
 
 
-class Layers(nn.Module):
-    def __init__(self, num_layers, kept):
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(kept) for _ in range(num_layers)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def train(options):
     """Return this rank's gradients, and how many large activations were alive at one time."""
-    kept = Kept()
+    kept = Kept(KEPT_BYTES)
     torch.manual_seed(3)
-    model = Layers(8, kept)
+    model = Layers(8, kept, Layer)
     batch = {"x": torch.ones(MICROBATCHES, 2, 4)}
     plugin = HybridParallelPlugin(
         pp_size=2,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from kept_activations import Kept, Layers
 
 from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
@@ -16,36 +14,6 @@ from booster_hybrid.pipeline.schedule import make_schedule
 from booster_hybrid.pipeline.trace import trace_layers
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_testing import run_on_ranks
-
-
-class Kept:
-    """Counts the activations that are alive."""
-
-    live = peak = 0
-
-    def add(self, tensor):
-        self.live += 1
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(tensor, self.remove)
-
-    def remove(self):
-        self.live -= 1
-
-
-class Keep(torch.autograd.Function):
-    """Keeps an activation for backward."""
-
-    @staticmethod
-    def forward(ctx, x, kept):
-        saved = x.clone()
-        kept.add(saved)
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        assert ctx.saved_tensors
-        return gradient, None
 
 
 class CountingLink(Link):
@@ -61,27 +29,6 @@ class CountingLink(Link):
     def release(self, sent):
         self.kept -= 1
         super().release(sent)
-
-
-class Layer(nn.Module):
-    def __init__(self, kept):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.kept = kept
-
-    def forward(self, x):
-        return Keep.apply(self.linear(x), self.kept)
-
-
-class Layers(nn.Module):
-    def __init__(self, num_layers, kept):
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(kept) for _ in range(num_layers)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def train(style, num_chunks, num_microbatches):

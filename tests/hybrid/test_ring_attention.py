@@ -9,6 +9,7 @@ import unittest.mock
 
 import pytest
 import torch
+from defined_attention import attention_as_defined
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_ranks import on_threads
@@ -120,26 +121,6 @@ def make(case):
     return query, key, value, bias, draw(heads) if case["sinks"] else None, weights, mask
 
 
-def plainly(query, key, value, bias, sinks, case, mask):
-    """Attention as it is defined, with the whole matrix of scores."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * (case["scaling"] or 1 / math.sqrt(SIZE))
-    if case["softcap"]:
-        scores = case["softcap"] * torch.tanh(scores / case["softcap"])
-    if bias is not None:
-        scores = scores + bias
-    if case["mask"] == "causal":
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    blind = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return weights[..., : key.shape[2]] @ value
-
-
 @contextlib.contextmanager
 def travelling_in(num_groups):
     """Let the keys of few heads go round at a time, however small they are."""
@@ -173,7 +154,9 @@ def test_parts_put_together_are_attention_over_the_whole(case):
     whole = [None if each is None else each.requires_grad_() for each in whole]
     if whole[3] is not None:
         whole[3].requires_grad_(case["trains_bias"])
-    expected = plainly(*whole, case, mask)
+    seen = torch.ones(weights.shape[2], weights.shape[2], dtype=torch.bool).tril() if case["mask"] == "causal" else mask
+    asked = {name: case[name] for name in ("scaling", "softcap")}
+    expected = attention_as_defined(*whole[:3], bias=whole[3], mask=seen, sinks=whole[4], **asked)
     (expected * weights).sum().backward()
     sizes, key_length = case["num_ranks"], case["key_length"]
     size = sizes if isinstance(sizes, int) else math.prod(sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from defined_attention import attention_as_defined
 from matrix import matrix
 from torch import nn
 
@@ -138,69 +139,48 @@ def test_attention_dropout_matches_in_backward():
     run_on_ranks(drops, 2)
 
 
-def plainly(query, key, value, bias, sinks, softcap):
-    """Attention as it is defined: capped scores, a bias, and a sink that takes weight and gives nothing."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * 0.3
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1)
-    return weights[..., : key.shape[2]] @ value
-
-
-def attends_across(mode, lengths, what):
+def attends_across(lengths, what):
     """From one sequence to another, which is split by its own length."""
     group = RankGroup.of(None)
-    layout, key_layout = (SequenceLayout(each, group.size, zigzag=mode == "ring_attn") for each in lengths)
+    layout, key_layout = (SequenceLayout(each, group.size) for each in lengths)
     query, _, _, weights = inputs(4, 2, lengths[0])
     _, key, value, _ = inputs(4, 2, lengths[1])
     generator = torch.Generator().manual_seed(9)
     bias = torch.randn(1, 4, *lengths, dtype=torch.float64, generator=generator) if "bias" in what else None
     sinks = torch.randn(4, dtype=torch.float64, generator=generator) if "sinks" in what else None
-    softcap = 0.5 if "softcap" in what else None
+    asked = {"softcap": 0.5 if "softcap" in what else None, "scaling": 0.3}
     whole = [each.requires_grad_() for each in (query, key, value)]
-    more = [None if each is None else each.requires_grad_() for each in (bias, sinks)]
-    expected = plainly(*whole, *more, softcap)
+    more = {"bias": bias, "sinks": sinks}
+    more = {name: None if each is None else each.requires_grad_() for name, each in more.items()}
+    expected = attention_as_defined(*whole, **more, **asked)
     (expected * weights).sum().backward()
     layouts = (layout, key_layout, key_layout)
     local = [
         each.take(tensor.detach(), 2, group.rank).clone().requires_grad_()
         for each, tensor in zip(layouts, whole, strict=True)
     ]
-    asked = {"key_layout": key_layout, "softcap": softcap, "scaling": 0.3}
     own_sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
     heads = slice(4 // group.size * group.rank, 4 // group.size * (group.rank + 1))
-    own_bias = None if bias is None else bias.detach()
-    visibility = Visibility(None, is_causal=False)
-    if mode == "ring_attn":
-        own_bias = None if bias is None else layout.take(own_bias, 2, group.rank).clone().requires_grad_()
-        found = ring_attention(*local, visibility, layout, group, bias=own_bias, sinks=own_sinks, **asked)
-    else:
-        own_bias = None if bias is None else own_bias[:, heads].clone().requires_grad_()
-        found = all_to_all_attention(*local, visibility, layout, group, bias=own_bias, sinks=own_sinks, **asked)
+    own_bias = None if bias is None else bias.detach()[:, heads].clone().requires_grad_()
+    asked |= {"bias": own_bias, "sinks": own_sinks, "key_layout": key_layout}
+    found = all_to_all_attention(*local, Visibility(None, is_causal=False), layout, group, **asked)
     torch.testing.assert_close(found, layout.take(expected, 2, group.rank).detach())
     (found * layout.take(weights, 2, group.rank)).sum().backward()
     for each, ours, theirs in zip(layouts, local, whole, strict=True):
         torch.testing.assert_close(ours.grad, each.take(theirs.grad, 2, group.rank))
     if bias is not None:
-        part = layout.take(bias.grad, 2, group.rank) if mode == "ring_attn" else bias.grad[:, heads]
-        torch.testing.assert_close(own_bias.grad, part)
+        torch.testing.assert_close(own_bias.grad, bias.grad[:, heads])
     if sinks is not None:
         dist.all_reduce(own_sinks.grad)
         torch.testing.assert_close(own_sinks.grad, sinks.grad)
 
 
-def attends_across_in_all_ways(mode):
+def attends_across_in_all_ways():
     for lengths in ((7, 12), (12, 7), (5, 1), (1, 6), (8, 8)):
         for what in ((), ("bias",), ("softcap",), ("sinks",), ("bias", "sinks", "softcap")):
-            attends_across(mode, lengths, what)
+            attends_across(lengths, what)
 
 
-@matrix(["1-all_to_all"], num_ranks=[1, 2, 4], mode=["all_to_all", "ring_attn"])
-def test_parts_of_a_sequence_attend_to_parts_of_another(mode, num_ranks):
-    run_on_ranks(attends_across_in_all_ways, num_ranks, mode)
+@matrix(["1"], num_ranks=[1, 2, 4])  # test_ring_attention.py has rings
+def test_parts_of_a_sequence_attend_to_parts_of_another(num_ranks):
+    run_on_ranks(attends_across_in_all_ways, num_ranks)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from allocations import peak_allocated
+from defined_attention import attention_as_defined
 from isolated_libraries import import_quietly
 from matrix import matrix
 
@@ -71,11 +70,7 @@ def attends(mode, kind, length, size, limit_bytes):
         gradients = torch.autograd.grad(found, local, local_weights)
     assert used.peak_bytes < limit_bytes, f"{used.peak_bytes / 2**20:.1f} MiB"
     query, key, value = (each.double().requires_grad_() for each in whole)
-    scores = query[:, :, chosen] @ key.repeat_interleave(2, 1).transpose(-1, -2) / math.sqrt(size)
-    seen = sees(chosen)
-    is_blind = ~seen.any(-1, keepdim=True)
-    shares = scores.masked_fill(~seen, -math.inf).masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
-    expected = shares @ value.repeat_interleave(2, 1)
+    expected = attention_as_defined(query[:, :, chosen], key, value, mask=sees(chosen))
     expected.backward(weights[:, :, chosen].double())
     here = torch.zeros(length, dtype=torch.bool)
     here[chosen] = True

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
-
 import pytest
 import torch
+from counted_hooks import count_hooks
 from matrix import matrix
 from model_zoo import get_model
 
@@ -17,15 +16,6 @@ from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
 from booster_hybrid.tensor_parallel.plan import parallelize
 from booster_runtime.activations import enable_activation_checkpointing
 from booster_testing import run_on_ranks
-
-
-def count_hooks(model):
-    """Return how often each parameter's gradient has been accumulated; filled while backward runs."""
-    fired: dict[str, int] = collections.Counter()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
-    return fired
 
 
 def split_parameters(model):

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from adapted_models import Replicas, perturbed
 from torch import nn
 
 from booster_core import Booster
@@ -15,7 +16,6 @@ from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
-from booster_testing.mutants import ReferencePlugin
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
 pytest.importorskip("transformers", reason="the models are transformers'")
@@ -36,16 +36,6 @@ def make_model(**changes):
 
 def make_config(**changes):
     return peft.LoraConfig(**{**CONFIG, **changes})
-
-
-def perturbed(model):
-    """Give every adapter values, of which half are zeros when it is made."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def tokens_of(step):
@@ -72,13 +62,6 @@ def train(booster, model, optimizer, steps):
         booster.backward(loss_of(model, tokens_of(step)), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-class Replicas(ReferencePlugin):
-    """Also declares that it trains adapters."""
-
-    api_version = 2
-    capabilities = ReferencePlugin.capabilities | {Capability.LORA}
 
 
 def gradients_on_ranks():

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from log_records import Records
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -13,15 +14,6 @@ from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
-
-
-class Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 def train(feed, accumulate=1, before=None, steps=4):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+from isolated_libraries import FOLDER, emulated, missing_libraries
 from torch import nn
 
 from booster_core import Booster
@@ -17,15 +17,6 @@ pytestmark = [
     pytest.mark.usefixtures("ranks_with_isolated_libraries"),
     pytest.mark.skipif(bool(missing_libraries(["torchao"])), reason=f"torchao not installed, nor in {FOLDER}"),
 ]
-
-
-def emulated(**changes):
-    """Return settings with which the CPU computes what a device would; only ranks import torchao."""
-    use_isolated_libraries()
-    import_quietly(["torchao.float8"])
-    from torchao.float8 import Float8LinearConfig
-
-    return Float8LinearConfig(emulate=True, **changes)
 
 
 def make_model(**changes):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapted_models import bits
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 
 from booster_core import Booster
@@ -20,14 +21,6 @@ pytestmark = [
         bool(missing_libraries(["bitsandbytes"])), reason=f"bitsandbytes not installed, nor in {FOLDER}"
     ),
 ]
-
-
-def bits(number):
-    if number == 4:
-        return transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        )
-    return transformers.BitsAndBytesConfig(load_in_8bit=True)
 
 
 def train_packed():

@@ -12,6 +12,7 @@ import pytest
 from forked_scripts import Result
 from free_ports import free_port
 from matrix import matrix
+from patience import is_alive
 
 LIMIT_SECONDS = 30.0
 """What Booster promises, from the failure to the end of the last process."""
@@ -140,14 +141,6 @@ def unhurried_script(tmp_path):
     return path
 
 
-def _is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.fixture
 def run_script(scripts):
     """Return a function that runs a script by hand, once for each list of arguments, until all have ended."""
@@ -185,10 +178,10 @@ def _checked(result, *, leaves_children=False):
     words = [line.split() for line in result.output.splitlines()]
     start = next((float(line[1]) for line in words if line[:1] == ["FAILS"]), result.end)
     for pid in [int(line[1]) for line in words if line[:1] == ["PID"]]:
-        if leaves_children and _is_alive(pid):
+        if leaves_children and is_alive(pid):
             os.kill(pid, signal.SIGKILL)
         else:
-            assert not _is_alive(pid), result.output
+            assert not is_alive(pid), result.output
     # What else the machine does is not promised.
     return Run(result.codes, result.output, result.end - start - result.queued_seconds)
 

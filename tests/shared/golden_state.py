@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from adapted_models import Replicas
 from engine_calls import EngineCalls
 from folder_storage import FolderStorage, StorageHooks
 from resumable import NumberedSamples
@@ -23,12 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import booster_runtime
 from booster_core import Booster
-from booster_core.plugin import Capability
 from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import as_bytes
 from booster_testing.models import tiny_llama
-from booster_testing.mutants import ReferencePlugin
 
 TENSORS = [
     ("embed.weight", (33, 20), torch.float32),
@@ -92,13 +91,6 @@ class Small(nn.Module):
 
     def forward(self, x):
         return self.tied(torch.tanh(self.first(x))) * self.gain
-
-
-class Replicas(ReferencePlugin):
-    """Replicas that may have adapters."""
-
-    api_version = 2
-    capabilities = ReferencePlugin.capabilities | {Capability.LORA}
 
 
 class Counter:

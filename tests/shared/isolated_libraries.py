@@ -13,7 +13,7 @@ import importlib.util
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,3 +63,12 @@ def missing_libraries(names: Iterable[str]) -> list[str]:
     """Return the top-level modules that are neither installed nor in the folder, without importing any."""
     present = {path.name.removesuffix(".py") for path in FOLDER.iterdir()} if FOLDER.exists() else set()
     return [name for name in names if name not in present and importlib.util.find_spec(name) is None]
+
+
+def emulated(**changes: Any) -> Any:
+    """Return float8 settings with which the CPU computes what a device would; only ranks import torchao."""
+    use_isolated_libraries()
+    import_quietly(["torchao.float8"])
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig(emulate=True, **changes)

@@ -1,8 +1,9 @@
-"""Time limits that other processes on the machine don't use up."""
+"""Time limits that other processes on the machine don't use up, and whether those live."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -14,3 +15,12 @@ def unhindered_seconds() -> float:
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may have ended meanwhile
             waited += int(file.read_text(encoding="ascii").split()[1])
     return time.monotonic() - waited * 1e-9
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

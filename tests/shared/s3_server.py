@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from dataclasses import dataclass, field
 
 import pytest
@@ -234,3 +235,10 @@ def running_s3_server(bucket):
     finally:
         process.kill()
         process.wait()
+
+
+def put_by_http(s3, key, content=b""):
+    """Write an object whose key obstore refuses."""
+    request = urllib.request.Request(f"{s3.url}/bucket/{key}", content, method="PUT")
+    with urllib.request.urlopen(request) as answer:
+        assert answer.status == 200

@@ -9,6 +9,7 @@ import torch
 from named_plugins import plugin_named
 
 from booster_core import Booster
+from booster_testing import run_on_ranks
 from booster_testing.models import tiny_llama
 
 GLOBAL_BATCH = 4
@@ -121,3 +122,10 @@ def saved_parameters(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same_parameters(folder, expected):
+    [found] = run_on_ranks(saved_parameters, 1, folder)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name

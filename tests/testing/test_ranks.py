@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from patience import is_alive
 
 from booster_testing import (
     RankDiedError,
@@ -396,14 +397,6 @@ def test_world_size_out_of_range_raises(world_size):
         run_on_ranks(_pid, world_size)
 
 
-def _is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_script_can_run_its_own_functions(tmp_path):
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""
@@ -456,9 +449,9 @@ def test_workers_end_with_their_parent(tmp_path, end):
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
-    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def _group_through_its_store():

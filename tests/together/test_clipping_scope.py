@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from residual_stack import Stack
 from torch import nn
 
 from booster_core import Booster, LossScaleConfig, PrecisionPolicy
@@ -42,26 +43,6 @@ PLUGINS = {
     "hybrid-pp2": lambda: HybridParallelPlugin(pp_size=2, custom_policy=SPLIT, example_batch=EXAMPLE),
 }
 UNLISTED = ("layers.0.down.", "layers.3.up.")
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def make_model(dtype=torch.float32):

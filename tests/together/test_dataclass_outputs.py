@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
+from residual_stack import Layer
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -63,15 +64,6 @@ class Plain:
 
     def __init__(self, logits, hidden, index):
         self.logits, self.hidden, self.index = logits, hidden, index
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Block(Layer):

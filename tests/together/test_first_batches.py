@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from log_records import Records
 from matrix import matrix
 from torch import nn
 from torch.utils.data import DataLoader
@@ -11,15 +12,6 @@ from torch.utils.data import DataLoader
 from booster_core import Booster
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import run_on_ranks
-
-
-class Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 def make_plugin(name):

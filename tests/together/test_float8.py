@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_same_training, train_boosted, train_plainly
-from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
+from isolated_libraries import FOLDER, emulated, missing_libraries
 from matrix import matrix
 
 from booster_core import Booster
@@ -32,15 +32,6 @@ PLUGINS = {
     "zero 3": partial(HybridParallelPlugin, zero_stage=3),
     "pipeline": partial(HybridParallelPlugin, pp_size=2, num_microbatches=2),
 }
-
-
-def emulated(**changes):
-    """Return settings with which the CPU computes what a device would; only ranks import torchao."""
-    use_isolated_libraries()
-    import_quietly(["torchao.float8"])
-    from torchao.float8 import Float8LinearConfig
-
-    return Float8LinearConfig(emulate=True, **changes)
 
 
 def make_model(**changes):

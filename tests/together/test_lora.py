@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from adapted_models import perturbed
 from matrix import matrix, named
 
 from booster_core import Booster
@@ -50,16 +51,6 @@ def make_model(**changes):
 
 def make_config(**changes):
     return peft.LoraConfig(**{**CONFIG, **changes})
-
-
-def perturbed(model):
-    """Give every adapter values, of which half are zeros when it is made."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def tokens_of(step):

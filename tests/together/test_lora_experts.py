@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapted_models import perturbed
 from matrix import matrix
 from torch import nn
 
@@ -60,15 +61,6 @@ def make_model(kind):
 def make_config():
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], target_parameters=experts)
-
-
-def perturbed(model):
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def tokens_of(step):

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from adapted_models import bits
 from isolated_libraries import FOLDER, import_quietly, missing_libraries, use_isolated_libraries
 from matrix import matrix
 
@@ -34,14 +35,6 @@ RUNS = {
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}),
 }
-
-
-def bits(number):
-    if number == 4:
-        return transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        )
-    return transformers.BitsAndBytesConfig(load_in_8bit=True)
 
 
 def enabled(booster, number):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_runs import NUM_EVALUATED, make_model, make_trainer, saved_parameters, train
+from trainer_runs import NUM_EVALUATED, assert_same_parameters, make_model, make_trainer, saved_parameters, train
 
 from booster_core.errors import ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -14,13 +14,6 @@ from booster_testing import expect_on_ranks, run_on_ranks
 pytestmark = pytest.mark.skipif(
     None in (find_spec("transformers"), find_spec("accelerate")), reason="the Trainer needs transformers and accelerate"
 )
-
-
-def assert_same_parameters(folder, expected):
-    [found] = run_on_ranks(saved_parameters, 1, folder)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
-from torch import nn
+from residual_stack import Stack
 
 from booster_core import Booster
 from booster_core.errors import GradientError
@@ -105,26 +105,6 @@ SETTINGS = {
     "tp-zero": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1, "custom_policy": SPLIT}, 4),
     "tp-zero3": Setting(HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3, "custom_policy": SPLIT}, 4),
 }
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def frozen_of(model):

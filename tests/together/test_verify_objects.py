@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from expert_models import SAMPLES, batch_of
 from expert_models import make as make_experts
-from noisy_training import Net, Remembering, Samples
+from noisy_training import Net, leaves_no_trace
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_core.plugin import hookimpl, register_hooks, unregister_hooks
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -41,78 +39,6 @@ def plugin_named(name):
     return PLUGINS[name][0](**PLUGINS[name][1])
 
 
-def loaders():
-    data = Samples()
-    sampler = WeightedRandomSampler([1.0] * 16, 8, generator=torch.Generator().manual_seed(4))
-    return {
-        "shuffled": DataLoader(data, batch_size=2, shuffle=True),
-        "sampler": DataLoader(data, batch_size=2, sampler=sampler),
-    }
-
-
-def trained(plugin, kind, verify):
-    """Return everything that a training leaves behind."""
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    model = Net()
-    loader = loaders()[kind]
-    optimizer = Remembering(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
-    steps = []
-    booster = Booster(plugin=plugin_named(plugin))
-    data = loader.dataset
-    reads = getattr(data, "reads", None)
-    watch = Watch(steps)
-    register_hooks(watch)
-    try:
-        if verify:
-            verify_objects(booster, model, optimizer, nn.CrossEntropyLoss(), loader)
-        model, optimizer, criterion, loader, scheduler = booster.boost(
-            model, optimizer, nn.CrossEntropyLoss(), loader, scheduler
-        )
-    finally:
-        unregister_hooks(watch)
-    assert getattr(data, "reads", None) == reads
-    assert model.training
-    assert not steps
-    losses = []
-    for _ in range(2):
-        for x, y in loader:
-            loss = criterion(model(x), y)
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            losses.append(loss.item())
-    adapter = booster.state_adapter(model)
-    tensors = [shard.data.clone() for shard in (*adapter.model_shards(), *adapter.optimizer_shards())]
-    randomness = torch.get_rng_state(), random.random(), np.random.rand()  # noqa: NPY002
-    return losses, tensors, randomness, scheduler.get_last_lr()
-
-
-class Watch:
-    """Notes optimizer steps."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    @hookimpl
-    def after_step(self, optimizer):
-        self.steps.append(optimizer)
-
-
-def leaves_no_trace(plugin, kind):
-    plain, verified = trained(plugin, kind, verify=False), trained(plugin, kind, verify=True)
-    assert plain[0] == verified[0]
-    assert len(plain[1]) == len(verified[1]) > 0
-    for one, other in zip(plain[1], verified[1], strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(plain[2][0], verified[2][0])
-    assert plain[2][1:] == verified[2][1:]
-    assert plain[3] == verified[3]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "kind"),
@@ -124,7 +50,7 @@ def leaves_no_trace(plugin, kind):
     ],
 )
 def test_the_training_that_follows_is_the_same_bit_for_bit(plugin, kind):
-    run_on_ranks(leaves_no_trace, 2, plugin, kind)
+    run_on_ranks(leaves_no_trace, 2, partial(plugin_named, plugin), kind)
 
 
 def trained_llama(plugin, verify):

@@ -4,13 +4,12 @@ In these tests a gather hides what it brings: other ranks' parts of a bucket are
 """
 
 import contextlib
-import random
-import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from late_gathers import hidden_until_waited_for
 from matrix import matrix
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
@@ -18,37 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import booster_runtime
 from booster_core import Booster
-from booster_runtime import collectives
-from booster_runtime.collectives.pending import Pending
 from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH = 8
-
-
-@contextlib.contextmanager
-def hidden_until_waited_for():
-    real, chance = collectives.all_gather, random.Random(dist.get_rank())
-
-    def gather(buffer, bounds, group=None):
-        rank = dist.get_rank(group)
-        values = buffer.clone()
-        pending = real(values, bounds, group)
-        buffer[: bounds[rank]] = float("nan")
-        buffer[bounds[rank + 1] :] = float("nan")
-        time.sleep(1e-3 * chance.random())
-
-        def show():
-            time.sleep(1e-3 * chance.random())
-            buffer.copy_(values)
-
-        return Pending([pending], show)
-
-    collectives.all_gather = gather
-    try:
-        yield
-    finally:
-        collectives.all_gather = real
 
 
 class Base(nn.Module):
@@ -226,7 +198,7 @@ def trained(model_class, options, precision, hides):
     booster = Booster("cpu", precision, LowLevelZeroPlugin(bucket_bytes=64, **options))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.05))
     losses = []
-    with hidden_until_waited_for() if hides else contextlib.nullcontext():
+    with hidden_until_waited_for(most_seconds=1e-3) if hides else contextlib.nullcontext():
         for step in range(4):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             output = model(x)
@@ -292,7 +264,7 @@ def albert_losses(overlaps):
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
     losses = []
-    with hidden_until_waited_for() if overlaps else contextlib.nullcontext():
+    with hidden_until_waited_for(most_seconds=1e-3) if overlaps else contextlib.nullcontext():
         for step in range(3):
             torch.manual_seed(step)
             tokens = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -337,7 +309,7 @@ def reads(how):
     net = Base()
     booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with hidden_until_waited_for():
+    with hidden_until_waited_for(most_seconds=1e-3):
         for _ in range(2):
             booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
             optimizer.step()
@@ -356,7 +328,7 @@ def saves(folder):
     net = Base()
     booster = Booster("cpu", "bf16", LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-    with hidden_until_waited_for():
+    with hidden_until_waited_for(most_seconds=1e-3):
         for step in range(3):
             booster.backward(model(torch.ones(2, WIDTH)).float().square().mean(), optimizer)
             optimizer.step()
@@ -381,7 +353,7 @@ def several_steps_without_forward():
     net = Base()
     booster = Booster(plugin=LowLevelZeroPlugin(bucket_bytes=64, overlap_allgather=True))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    with hidden_until_waited_for():
+    with hidden_until_waited_for(most_seconds=1e-3):
         booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
         for _ in range(3):
             optimizer.step()

@@ -1,41 +1,18 @@
 """Why gathers don't overlap by default: what reads memory by an older view of it can't wait for them."""
 
-import contextlib
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+from late_gathers import hidden_until_waited_for
 from torch import nn
 
 from booster_core import Booster
-from booster_runtime import collectives
-from booster_runtime.collectives.pending import Pending
 from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 WIDTH = 8
-
-
-@contextlib.contextmanager
-def arriving_late():
-    """Let what a gather brings be in its buffer only once it has been waited for."""
-    real = collectives.all_gather
-
-    def gather(buffer, bounds, group=None):
-        values = buffer.clone()
-        pending = real(values, bounds, group)
-
-        def show():
-            buffer.copy_(values)
-
-        return Pending([pending], show)
-
-    collectives.all_gather = gather
-    try:
-        yield
-    finally:
-        collectives.all_gather = real
 
 
 def on_another_thread(read):
@@ -61,7 +38,7 @@ def read_after_a_step(how, overlaps):
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     booster = Booster(plugin=LowLevelZeroPlugin(overlap_allgather=overlaps))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with arriving_late():
+    with hidden_until_waited_for(is_nan=False):
         booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()

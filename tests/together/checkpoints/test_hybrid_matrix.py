@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 
 import pytest
 import torch
 from matrix import matrix
+from mesh_steps import norms_on_ranks, step_once
 from model_zoo import get_model
 from safetensors.torch import load_file
 
@@ -57,34 +57,17 @@ def boosted(run, precision=None, *, shift=0.0):
     return booster, model, optimizer
 
 
-def own_loss(outputs, _):
-    return outputs.loss
-
-
-def step_once(booster, model, optimizer, step):
-    """Take a step, on the same samples whatever the number of ranks, and return its gradients' norm."""
-    batch = get_model(NAME).share(step, 0, SAMPLES)
-    batch = {key: value % 64 for key, value in batch.items()}
-    if getattr(booster.plugin, "config", None) is not None and hasattr(model, "engine") and model.engine is not None:
-        booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)
-    else:
-        halves = [{key: value[start : start + 2] for key, value in batch.items()} for start in (0, 2)]
-        for index, half in enumerate(halves):
-            with booster.no_sync(model, optimizer) if index == 0 else contextlib.nullcontext():
-                booster.backward(model(**half).loss / 2, optimizer)
-    norm = float(optimizer.clip_grad_by_norm(0.5))
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+def batch_of(step):
+    return {key: value % 64 for key, value in get_model(NAME).share(step, 0, SAMPLES).items()}
 
 
 def save(run, folder, precision=None):
     booster, model, optimizer = boosted(run, precision)
     for step in range(2):
-        step_once(booster, model, optimizer, step)
+        step_once(booster, model, optimizer, batch_of(step))
     booster.save_model(model, folder / "model", shard=True)
     booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
-    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
+    return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
 def load(run, folder, precision=None):
@@ -93,13 +76,7 @@ def load(run, folder, precision=None):
     booster.load_optimizer(optimizer, folder / "optimizer")
     booster.save_model(model, folder / "again" / "model", shard=True)
     booster.save_optimizer(optimizer, folder / "again" / "optimizer", shard=True)
-    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
-
-
-def on_ranks(function, run, *args):
-    per_rank = run_on_ranks(function, RUNS[run][2], run, *args)
-    assert all(norms == pytest.approx(per_rank[0], rel=1e-6) for norms in per_rank)
-    return per_rank[0]
+    return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
 def tensors_in(folder):
@@ -113,11 +90,11 @@ MESHES += [pytest.param("pp2dp2zero3", marks=pytest.mark.slow)]
 
 
 def assert_resumes(saved, loaded, folder):
-    assert_goes_on(on_ranks(save, saved, folder), loaded, folder)
+    assert_goes_on(norms_on_ranks(save, RUNS[saved][2], saved, folder), loaded, folder)
 
 
 def assert_goes_on(expected, loaded, folder):
-    assert on_ranks(load, loaded, folder) == pytest.approx(expected, rel=1e-4)
+    assert norms_on_ranks(load, RUNS[loaded][2], loaded, folder) == pytest.approx(expected, rel=1e-4)
     for part in ("model", "optimizer"):
         before, after = tensors_in(folder / part), tensors_in(folder / "again" / part)
         assert before.keys() == after.keys()
@@ -135,7 +112,7 @@ def test_checkpoint_of_a_mesh_resumes_on_one_device(run, tmp_path):
 def of_one_device(tmp_path_factory):
     """The folder of a run on one device, and the norms that it went on with."""
     folder = tmp_path_factory.mktemp("one")
-    return folder, on_ranks(save, ONE, folder)
+    return folder, norms_on_ranks(save, RUNS[ONE][2], ONE, folder)
 
 
 @matrix(["tp2dp2zero3", "zbv"], run=MESHES)
@@ -156,7 +133,7 @@ def test_any_checkpoint_resumes_under_any_mesh_or_plugin(saved, loaded, tmp_path
 def test_saved_model_loads_in_transformers(run, tmp_path):
     from transformers import LlamaForCausalLM
 
-    on_ranks(save, run, tmp_path)
+    norms_on_ranks(save, RUNS[run][2], run, tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     expected = run_on_ranks(plain_parameters, 1)[0]
     assert set(expected) == {name for name, _ in loaded.named_parameters()}
@@ -184,7 +161,7 @@ def plain_parameters():
     """Return the parameters after two steps of one process."""
     booster, model, optimizer = boosted(ONE)
     for step in range(2):
-        step_once(booster, model, optimizer, step)
+        step_once(booster, model, optimizer, batch_of(step))
     return {name: parameter.detach().clone() for name, parameter in model.unwrap().named_parameters()}
 
 
@@ -193,6 +170,6 @@ def plain_parameters():
     [("pp2dp2zero2", ONE), pytest.param("zero2 x3", "tp2pp2", marks=pytest.mark.slow), ("tp2dp2zero3", "pp2dp2zero1")],
 )
 def test_masters_win_over_the_rounded_model(saved, loaded, tmp_path):
-    expected = on_ranks(save, saved, tmp_path, "bf16")
+    expected = norms_on_ranks(save, RUNS[saved][2], saved, tmp_path, "bf16")
     # bf16 keeps 8 bits, and is rounded in another order.
-    assert on_ranks(load, loaded, tmp_path, "bf16") == pytest.approx(expected, rel=2**-6)
+    assert norms_on_ranks(load, RUNS[loaded][2], loaded, tmp_path, "bf16") == pytest.approx(expected, rel=2**-6)

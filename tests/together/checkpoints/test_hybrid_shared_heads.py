@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from matrix import matrix
+from mesh_steps import norms_on_ranks, step_once
 
 from booster_core import Booster, discovery
 from booster_testing import run_on_ranks
@@ -49,8 +48,9 @@ def llama():
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
 
 
-def tokens_of(step):
-    return torch.randint(64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+def batch_of(step):
+    tokens = torch.randint(64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def boosted(run, *, adapters, shift=0.0, folder=None, precision=None, **changes):
@@ -71,42 +71,20 @@ def boosted(run, *, adapters, shift=0.0, folder=None, precision=None, **changes)
     return booster, model, optimizer
 
 
-def step_once(booster, model, optimizer, step):
-    """Take a step, on the same samples whatever the number of ranks, and return its gradients' norm."""
-    batch = {"input_ids": tokens_of(step), "labels": tokens_of(step)}
-    if getattr(model, "engine", None) is not None:
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
-    else:
-        halves = [{key: value[start : start + 2] for key, value in batch.items()} for start in (0, 2)]
-        for index, half in enumerate(halves):
-            with booster.no_sync(model, optimizer) if index == 0 else contextlib.nullcontext():
-                booster.backward(model(**half).loss / 2, optimizer)
-    norm = float(optimizer.clip_grad_by_norm(0.5))
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
 def save(run, folder, adapters, precision=None):
     booster, model, optimizer = boosted(run, adapters=adapters, precision=precision)
     for step in range(2):
-        step_once(booster, model, optimizer, step)
+        step_once(booster, model, optimizer, batch_of(step))
     booster.save_model(model, folder / "model", shard=True)
     booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
-    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
+    return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
 def load(run, folder, adapters, precision=None):
     booster, model, optimizer = boosted(run, adapters=adapters, shift=0.5, precision=precision)
     booster.load_model(model, folder / "model")
     booster.load_optimizer(optimizer, folder / "optimizer")
-    return [step_once(booster, model, optimizer, step) for step in (2, 3, 4)]
-
-
-def on_ranks(function, run, *args):
-    per_rank = run_on_ranks(function, RUNS[run][2], run, *args)
-    assert all(norms == pytest.approx(per_rank[0], rel=1e-6) for norms in per_rank)
-    return per_rank[0]
+    return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
 PAIRS = [("tp4", other) for other in RUNS] + [(other, "tp4") for other in RUNS if other != "tp4"]
@@ -125,27 +103,27 @@ def cases():
 
 @matrix(["plain-alone-tp4"], **{"adapters, saved, loaded": list(cases())})
 def test_a_run_resumes_with_another_split_of_the_heads(adapters, saved, loaded, tmp_path):
-    expected = on_ranks(save, saved, tmp_path, adapters)
-    assert on_ranks(load, loaded, tmp_path, adapters) == pytest.approx(expected, rel=1e-4)
+    expected = norms_on_ranks(save, RUNS[saved][2], saved, tmp_path, adapters)
+    assert norms_on_ranks(load, RUNS[loaded][2], loaded, tmp_path, adapters) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow  # heads that are shared are loaded in fp32 above; masters win in test_hybrid_matrix.py
 @pytest.mark.parametrize(("saved", "loaded"), [("tp4", "tp3"), ("tp2", "tp4")])
 def test_masters_of_shared_heads_win_over_the_rounded_model(saved, loaded, tmp_path):
-    expected = on_ranks(save, saved, tmp_path, True, "bf16")
+    expected = norms_on_ranks(save, RUNS[saved][2], saved, tmp_path, True, "bf16")
     # bf16 keeps 8 bits, and is rounded in another order.
-    assert on_ranks(load, loaded, tmp_path, True, "bf16") == pytest.approx(expected, rel=2**-6)
+    assert norms_on_ranks(load, RUNS[loaded][2], loaded, tmp_path, True, "bf16") == pytest.approx(expected, rel=2**-6)
 
 
 def trained_parameters(run):
     booster, model, optimizer = boosted(run, adapters=False)
     for step in range(2):
-        step_once(booster, model, optimizer, step)
+        step_once(booster, model, optimizer, batch_of(step))
     return whole_model(booster, model)
 
 
 def test_a_model_with_shared_heads_is_one_of_transformers(tmp_path):
-    on_ranks(save, "tp4", tmp_path, False)
+    norms_on_ranks(save, RUNS["tp4"][2], "tp4", tmp_path, False)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     expected = run_on_ranks(trained_parameters, 1, "alone")[0]
     found = {name: parameter.detach() for name, parameter in loaded.named_parameters()}
@@ -170,18 +148,18 @@ def test_a_pretrained_folder_loads_into_shared_heads(adapters, tmp_path):
 def save_adapters(run, folder):
     booster, model, optimizer = boosted(run, adapters=True)
     for step in range(2):
-        step_once(booster, model, optimizer, step)
+        step_once(booster, model, optimizer, batch_of(step))
     booster.save_lora_as_pretrained(model, folder)
     if getattr(model, "engine", None) is not None:
         return None
     with torch.no_grad():
-        return model(input_ids=tokens_of(9)).logits
+        return model(input_ids=batch_of(9)["input_ids"]).logits
 
 
 def load_adapters(run, folder):
     booster, model, _ = boosted(run, adapters=True, folder=folder)
     with torch.no_grad():
-        return model(input_ids=tokens_of(9)).logits, whole_model(booster, model)
+        return model(input_ids=batch_of(9)["input_ids"]).logits, whole_model(booster, model)
 
 
 @matrix(
@@ -192,7 +170,7 @@ def test_adapters_of_split_layers_load_in_stock_peft_with_equal_logits(run, tmp_
     ours = run_on_ranks(save_adapters, RUNS[run][2], run, tmp_path)[0]
     loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path))
     with torch.no_grad():
-        logits = loaded(input_ids=tokens_of(9)).logits
+        logits = loaded(input_ids=batch_of(9)["input_ids"]).logits
     if ours is None:
         ours = run_on_ranks(save_adapters, 1, "alone", tmp_path / "alone")[0]
     assert_same_tensors({"logits": ours}, {"logits": logits}, tolerance_for(torch.float32))

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from matrix import matrix
+from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,7 +23,10 @@ from booster_zero import LowLevelZeroPlugin
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("transformers_leaves_nothing"),
+]
 
 RUNS = {
     "single": (SingleDeviceStrategy, {}, 1),
@@ -35,24 +39,6 @@ RUNS = {
     "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
 }
 SHARDED = [name for name in RUNS if name not in ("single", "ddp")]
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind(monkeypatch, tmp_path):
-    """Keep transformers from leaving its loading threads, and torch from setting a variable for good."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def tokens():
-    return torch.arange(24).view(4, 6) % 16
-
-
-def make_model():
-    torch.manual_seed(0)
-    model = tiny_llama()
-    model.generation_config.max_length = 7
-    return model
 
 
 def boost(run, precision=None, lora=None):
@@ -80,21 +66,6 @@ def train_and_save(run, folder, precision=None, **options):
     booster, model, optimizer = boost(run, precision)
     train(booster, model, optimizer)
     model.save_pretrained(folder, **options)
-
-
-def trained_in_one_process():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    return model
-
-
-def load(folder, **options):
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not info[kind], kind
-    return model
 
 
 @matrix(["single", "zero2"], run=RUNS)
@@ -263,13 +234,6 @@ def test_adapters_are_saved_as_peft_loads_them(run, tmp_path):
 
 def test_saving_the_own_model_with_adapters_raises(tmp_path):
     run_on_ranks(save_own_model, 2, "gemini", str(tmp_path), lora_config())
-
-
-class Saves(nn.Linear):
-    """A model of another library, with a method of that name of its own."""
-
-    def save_pretrained(self, folder):
-        torch.save(self.state_dict(), f"{folder}/own.pt")
 
 
 def save_other(folder):
