@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 from concurrent.futures import ProcessPoolExecutor
 from typing import ClassVar
 
@@ -59,9 +60,19 @@ class TestTwoGroups(PluginConformance):
         try:
             found = run_on_ranks(function, size, *of_first, **settings)
         finally:
-            self.of_second = other.result(150)
+            self.of_second = pickle.loads(other.result(150))
         assert_equal(found, self.of_second)
         return found
+
+    def raises(self, error, match, function, *arguments, **changes):
+        """Let the second group run too, or the first would wait for it."""
+        training = self.training(**changes)
+        other = self.second.submit(on_ranks, function, self.world_size, training, *arguments, timeout_seconds=120.0)
+        try:
+            super().raises(error, match, function, *arguments, **changes)
+        finally:
+            found = pickle.loads(other.result(150))
+        assert isinstance(found, str), "the second group raised nothing"
 
     def test_plain_data_loader_is_split_between_ranks(self):
         """Between those of both groups."""

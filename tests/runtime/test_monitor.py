@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import selectors
 import socket
@@ -17,7 +18,7 @@ from booster_core.errors import CheckpointError, RankFailedError
 from booster_core.ranks import PROGRESS, World
 from booster_runtime.watch import start_monitor
 from booster_runtime.watch.server import Server
-from booster_runtime.watch.sockets import encode
+from booster_runtime.watch.sockets import encode, is_readable
 from booster_runtime.watch.start import _start_server
 from booster_runtime.watch.uncaught import is_consequence
 
@@ -303,3 +304,11 @@ def _raised(error, cause=None):
 )
 def test_consequences_are_told_from_causes(error, expected):
     assert is_consequence(error) == expected
+
+
+def test_a_connection_of_a_process_with_a_thousand_open_files_is_looked_at():
+    one, other = socket.socketpair()
+    with one, other, socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1024)) as high:
+        assert not is_readable(high, 0.0)
+        other.send(b"x")
+        assert is_readable(high, 5.0)

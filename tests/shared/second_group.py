@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from booster_testing.ranks import RankError, run_on_ranks
 
 
-def on_ranks(*args: Any, **settings: Any) -> list[Any] | str:
-    """Return what `run_on_ranks` does, or the text of its error, which can be sent to another process."""
+def on_ranks(*args: Any, **settings: Any) -> bytes:
+    """Return what `run_on_ranks` does, or the text of its error, pickled.
+
+    As they are, tensors would be sent as shared memory, with an open file each; a training has hundreds.
+    """
     try:
-        return run_on_ranks(*args, **settings)
+        found: list[Any] | str = run_on_ranks(*args, **settings)
     except RankError as error:
-        return str(error)
+        found = str(error)
+    return pickle.dumps(found)

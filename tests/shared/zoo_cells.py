@@ -144,9 +144,11 @@ def _refused_or_fault(zoo: ZooModel, plugin: str, options: dict[str, Any], error
     return Cell(state=state, options=options, findings=[error])
 
 
-def _booster(plugin: str, options: Mapping[str, Any]) -> Booster:
+def _booster(plugin: str, options: Mapping[str, Any], zoo: ZooModel) -> Booster:
     home, _, kind = PLUGINS[plugin][0].rpartition(".")
-    return Booster("cpu", plugin=getattr(importlib.import_module(home), kind)(**options))
+    # Encoder-decoders and others don't show without a batch how their layers are called.
+    example = {"example_batch": zoo.share(0, 0, 2)} if "tp_size" in options else {}
+    return Booster("cpu", plugin=getattr(importlib.import_module(home), kind)(**options, **example))
 
 
 def _train_and_save(name: str, plugin: str, options: dict[str, Any], home: str, folder: str) -> list[str]:
@@ -155,7 +157,7 @@ def _train_and_save(name: str, plugin: str, options: dict[str, Any], home: str, 
     with quiet():
         original = zoo.seeded()
         shapes = {key: parameter.shape for key, parameter in trained(original).items()}
-        booster = _booster(plugin, options)
+        booster = _booster(plugin, options, zoo)
         model, optimizer, *_ = capture("boost", lambda: booster.boost(original, make_optimizer(zoo, original)))
         start = _whole_with_buffers(booster, model)
         findings: list[str] = []
@@ -205,7 +207,7 @@ def _load_lazily(name: str, plugin: str, options: dict[str, Any], home: str, fol
         with LazyInitContext():
             original = zoo.seeded()
         shapes = {key: parameter.shape for key, parameter in trained(original).items()}
-        booster = _booster(plugin, options)
+        booster = _booster(plugin, options, zoo)
         model, optimizer, *_ = capture("lazy boost", lambda: booster.boost(original, make_optimizer(zoo, original)))
         start = _whole_with_buffers(booster, model)
         eager = torch.load(f"{folder}/start.pt", weights_only=False)

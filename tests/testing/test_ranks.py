@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import os
@@ -30,7 +31,7 @@ from booster_testing import (
     ranks,
     run_on_ranks,
 )
-from booster_testing.rank_forks import can_fork
+from booster_testing.rank_forks import ForkedProcess, can_fork
 from booster_testing.rank_pool import worker_pids
 
 
@@ -517,3 +518,16 @@ def test_what_calls_on_an_open_group_leave_behind_is_told_when_it_closes():
     assert len(opened.call(_random)) == 2
     with pytest.raises(RankError, match="The calls left behind on rank 0: thread"):
         opened.close()
+
+
+def test_a_process_with_a_thousand_open_files_waits_for_its_ranks():
+    read, write = os.pipe()
+    high = fcntl.fcntl(read, fcntl.F_DUPFD, 1024)
+    process = ForkedProcess(os.getpid(), high)
+    try:
+        assert process.poll() is None
+        os.write(write, b"3")
+        assert process.wait(5.0) == 3
+    finally:
+        os.close(read)
+        os.close(write)

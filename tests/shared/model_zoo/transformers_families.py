@@ -118,8 +118,8 @@ _CLIP = {
 
 
 def _embeddings(output: Any, batch: Batch) -> Tensor:
-    """Return a loss of the embeddings alone: the similarities of texts and images couple samples."""
-    return weighted_outputs((output.text_embeds, output.image_embeds), batch)
+    """Return a loss of the embeddings and of each text's similarity to its own image: others' couple samples."""
+    return weighted_outputs((output.text_embeds, output.image_embeds, output.logits_per_text.diagonal()), batch)
 
 
 def _one(

@@ -11,7 +11,7 @@ import gc
 import importlib
 import json
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -33,6 +33,14 @@ _MAX_MESSAGE_BYTES = 1 << 12
 def can_fork() -> bool:
     """Return whether workers may be forks: CUDA does not survive a fork, and elsewhere torch's libraries may not."""
     return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
+
+def _readable(descriptors: Sequence[int], timeout: float | None) -> list[int]:
+    """Wait until one of some files can be read; return those that can. `select.select` takes none from 1,024 on."""
+    with selectors.DefaultSelector() as selector:
+        for each in descriptors:
+            selector.register(each, selectors.EVENT_READ)
+        return [key.fd for key, _ in selector.select(timeout)]
 
 
 class ForkedProcess:
@@ -61,7 +69,7 @@ class ForkedProcess:
             subprocess.TimeoutExpired: If it runs longer.
         """
         if self._code is None:
-            if not select.select([self._status_fd], [], [], timeout)[0]:
+            if not _readable([self._status_fd], timeout):
                 what = "a rank's worker"
                 raise subprocess.TimeoutExpired(what, timeout or 0.0)
             status = os.read(self._status_fd, _MAX_MESSAGE_BYTES)
@@ -155,7 +163,7 @@ def main() -> None:
     wake_fd = _wake_on_end_of_a_fork()
     status_fds: dict[int, int] = {}
     while True:
-        ready = select.select([control.fileno(), wake_fd], [], [])[0]
+        ready = _readable([control.fileno(), wake_fd], None)
         if wake_fd in ready:
             os.read(wake_fd, _MAX_MESSAGE_BYTES)
             _report_ended(status_fds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import sys
 import threading
@@ -25,7 +24,7 @@ from booster_runtime.collectives.call_sites import NOTES, NotedCall
 from booster_runtime.collectives.pending import WAITS
 from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
 from booster_runtime.watch.noted_calls import describe_last
-from booster_runtime.watch.sockets import describe_loss, encode, say, shorten
+from booster_runtime.watch.sockets import describe_loss, encode, is_readable, say, shorten
 from booster_runtime.watch.uncaught import is_consequence, report_uncaught
 from booster_runtime.watch.verdicts import ENDED, Record, beat_seconds, describe_death
 
@@ -258,9 +257,9 @@ class Monitor:
         """Act on what the server says until the connection ends; return the error with which it does."""
         pending = b""
         while True:
-            is_readable = bool(select.select([self._connection], [], [], _LOOK_SECONDS)[0])
+            has_more = is_readable(self._connection, _LOOK_SECONDS)
             self._look()
-            if not is_readable:
+            if not has_more:
                 continue
             try:
                 data = self._connection.recv(1 << 16)

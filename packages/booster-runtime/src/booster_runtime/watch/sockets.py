@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import selectors
 import socket
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,16 @@ _kept_from_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 def encode(message: Mapping[str, Any]) -> bytes:
     """Return the bytes of a message: a JSON object in a line."""
     return json.dumps(message).encode() + b"\n"
+
+
+def is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Wait until a connection has something to read, or has ended; return whether it has.
+
+    ``select.select`` takes no file numbered 1,024 or more, and loaders' shared memory has as many.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
 
 
 def shorten(line: bytes) -> str:
