@@ -229,6 +229,19 @@ class Written(Base):
         return self.exit(x + total)
 
 
+class Mapped(Base):
+    """Notes what layers return in memory of its own, and maps over values by a transform."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        noted = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x)
+            noted.copy_(x.detach())
+            x = x * torch.vmap(lambda number: number / 2 + 1)(torch.arange(4.0))
+        return self.exit(x)
+
+
 class Read(Base):
     """Chooses what to compute by a value between layers, on stages that have not got it."""
 
@@ -439,7 +452,7 @@ class ReadOfBatch(Base):
 
 
 RESULTS = (ResultObject, ResultInDict, RegisteredResult)
-SENT = (Written, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
+SENT = (Written, Mapped, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
 
 
 @matrix(
@@ -449,6 +462,7 @@ SENT = (Written, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read
         "EarlyIndices-4",
         "Read-2",
         "Written-2",
+        "Mapped-2",
         "InTuple-4",
         "ResultObject-2",
         "RegisteredResult-2",

@@ -70,6 +70,17 @@ def test_linear_layers_are_known_by_what_they_compute(kind, order, inputs):
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
 
 
+class InFp32(nn.Linear):
+    """A router, whose scores are in fp32 whatever its weight."""
+
+    def forward(self, x):
+        return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+def test_a_layer_that_computes_in_another_format_is_no_plain_one():
+    assert not is_linear(InFp32(4, 6))
+
+
 @pytest.mark.parametrize("kind", ["scaled", "doubled bias"])
 def test_a_layer_that_computes_something_else_is_refused(kind):
     with pytest.raises(ConfigError, match="as a linear layer, but it is a Own, whose forward computes something else"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import selectors
 import socket
@@ -11,6 +10,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from many_files import numbered_high
 from monitor_clients import WHERE, MonitorClient
 from patience import unhindered_seconds
 
@@ -308,7 +308,7 @@ def test_consequences_are_told_from_causes(error, expected):
 
 def test_a_connection_of_a_process_with_a_thousand_open_files_is_looked_at():
     one, other = socket.socketpair()
-    with one, other, socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD, 1024)) as high:
+    with one, other, numbered_high(one.fileno()) as number, socket.socket(fileno=number) as high:
         assert not is_readable(high, 0.0)
         other.send(b"x")
         assert is_readable(high, 5.0)

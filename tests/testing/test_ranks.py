@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib.util
 import os
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from many_files import numbered_high
 from patience import is_alive
 
 from booster_testing import (
@@ -522,12 +522,12 @@ def test_what_calls_on_an_open_group_leave_behind_is_told_when_it_closes():
 
 def test_a_process_with_a_thousand_open_files_waits_for_its_ranks():
     read, write = os.pipe()
-    high = fcntl.fcntl(read, fcntl.F_DUPFD, 1024)
-    process = ForkedProcess(os.getpid(), high)
     try:
-        assert process.poll() is None
-        os.write(write, b"3")
-        assert process.wait(5.0) == 3
+        with numbered_high(read) as number:
+            process = ForkedProcess(os.getpid(), number)
+            assert process.poll() is None
+            os.write(write, b"3")
+            assert process.wait(5.0) == 3
     finally:
         os.close(read)
         os.close(write)

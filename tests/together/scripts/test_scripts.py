@@ -124,7 +124,6 @@ def start(script, plugin, out, *launcher):
     )  # fmt: skip
 
 
-@pytest.mark.slow  # test_outsiders.py starts one without a launch, under ZeRO
 def test_plain_script_started_by_python(tmp_path):
     done = start("plainest", "single", tmp_path / "out")
     assert done.returncode == 0, done.stderr

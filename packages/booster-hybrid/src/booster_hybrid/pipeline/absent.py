@@ -193,6 +193,8 @@ def origin_of(tensor: Tensor) -> str | None:
     if not _is_any_marked:
         return None
     with torch._C.DisableTorchFunction():  # noqa: SLF001 - the public context is for subclasses alone
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - such as vmap's, without memory
+            tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001
         if tensor.layout is not torch.strided:
             return None
         return getattr(tensor.untyped_storage(), "_booster_absent", None)
