@@ -12,7 +12,7 @@ import struct
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from matrix import matrix
+from matrix import matrix, named
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -186,8 +186,14 @@ def test_handwritten_pickles(content, folder):
 
 
 @matrix(
-    ["(-t-1000", "N-\x85-1000"],
-    **{"opening, closing": [(b"]", b"a"), (b"(", b"t"), (b"N", b"\x85"), (b"}" + text("a"), b"s")]},
+    ["tuples-1000", "tuples of one-1000"],
+    **{
+        "opening, closing": named(
+            [(b"]", b"a"), (b"(", b"t"), (b"N", b"\x85"), (b"}" + text("a"), b"s")],
+            ["lists", "tuples", "tuples of one", "dicts"],
+            joint=True,
+        )
+    },
     depth=[1_000, 200_000],
 )
 def test_deep_nesting(opening, closing, depth, folder):

@@ -7,8 +7,10 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
+from packaging.version import Version
 from tests.shared.s3_server import Fault, environment, need_server, put_by_http
 
 from booster_checkpoint.storage import obstore_storage, storage_for
@@ -197,7 +199,8 @@ def test_a_part_that_fails(kind, error, number, s3, storage, monkeypatch):
     stream.discard()
     stream.discard()
     assert storage.read_whole(url) == b"older"
-    assert storage.unfinished(url) == []
+    if Version(version("obstore")) >= Version("0.12"):  # 0.11, the last for Python 3.10, leaves that to the next save
+        assert storage.unfinished(url) == []
     s3.faults = []
     write(storage, url, bytes(24 * MIB), MIB)
     assert storage.size(url) == 24 * MIB

@@ -119,8 +119,6 @@ def _name(value: Any, otherwise: str) -> str:
     """Return the name that pytest gives a value of a parameter."""
     if isinstance(value, (str, int, float)) or value is None:
         return str(value)
-    if isinstance(value, bytes):
-        return value.decode("latin-1")
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) else otherwise
 

@@ -66,5 +66,5 @@ def test_mistakes_are_told(folders, tmp_path):
     ):
         done = run(*arguments)
         assert done.exit_code == 1
-        assert text in done.output
+        assert text in done.stderr
     assert not (tmp_path / "out").exists()
