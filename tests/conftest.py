@@ -16,8 +16,8 @@ import pytest
 import torch
 from forked_scripts import forked_scripts
 
+from booster_core.ranks import run_in_turns
 from booster_testing import close_ranks, rank_forks, rank_pool
-from booster_testing.rank_worker import run_in_turns
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 
 import pytest
@@ -56,6 +57,22 @@ def test_launching_again_at_the_same_port(run, slow):
     for number in range(3):
         for rank in range(2):
             assert f"launch {number} rank {rank} sum {2 * number + 1}\n" in output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policies")
+def test_ranks_on_cpus_run_in_turns_unless_a_policy_is_set(run):
+    body = """
+    os.sched_setscheduler(0, os.SCHED_IDLE if rank else os.SCHED_OTHER, os.sched_param(0))
+    launch(rank, 2, "localhost", port, timeout_seconds=30, verbose=False)
+    names = {os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}
+    tasks = "/proc/self/task"
+    loops = [int(each) for each in os.listdir(tasks) if "gloo" in open(f"{tasks}/{each}/comm").read()]
+    assert loops
+    tell("rank", rank, *{names.get(os.sched_getscheduler(each)) for each in (0, *loops)})
+    """
+    output = run(body, [{}, {}])
+    assert "rank 0 batch\n" in output
+    assert "rank 1 idle\n" in output
 
 
 def test_launching_again_after_a_launch_that_the_others_did_not_come_to(run):

@@ -120,6 +120,8 @@ def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
         life_fd: A pipe that closes when the parent ends.
         stack_file: File that gets the stacks of all threads on ``SIGUSR1``.
     """
+    from booster_core.ranks import run_in_turns
+
     run_in_turns()
     threading.Thread(target=_die_with_parent, args=(life_fd,), name="parent watch", daemon=True).start()
     with Path(stack_file).open("w") as stacks:
@@ -145,17 +147,6 @@ def serve(connection_fd: int, life_fd: int, stack_file: str) -> None:
                 connection.send_bytes(pickle.dumps(("closed", leaks)))
             else:
                 _serve(connection, call)
-
-
-def run_in_turns() -> None:
-    """Let this process, and those that it starts, keep a processor when another one of them wakes up.
-
-    A rank that has sent a message is often interrupted by the receiver that it woke, and holds a lock of gloo's
-    meanwhile, for which gloo's own threads poll: where ranks outnumber processors, most of their time is such polling.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # ranks are slower without it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _die_with_parent(life_fd: int) -> None:

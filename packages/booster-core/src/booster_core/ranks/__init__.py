@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         group_options,
         open_world,
         opened_world,
+        run_in_turns,
         set_world,
     )
 
@@ -60,6 +61,7 @@ __all__ = [
     "open_world",
     "opened_world",
     "refuse_capture",
+    "run_in_turns",
     "seed_everything",
     "set_world",
     "this_host",
@@ -85,6 +87,7 @@ __getattr__, __dir__ = public_names(
             "group_options",
             "open_world",
             "opened_world",
+            "run_in_turns",
             "set_world",
         ],
     },
