@@ -158,13 +158,9 @@ def package(session: nox.Session, name: str, core: str) -> None:
     and ``newest`` take the first or the last release that the package's range admits, built from its tag, or this
     checkout where none is tagged yet, and the lowest declared versions or the newest of the index.
     """
-    needed = {*_with_dependencies(name), *_with_dependencies(TESTING)}
-    sources = {each: ROOT / "packages" / each for each in sorted(needed)}
-    if core != "tree":
-        for each in needed - {name, TESTING}:
-            sources[each] = _released(session, name, each, core)
+    sources = _sources(session, name, core)
     wheels = _wheels(session, sources.values())
-    _install_wheels(session, wheels, _versions(session, core, needed))
+    _install_wheels(session, wheels, _versions(session, core, sources))
     session.run("python", "-m", "pip", "check")
     # Core must work without plugins, so none is installed when its tests run.
     _pytest(session, "python", _own_tests(name), "-m", "not slow", *_workers(), *session.posargs)
@@ -458,18 +454,37 @@ def _versions(session: nox.Session, core: str, names: Iterable[str]) -> list[str
     return versions
 
 
-def _released(session: nox.Session, name: str, needed: str, core: str) -> Path:
-    """Return a folder with the first or last release of a package of ours that another one's range admits.
+def _sources(session: nox.Session, name: str, core: str) -> dict[str, Path]:
+    """Return the folders from which a session installs a package, what it depends on, and the tests' kit."""
+    needed = {*_with_dependencies(name), *_with_dependencies(TESTING)}
+    sources = {each: ROOT / "packages" / each for each in sorted(needed)}
+    rest = set() if core == "tree" else needed - {name, TESTING}
+    while rest:  # first those that no other of the rest needs: all ranges that a release must be in are known then
+        each = next(each for each in sorted(rest) if not any(each in _own_ranges(sources[one]) for one in rest))
+        rest.remove(each)
+        sources[each] = _released(session, each, core, [sources[one] for one in needed - rest - {each}])
+    return sources
 
-    A release is a tag of this repository. Where the range admits none yet, this checkout's package is returned.
+
+def _own_ranges(folder: Path) -> dict[str, SpecifierSet]:
+    """Return the versions of our packages that a package admits, by name."""
+    requirements = map(Requirement, nox.project.load_toml(folder / "pyproject.toml")["project"]["dependencies"])
+    return {requirement.name: requirement.specifier for requirement in requirements if requirement.name in PACKAGES}
+
+
+def _released(session: nox.Session, needed: str, core: str, dependents: Iterable[Path]) -> Path:
+    """Return a folder with the first or last release of a package of ours that all of these packages' ranges admit.
+
+    A release is a tag of this repository. Where the ranges admit none yet, this checkout's package is returned.
     """
-    dependencies = nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")["project"]["dependencies"]
-    ranges = {requirement.name: requirement.specifier for requirement in map(Requirement, dependencies)}
+    admits = SpecifierSet()
+    for folder in dependents:
+        admits &= _own_ranges(folder).get(needed, SpecifierSet())
     tags = str(session.run("git", "tag", "--list", f"{needed}-v*", external=True, silent=True)).split()
     released = {Version(tag.removeprefix(f"{needed}-v")): tag for tag in tags}
-    admitted = list(ranges.get(needed, SpecifierSet()).filter(released))
+    admitted = list(admits.filter(released))
     if not admitted:
-        session.log(f"No release of {needed} that {name} admits is tagged here: this checkout's takes its place.")
+        session.log(f"No release of {needed} in '{admits}' is tagged here: this checkout's takes its place.")
         return ROOT / "packages" / needed
     tag = released[min(admitted) if core == "lowest" else max(admitted)]
     session.log(f"{needed}: {tag}")

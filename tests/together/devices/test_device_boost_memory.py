@@ -31,15 +31,18 @@ CASES = {
         "hybrid", {"tp_size": 2, "pp_size": 2, "example_batch": batch_of(0)}, world_size=4
     ),
 }
-DEFAULT = {("zero 2, offload", "bf16"), ("tensor parallel, pipeline", "fp32")}
 FEW_BYTES = 1 << 19
 """For what offload brings to the device on its way: a sixth of the model."""
+CHECKED = "tensor parallel, pipeline"
+"""Of which the layers are run with the example to see that they may be split. Large matrices share memory for that, but
+none of these is large: it takes less than the whole model."""
 
 
 def boost(case, precision):
-    """Boost other values on each rank, compare with rank 0's, and return the peak and what is kept, in bytes."""
+    """Boost other values on each rank, compare with rank 0's, and return the bytes of the peak, of what stays, of the model."""
     model = make_deep_model(seed=dist.get_rank())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = sum(parameter.nbytes for parameter in model.parameters())
     before = torch.simulated.memory_allocated()
     torch.simulated.reset_peak_memory_stats()
     module, name = PLUGINS[case.plugin].split(":")
@@ -57,25 +60,21 @@ def boost(case, precision):
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, seen)
     assert set().union(*everywhere) == expected.keys() - {"lm_head.weight"}
-    return peak, kept
+    return peak, kept, whole
 
 
 @matrix(
     ["zero 2, offload-bf16"],
-    **{
-        "name, precision": [
-            pytest.param(name, precision, marks=[] if (name, precision) in DEFAULT else pytest.mark.slow)
-            for name in CASES
-            for precision in ("fp32", "bf16")
-        ]
-    },
+    name=CASES,
+    precision=["fp32", "bf16"],
 )
 def test_boost_holds_what_this_rank_keeps_and_little_more(name, precision, simulated_device):
     case = CASES[name]
     limits = {"timeout_seconds": 240.0, "group_timeout_seconds": 120.0}
-    for peak, kept in run_on_devices(boost, case.world_size, simulated_device, case, precision, **limits):
+    for peak, kept, whole in run_on_devices(boost, case.world_size, simulated_device, case, precision, **limits):
         keeps_little = name.startswith("gemini, offload") or name == "fsdp, offload"
-        assert peak <= (kept + FEW_BYTES if keeps_little else 1.1 * kept), (peak, kept)
+        limit = kept + FEW_BYTES if keeps_little else whole if name == CHECKED else 1.1 * kept
+        assert peak <= limit, (peak, kept, whole)
 
 
 def boost_with_state(plugin, options, make_optimizer):
