@@ -39,7 +39,7 @@ none of these is large: it takes less than the whole model."""
 
 
 def boost(case, precision):
-    """Boost other values on each rank, compare with rank 0's, and return the bytes of the peak, of what stays, of the model."""
+    """Boost other values on each rank, compare with rank 0's, and return bytes: the peak, what stays, the model."""
     model = make_deep_model(seed=dist.get_rank())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(parameter.nbytes for parameter in model.parameters())
