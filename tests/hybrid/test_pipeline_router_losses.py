@@ -145,3 +145,38 @@ def test_what_hooks_have_seen_of_a_layer_that_fails_without_values_counts_once()
     example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
     setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example})
     assert_equals_one_process(Case(build=Told, batch=samples, loss=itself, steps=2), setting)
+
+
+def widen(_router, _args, output):
+    return torch.cat([output, output], -1).double()
+
+
+class Widened(torch.nn.Module):
+    """Layers that run only with what a hook makes of an inner module's output, which is of another width and format."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([WidenedLayer() for _ in range(4)])
+        for layer in self.layers:
+            layer.router.register_forward_hook(widen)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x * (2 if x.dtype == torch.float64 else 3)
+        return x.square().mean()
+
+
+class WidenedLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.out = torch.nn.Linear(4, 2), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.out(x.float()) * self.router(x.float())
+
+
+def test_hooks_may_change_what_modules_inside_of_layers_return():
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
+    setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example})
+    assert_equals_one_process(Case(build=Widened, batch=samples, loss=itself, steps=2), setting)

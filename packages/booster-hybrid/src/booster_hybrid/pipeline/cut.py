@@ -533,25 +533,28 @@ class StagedModel:
         needs = self._cuts.needs.get(self.model.training)
         return () if needs is None else needs.idle.get(name, ())
 
-    def result_of_absent(self, calls: AbsentCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a layer would return, without the values."""
+    def result_of_absent(
+        self, calls: AbsentCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any], seen: list[tuple[nn.Module, Any]]
+    ) -> Any:
+        """Return what a layer would return, without the values; see `AbsentCalls.result`."""
         if self._run is not None:
-            return calls.result(self._run, args, kwargs)
+            return calls.result(self._run, args, kwargs, seen)
         with StageRun(self.model, self._forms, None) as run:  # backward recomputes what is around the layer
-            return calls.result(run, args, kwargs)
+            return calls.result(run, args, kwargs, seen)
 
-    def show_what_came(self, position: int, absent: Tensor) -> None:
+    def show_what_came(self, position: int, absent: Tensor, seen: Collection[nn.Module]) -> None:
         """Let those who watch modules inside of a layer that is not run see what came of these, or that it is absent.
 
         Args:
             position: The layer's.
             absent: What stands for outputs that did not come.
+            seen: Modules whose hooks have been shown theirs.
         """
         known = {
             id(module): (self._cuts.extras.get(name, ()), own) for module, name, own in self._inner.get(position, ())
         }
         for module in self._gates[position].calls.parts:
-            if not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
+            if module in seen or not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
                 continue
             extras, own = known.get(id(module), ((), None))
             came = {extra.index: self._received[extra.name] for extra in extras if extra.name in self._received}
@@ -644,9 +647,10 @@ class _Gate:
     def pass_through(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what stands for the layer's output where it is not run: of the same form, without its values."""
         has_shapes, is_watched = self.layer.returned.has_shapes, self.calls.is_watched
+        seen: list[tuple[nn.Module, Any]] = []
         if self._may_be_tried and (not has_shapes or is_watched):
             try:
-                return self._staged.result_of_absent(self.calls, args, kwargs)
+                return self._staged.result_of_absent(self.calls, args, kwargs, seen)
             except Exception:
                 if not has_shapes:
                     raise
@@ -658,7 +662,7 @@ class _Gate:
             if isinstance(leaf, torch.Tensor)
         }
         if is_watched and forms:
-            self._staged.show_what_came(self.position, next(iter(forms.values())))
+            self._staged.show_what_came(self.position, next(iter(forms.values())), {module for module, _ in seen})
         return self.layer.returned.of({**arguments, **forms})
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -258,8 +258,20 @@ class AbsentCalls:
         """Whether somebody looks at what modules inside return, by forward hooks."""
         return any(part._forward_hooks for part in self.parts)  # noqa: SLF001 - torch tells it nowhere else
 
-    def result(self, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def result(
+        self,
+        run: StageRun,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        seen: list[tuple[nn.Module, Any]] | None = None,
+    ) -> Any:
         """Return what a call would return; hooks on the modules inside are shown what these would return.
+
+        Args:
+            run: The forward of the stage.
+            args: Of the call.
+            kwargs: Of the call.
+            seen: Gets the modules whose hooks were shown something, also where the call fails after that.
 
         Raises:
             Exception: What the forward raises without values.
@@ -267,43 +279,39 @@ class AbsentCalls:
         args, kwargs = pytree.tree_map_only(Tensor, self._without_values, (args, dict(kwargs)))
         key = self._key(args, kwargs)
         found = None if key is None else self._known.get(key)
-        if found is None:
-            inner: list[tuple[nn.Module, Any]] = []
-            with run.trying() as reads, kept_attributes(self._module), _kept_buffers(self._module), self._noting(inner):
-                output = self._forward(*args, **kwargs)
-            found = pytree.tree_map_only(Tensor, Form.of, output), inner
-            if (
-                key is not None
-                and not reads.were_seen
-                and all(map(_is_plain_form, pytree.tree_leaves(found[0], is_leaf=_is_form)))
-            ):
-                if len(self._known) >= _MOST_KNOWN:
-                    self._known.clear()
-                self._known[key] = found
-        # Not while it ran: of a call that fails nothing has been shown.
-        for module, forms in found[1]:
-            show(module, self._filled(forms))
-        return self._filled(found[0])
-
-    @contextlib.contextmanager
-    def _noting(self, inner: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-        """Note what the modules inside return, and keep other hooks from seeing it."""
-        before = [(part, part._forward_hooks) for part in self.parts]  # noqa: SLF001 - torch takes them off no other way
-        try:
-            for part, hooks in before:
-                part._forward_hooks = type(hooks)()  # noqa: SLF001 - likewise
-                part.register_forward_hook(lambda part, _, output: self._note(inner, part, output))
-            yield
-        finally:
-            for part, hooks in before:
-                part._forward_hooks = hooks  # noqa: SLF001 - likewise
+        if found is not None:
+            for module, output in found[1]:
+                show(module, self._filled(output))
+            return self._filled(found[0])
+        inner: list[tuple[nn.Module, Any]] = [] if seen is None else seen
+        with (
+            run.trying() as reads,
+            kept_attributes(self._module),
+            _kept_buffers(self._module),
+            contextlib.ExitStack() as stack,
+        ):
+            for part in self.parts:
+                stack.callback(
+                    part.register_forward_hook(lambda part, _, output: self._note(inner, part, output)).remove
+                )
+            output = self._forward(*args, **kwargs)
+        output = pytree.tree_map_only(Tensor, Form.of, output)
+        if (
+            key is not None
+            and not reads.were_seen
+            and all(map(_is_plain_form, pytree.tree_leaves(output, is_leaf=_is_form)))
+        ):
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = output, inner
+        return self._filled(output)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         is_known = origin_of(tensor) is None
         return absent_like(Form.of(tensor), self._origin) if is_known and tensor.is_floating_point() else tensor
 
     def _note(self, inner: list[tuple[nn.Module, Any]], part: nn.Module, output: Any) -> Any:
-        """Note what a module inside would return, and let the layer go on without its values."""
+        """Note what a module inside would return, and let other hooks see that it is absent."""
         forms = pytree.tree_map_only(Tensor, Form.of, output)
         inner.append((part, forms))
         return self._filled(forms)
