@@ -155,8 +155,8 @@ def package(session: nox.Session, name: str, core: str) -> None:
 
     The environment has only the package's own dependencies and what tests need. ``core`` says which releases of our
     other packages, and which versions of third parties: ``tree`` takes this checkout and constraints.txt; ``lowest``
-    and ``newest`` take the first or the last release that the package's range admits, built from its tag, or this
-    checkout where none is tagged yet, and the lowest declared versions or the newest of the index.
+    and ``newest`` take the first or the last releases that the package and each other's ranges admit, built from their
+    tags, or this checkout where none is tagged yet, and the lowest declared versions or the newest of the index.
     """
     sources = _sources(session, name, core)
     wheels = _wheels(session, sources.values())
