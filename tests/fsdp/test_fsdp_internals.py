@@ -34,7 +34,6 @@ def boosted():
 REMOVED = {
     "post_backward": (FSDPParamGroup, "post_backward"),
     "reset_sharded_param": (FSDPParam, "reset_sharded_param"),
-    "_register_pre_backward_hook": (FSDPState, "_register_pre_backward_hook"),
     "_root_post_backward_final_callback": (FSDPState, "_root_post_backward_final_callback"),
 }
 

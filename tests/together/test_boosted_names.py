@@ -45,6 +45,25 @@ def test_parameters_and_buffers_are_named_as_in_the_users_model(plugin):
     assert set.union(*(boosted[0] for _, boosted, _ in ranks)) == ranks[0][0][0]
 
 
+def classes(plugin):
+    """Return the classes of the user's modules before and after `boost` by name, and whether they are still those."""
+    user = make_model(plugin)
+    before = [(module, type(module), module._get_name()) for module in user.modules()]
+    Booster(plugin=plugin_named(plugin)).boost(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    now = {id(module) for module in user.modules()}
+    kept = [(module, kind, name) for module, kind, name in before if id(module) in now]
+    return [
+        (name, module._get_name(), type(module).__name__, isinstance(module, kind)) for module, kind, name in kept
+    ]
+
+
+@matrix(["fsdp", "hybrid-tp"], plugin=NAMES)
+def test_modules_keep_the_names_of_their_classes(plugin):
+    for found in run_on_ranks(classes, 1 if plugin == "single" else 2, plugin):
+        assert len(found) > 1
+        assert all(before == name == of_type and is_one for before, name, of_type, is_one in found), found
+
+
 def compiled_names():
     return names("ddp", compiled=True)
 

@@ -134,11 +134,7 @@ def with_policy(run):
 
 
 HEAD_ALONE = ShardingPolicy(rules=(ModuleRule("head", Style.HEAD),))
-OUTSIDE = {
-    "ddp": (GradientError, "no_sync"),
-    "fsdp": (ConfigError, "forward_methods"),
-    "fsdp-layers": (ConfigError, "forward_methods"),
-}
+OUTSIDE = {"ddp": (GradientError, "no_sync")}
 
 
 @matrix(["ddp", "fsdp-layers", "zero2", "hybrid-tp-zero3"], run=RUNS)

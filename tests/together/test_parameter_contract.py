@@ -253,7 +253,7 @@ def in_no_grad(run, operation):
 
 def under_whole_parameters(run, operation):
     train_step(run, 0)
-    whole = getattr(run.model, "whole_parameters", None)
+    whole = getattr(run.model, "whole_parameters", None)  # DDP's are
     with contextlib.nullcontext() if whole is None else whole(writes=True):
         return change(run, operation)
 
@@ -330,6 +330,8 @@ def told(raising):
         return "works"
     if raising == ["before backward", "before the third backward"]:
         return "not before backward"
+    if raising == ["before backward", "before the third backward", "under whole_parameters"]:
+        return "between steps"
     if raising == list(MOMENTS):
         return "raises"
     works = [moment for moment in MOMENTS if moment not in raising]

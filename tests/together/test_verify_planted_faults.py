@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from booster_core import Booster
 from booster_core.errors import BoosterError, ConfigError, GradientError
-from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.optimizer import HybridEngine
@@ -89,19 +88,6 @@ class Result:
 
     def __init__(self, logits):
         self.logits = logits
-
-
-class InObject(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return Result(self.last(torch.tanh(self.first(x))))
-
-
-def squared_logits(outputs, batch):
-    return squared(outputs.logits, batch)
 
 
 class Blocks(nn.Module):
@@ -238,15 +224,6 @@ def patched(target, *args, **kwargs):
     return lambda: mock.patch(target, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def without_opened_outputs():
-    with (
-        mock.patch("booster_fsdp.model.hidden_tensors", return_value=[]),
-        mock.patch("booster_fsdp.gradients.has_gradients", return_value=False),
-    ):
-        yield
-
-
 def without_check():
     return mock.patch("booster_hybrid.boosting.check_policy", return_value={})
 
@@ -320,14 +297,6 @@ FAULTS = {
         split_gather,
         without_check,
         "blocks.0.part.weight",
-    ),
-    "output-object-that-fsdp-does-not-open": (
-        InObject,
-        squared_logits,
-        lambda: drawn(4, WIDTH),
-        TorchFSDPPlugin,
-        without_opened_outputs,
-        "first.weight",
     ),
     "mask-lost-at-a-cut": (
         MaskOfEntry,

@@ -10,18 +10,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from booster_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed.fsdp import FSDPModule
 
 _OF_ROOTS = ("_is_root", "_root_post_backward_final_callback")
 """Only before torch 2.15."""
-_OF_STATES = ("_pre_backward", "_register_pre_backward_hook")
 _OF_GROUPS = (
     "_all_gather_result",
     "_init_mp_dtypes",
@@ -29,16 +27,11 @@ _OF_GROUPS = (
     "all_reduce_grads",
     "fsdp_params",
     "is_sharded",
-    "is_unsharded",
     "post_backward",
-    "post_forward",
-    "pre_backward",
-    "pre_forward",
     "reduce_grads",
-    "reshard_after_backward",
     "wait_for_unshard",
 )
-_OF_PARAMETERS = ("_module_info", "_param_fqn", "_setattr_on_modules", "reset_sharded_param", "sharded_param")
+_OF_PARAMETERS = ("_param_fqn", "all_gather_outputs", "reset_sharded_param", "sharded_param")
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
@@ -50,68 +43,10 @@ def groups_of(module: FSDPModule) -> Iterator[Any]:
     yield from (group for group in groups if group is not None)
 
 
-def held_parameters(group: Any) -> Iterator[tuple[torch.nn.Module, str, Any]]:
-    """Yield the module that holds each parameter of a group, its name there, and torch's object for it."""
-    for inner in group.fsdp_params:
-        yield inner._module_info.module, inner._module_info.param_name, inner  # noqa: SLF001
-
-
-def calls_dispatch_of_subclasses() -> bool:
-    """Return whether torch calls what subclasses of `DTensor` say on operations; 2.10 does not."""
-    dispatch: Any = DTensor.__torch_dispatch__
-    try:
-        dispatch(torch.ops.aten.detach.default, ())
-    except NotImplementedError:
-        return False
-    except Exception:  # noqa: BLE001 - there is no tensor
-        return True
-    return True
-
-
-def transforms_are_active() -> bool:
-    """Return whether a transform of ``torch.func`` is running what is called now."""
-    return bool(torch._C._are_functorch_transforms_active())  # noqa: SLF001 - no public name
-
-
 def finish_gather(group: Any) -> None:
     """End the gather of a group that was begun ahead of a forward that has not come, so that it can be resharded."""
     if group._all_gather_result is not None:  # noqa: SLF001
         group.wait_for_unshard()
-
-
-def show_rows(group: Any) -> None:
-    """Let modules hold the sharded parameters of a group, which stays gathered if it is."""
-    for inner in group.fsdp_params:
-        inner._setattr_on_modules(inner.sharded_param)  # noqa: SLF001
-
-
-def show_gathered(group: Any) -> None:
-    """Let modules hold the gathered parameters of a group, if it is gathered."""
-    if group.is_unsharded:
-        for inner in group.fsdp_params:
-            inner._setattr_on_modules(inner._unsharded_param)  # noqa: SLF001
-
-
-def gathered_parameters(group: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
-    """Yield torch's object for each parameter of a group, and the gathered parameter, if it was ever gathered."""
-    for inner in group.fsdp_params:
-        gathered = getattr(inner, "_unsharded_param", None)
-        if gathered is not None:
-            yield inner, gathered
-
-
-def replace_parameters(modules: Iterable[FSDPModule], make: Callable[[Any], torch.nn.Parameter]) -> None:
-    """Register other parameters in place of those that torch has created, over the same memory.
-
-    Args:
-        modules: The sharded modules.
-        make: Returns what takes the place of a parameter.
-    """
-    for module in modules:
-        for group in groups_of(module):
-            for inner in group.fsdp_params:
-                inner._setattr_on_modules(make(inner.sharded_param))  # noqa: SLF001
-    take_parameters(modules)
 
 
 def take_parameters(modules: Iterable[FSDPModule]) -> None:
@@ -138,7 +73,7 @@ def check_internals(modules: Sequence[FSDPModule]) -> None:
     if found is not None:
         msg = (
             f"booster-fsdp does not know the FSDP of torch {torch.__version__}: {found}. Its gradients could be wrong. "
-            "Use a version of torch from 2.10 to 2.15, or a later release of booster-fsdp."
+            "Use a version of torch from 2.11 to 2.15, or a later release of booster-fsdp."
         )
         raise ConfigError(msg)
 
@@ -149,15 +84,23 @@ def take_formats(group: Any) -> None:
         group._init_mp_dtypes()  # noqa: SLF001
 
 
-def gradient_of(inner: Any) -> torch.Tensor | None:
+def unreduced_gradient(inner: Any) -> torch.Tensor | None:
     """Return the gradient of a gathered parameter that is not reduced yet."""
-    apart: torch.Tensor | None = _apart(inner)
-    return inner._unsharded_param.grad if apart is None else apart  # noqa: SLF001
+    whole = getattr(inner, "_unsharded_param", None)
+    if whole is None:  # its unit has never run
+        return None
+    apart: torch.Tensor | None = inner.unsharded_accumulated_grad  # of `no_sync`
+    return whole.grad if apart is None else apart
 
 
-def has_gradients(group: Any) -> bool:
-    """Return whether gathered parameters of a group have gradients that are not reduced yet."""
-    return any(gradient_of(inner) is not None for inner, _ in gathered_parameters(group))
+def was_written(inner: Any) -> bool:
+    """Return whether a script has written to a gathered parameter in place, or has given it other values."""
+    whole = inner._unsharded_param  # noqa: SLF001 - see the module's docstring
+    if whole.is_inference():
+        return False
+    # torch's gathers leave the version counters at zero, and write to the memory of their outputs.
+    memory = {each.untyped_storage().data_ptr() for each in inner.all_gather_outputs}
+    return bool(whole._version) or whole.untyped_storage().data_ptr() not in memory  # noqa: SLF001 - as autograd notices it
 
 
 def drop_gradient(inner: Any) -> None:
@@ -175,7 +118,7 @@ def fill_gradients(gathered: Sequence[Any]) -> None:
     summed = next((apart for apart in map(_apart, gathered) if apart is not None), None)
     for inner in gathered:
         whole = inner._unsharded_param  # noqa: SLF001
-        if gradient_of(inner) is None:
+        if unreduced_gradient(inner) is None:
             # Since torch 2.15, that of accumulated gradients differs from the parameter's.
             whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         if summed is not None and _apart(inner) is None:
@@ -210,7 +153,6 @@ def _differences(modules: Sequence[FSDPModule]) -> Iterator[str]:
     if not hasattr(modules[0], "finalize_backward"):
         yield from _lacking(modules[0]._get_fsdp_state(), _OF_ROOTS)  # noqa: SLF001
     for module in modules:
-        yield from _lacking(module._get_fsdp_state(), _OF_STATES)  # noqa: SLF001
         for group in groups_of(module):
             yield from _lacking(group, _OF_GROUPS)
             for inner in group.fsdp_params:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from booster_core.errors import ConfigError
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -20,21 +21,70 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def use_runtime_collectives(module: FSDPModule) -> None:
-    """Let a unit use the collectives of booster-runtime, if this version of torch supports that."""
-    unit: Any = module  # the protocols of these two have no public name
+MOST_RANKS = 8
+"""With more, gloo's own collectives take over: here each rank sends to every other one."""
+
+
+def use_runtime_collectives(unit: FSDPModule, name: str, number: int) -> None:
+    """Let a unit use the collectives of booster-runtime, if this version of torch supports that.
+
+    Args:
+        unit: The unit.
+        name: Its name in the model.
+        number: Its number, the same on every rank.
+    """
+    module: Any = unit  # the protocols of these two have no public name
     if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
-        unit.set_custom_all_gather(_AllGather())
-        unit.set_custom_reduce_scatter(_ReduceScatter())
+        module.set_custom_all_gather(_AllGather(name, number))
+        module.set_custom_reduce_scatter(_ReduceScatter(name, number))
 
 
-class _Buffers:
+def different_units(what: str) -> ConfigError:
+    """Return the error for ranks that run different units."""
+    return ConfigError(
+        f"Ranks run different units of the model: {what}. FSDP gathers and reduces a unit on all ranks together. Run "
+        "the same units on every rank, such as on an input of zeros whose output has no weight in the loss; choose "
+        "larger units, as by `TorchFSDPPlugin(unit_min_numel=...)`; or use plugin='ddp' or 'zero'."
+    )
+
+
+class _OfUnit:
+    def __init__(self, name: str, number: int) -> None:
+        self._name, self._number = name, number
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for torch to fill."""
         return torch.empty(size, dtype=dtype, device=device)
 
+    def _check(self, group: ProcessGroup) -> None:
+        """Compare the unit with that of the rank before this one: gloo aborts where sizes differ, else values mix.
 
-class _AllGather(_Buffers):
+        Raises:
+            ConfigError: If it is another one.
+
+        Collective: the group.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size == 1:
+            return
+        own = torch.tensor([self._number])
+        other = own.clone()
+        works = [
+            dist.irecv(other, group=group, group_src=(rank - 1) % size, tag=_UNIT_TAG),
+            dist.isend(own, group=group, group_dst=(rank + 1) % size, tag=_UNIT_TAG),
+        ]
+        collectives.Pending(works, keep=own).wait()
+        if not torch.equal(own, other):
+            name = repr(self._name) if self._name else "the model itself"
+            what = f"rank {rank} of the group runs {name}, and rank {(rank - 1) % size} another one"
+            raise different_units(what)
+
+
+_UNIT_TAG = 7021
+"""Of messages between two ranks; booster-runtime has others."""
+
+
+class _AllGather(_OfUnit):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -44,6 +94,7 @@ class _AllGather(_Buffers):
     ) -> None:
         """Gather the ranks' inputs; blocks until the end."""
         del async_op
+        self._check(group)
         bounds = _even_bounds(output_tensor, group)
         rank = dist.get_rank(group)
         own = output_tensor[bounds[rank] : bounds[rank + 1]]
@@ -52,7 +103,7 @@ class _AllGather(_Buffers):
         collectives.all_gather(output_tensor, bounds, group).wait()
 
 
-class _ReduceScatter(_Buffers):
+class _ReduceScatter(_OfUnit):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -63,6 +114,7 @@ class _ReduceScatter(_Buffers):
     ) -> None:
         """Reduce the ranks' inputs; blocks until the end."""
         del async_op
+        self._check(group)
         is_mean = op == dist.ReduceOp.AVG
         if not is_mean and op != dist.ReduceOp.SUM:
             call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -73,6 +125,6 @@ class _ReduceScatter(_Buffers):
         collectives.reduce_scatter(input_tensor, bounds, output_tensor, group, scale=scale).wait()
 
 
-def _even_bounds(buffer: Tensor, group: ProcessGroup) -> list[int]:
-    size = dist.get_world_size(group)
-    return [rank * (buffer.numel() // size) for rank in range(size + 1)]
+def _even_bounds(buffer: Tensor, group: ProcessGroup) -> range:
+    numel = buffer.numel() // dist.get_world_size(group)
+    return range(0, buffer.numel() + 1, max(numel, 1))

@@ -10,32 +10,117 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+import hashlib
+import itertools
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster_core.errors import GradientError
+from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import NamedCall
 from booster_fsdp._torch_private import (
     drop_gradient,
     fill_gradients,
     finish_gather,
-    gradient_of,
     groups_of,
-    has_gradients,
     reduce_accumulated,
     take_formats,
+    unreduced_gradient,
+    was_written,
 )
+from booster_fsdp.collectives import different_units
+from booster_fsdp.parameters import gradient_of
 from booster_runtime import collectives
-from booster_runtime.sharding import BufferWatch, RaisedAnywhere
+from booster_runtime.sharding import BufferWatch, RaisedAnywhere, parametrized_in_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
+
+
+class UnitCalls:
+    """Compares which units the ranks have run, forward and backward, since the last step.
+
+    Ranks gather and reduce a unit's parameters together. If they run different units, torch takes the values of one for
+    those of another where sizes agree, and otherwise waits for good.
+
+    Args:
+        units: The units by name, in the order of registration.
+    """
+
+    NUM_FLAGS = 16
+    """Bytes of `flags`."""
+    is_paused = False
+    """Whether modules hold whole parameters, so that no unit may run."""
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._names = list(units)
+        self._calls: list[int] = []  # the unit's number, and its complement for a backward
+        for number, unit in enumerate(units.values()):
+            # Not by torch's record of forwards, which ends with a backward.
+            unit.register_forward_pre_hook(functools.partial(self._note, number), prepend=True)
+
+    def _note(self, number: int, *unused: Any) -> None:
+        del unused
+        self.check_runs(self._names[number])
+        self._calls.append(number)
+
+    def check_runs(self, name: str) -> None:
+        """Raise for a unit that runs where modules hold whole parameters.
+
+        Raises:
+            ConfigError: If they do.
+        """
+        if self.is_paused:
+            msg = (
+                f"{f'{name!r}' if name else 'The model'} ran inside of `whole_parameters`, where modules hold whole "
+                "parameters, which it would gather itself. Run it outside of the block."
+            )
+            raise ConfigError(msg)
+
+    def note_backward(self, number: int) -> None:
+        """Record that a unit's gradients are complete."""
+        self._calls.append(~number)
+
+    def flags(self) -> bytes:
+        """Return a digest of the calls and its complement: if ranks differ, so does some byte's maximum."""
+        digest = hashlib.blake2b(repr(self._calls).encode(), digest_size=self.NUM_FLAGS // 2).digest()
+        return digest + bytes(255 - each for each in digest)
+
+    def check(self, most: bytes) -> None:
+        """Raise if ranks have run different units, and begin with those of the next step.
+
+        Args:
+            most: The maximum over ranks of each byte of `flags`.
+
+        Raises:
+            ConfigError: If ranks differ.
+
+        Collective: every rank of the world, if they differ; else none.
+        """
+        calls, self._calls = self._calls, []
+        half = self.NUM_FLAGS // 2
+        if all(high + low == 255 for high, low in zip(most[:half], most[half:], strict=True)):
+            return
+        of_ranks: list[list[int]] = collectives.all_gather_object(calls)
+        by_call: list[tuple[int | None, ...]] = [*itertools.zip_longest(*of_ranks)]
+        first = next(index for index, of_call in enumerate(by_call) if len(set(of_call)) > 1)
+        told = ", ".join(f"{self._describe(each)} on rank {rank}" for rank, each in enumerate(by_call[first][:_SHOWN]))
+        msg = f"since the last step, call {first + 1} was {told}, and values may have been mixed by now"
+        raise different_units(msg)
+
+    def _describe(self, call: int | None) -> str:
+        if call is None:
+            return "none"
+        name = self._names[call if call >= 0 else ~call]
+        return f"the {'forward' if call >= 0 else 'backward'} of {f'{name!r}' if name else 'the model'}"
+
+
+_SHOWN = 4
 
 
 class ShardedGradients:
@@ -43,14 +128,17 @@ class ShardedGradients:
 
     Args:
         model: The user's model, sharded.
-        modules: The sharded modules in the order of registration, beginning with the model that torch sharded.
+        units: The sharded modules by name in the order of registration, beginning with the model that torch sharded.
         device: Where the model runs.
         broadcast_buffers: Broadcast buffers that forward changes.
+        writes: As for `sharded_parameter`.
         refuse: Returns the error for a parameter's gradient, by name, where no optimizer would step with it; ``None``
             where there is one.
 
     Attributes:
-        modules: As given.
+        modules: The units.
+        calls: Compares which units ranks have run.
+        writes: As for `sharded_parameter`.
         num_updates: How often the shards have got new values by a step or by loading.
         has_backward: Whether backward has run since gradients were completed.
     """
@@ -58,17 +146,22 @@ class ShardedGradients:
     def __init__(
         self,
         model: nn.Module,
-        modules: Sequence[FSDPModule],
+        units: Mapping[str, FSDPModule],
         device: torch.device,
         *,
         broadcast_buffers: bool,
+        writes: list[int],
         refuse: Callable[[str], Exception] | None = None,
     ) -> None:
-        self.modules = list(modules)
+        self.modules = list(units.values())
         self.num_updates = 0
+        self.writes = writes
         self.has_backward = False
+        self.calls = UnitCalls(cast("Mapping[str, nn.Module]", units))
         self._groups = [group for module in self.modules for group in groups_of(module)]
         self._parameters = list(model.parameters())
+        # peft and torch set these to their own memory while forward runs, which counts as a write.
+        self._excepted = {id(each) for module in parametrized_in_forward(model) for each in module.parameters()}
         self._device = device
         self._refuse = refuse
         self._used: set[int] = set()  # ids of the sharded parameters that had a gradient when they were reduced
@@ -77,8 +170,10 @@ class ShardedGradients:
         self._was_reduced = False
         self._buffers = BufferWatch(model) if broadcast_buffers else None
         self._changed_buffers: list[bool] = []
-        for group in self._groups:
-            group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
+        self._stays_gathered = self._has_gathered = False
+        for number, module in enumerate(self.modules):
+            for group in groups_of(module):
+                group.post_backward = functools.partial(self._post_backward, number, group, group.post_backward)
 
     # ---- between forward and the step
 
@@ -98,6 +193,7 @@ class ShardedGradients:
         A parameter that no rank used keeps no gradient.
 
         Raises:
+            ConfigError: If ranks have run different units.
             GradientError: If torch has not reduced some.
 
         Collective: every rank of the world, if there was a backward since the last call; else none.
@@ -106,13 +202,17 @@ class ShardedGradients:
         if not self.has_backward and not self._was_reduced:
             return
         self.has_backward = self._was_reduced = False
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        used = [id(p) in self._used if isinstance(p, DTensor) else p.grad is not None for p in trained]
-        changed = self._buffers.changed() if self._buffers is not None else []
-        anywhere = [*map(bool, RaisedAnywhere(bytearray([*used, *changed]), self._device).wait())]
-        self._changed_buffers = anywhere[len(trained) :]
+        parameters, used = self._parameters, self._used
+        flags = bytearray(
+            id(parameter) in used if isinstance(parameter, DTensor) else parameter.grad is not None
+            for parameter in parameters
+        )
+        flags += bytearray(self._buffers.changed() if self._buffers is not None else ())
+        anywhere = RaisedAnywhere(flags + self.calls.flags(), self._device).wait()
+        self.calls.check(anywhere[len(flags) :])
+        self._changed_buffers = [*map(bool, anywhere[len(parameters) : len(flags)])]
         replicated = []
-        for parameter, is_used in zip(trained, anywhere[: len(trained)], strict=True):
+        for parameter, is_used in zip(parameters, anywhere, strict=False):
             if not is_used:
                 parameter.grad = None
             elif not isinstance(parameter, DTensor):
@@ -120,6 +220,33 @@ class ShardedGradients:
                     parameter.grad = torch.zeros_like(parameter)
                 replicated.append(parameter.grad)
         _average(replicated)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What changes with the values of the shards."""
+        return self.num_updates, self.writes[0]
+
+    def check_age(self, made_at: tuple[int, int], gradient: Tensor) -> None:
+        """Raise if backward goes through a forward of older parameters; its outputs call this.
+
+        Args:
+            made_at: `version` in that forward.
+            gradient: Not used.
+
+        Raises:
+            GradientError: If it does.
+        """
+        del gradient
+        if self.version != made_at:
+            msg = (
+                "The parameters were modified by an inplace operation, such as `optimizer.step()` or loading a "
+                "checkpoint, after the forward that this backward goes through, so its gradients would be wrong. Run "
+                "backward before the step, or forward again after it."
+            )
+            raise GradientError(msg)
+        if torch.is_grad_enabled():
+            self.modules[0].set_reshard_after_backward(False)
+            self._stays_gathered = True
 
     def forget(self, parameters: set[int] | None = None) -> None:
         """Drop gradients that are not reduced yet, and the record of used parameters.
@@ -145,11 +272,26 @@ class ShardedGradients:
 
     def reshard(self) -> None:
         """Free gathered parameters: a forward without backward leaves some, and their values get old."""
+        if self._stays_gathered:
+            self.modules[0].set_reshard_after_backward(True)
+            self._stays_gathered = False
         for group in self._groups:
             finish_gather(group)
         for module in self.modules:
             if not all(group.is_sharded for group in groups_of(module)):
                 module.reshard()
+
+    def gather_once(self) -> None:
+        """Let torch make what it gathers into, if it has not yet: made in inference mode, that could not be trained.
+
+        Collective: every rank of the world, the first time.
+        """
+        if not self._has_gathered:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for module in self.modules:
+                    module.unshard()
+                    module.reshard()
+            self._has_gathered = True
 
     def send_buffers(self) -> None:
         """Broadcast rank 0's values of the buffers that had changed on any rank when gradients were completed.
@@ -164,7 +306,7 @@ class ShardedGradients:
 
     # ---- during backward
 
-    def _post_backward(self, group: Any, reduce: Any, *unused: Any) -> None:
+    def _post_backward(self, number: int, group: Any, reduce: Any, *unused: Any) -> None:
         """Complete a unit's gradients, then let torch reduce them."""
         gathered = [
             inner
@@ -172,12 +314,13 @@ class ShardedGradients:
             if hasattr(inner, "_unsharded_param")  # else its unit has never run
         ]
         if self._refuse is not None:
-            name = next((inner._param_fqn for inner in gathered if gradient_of(inner) is not None), None)  # noqa: SLF001
+            name = next((inner._param_fqn for inner in gathered if unreduced_gradient(inner) is not None), None)  # noqa: SLF001
             if name is not None:
                 raise self._refuse(name)
         elif group.reduce_grads:
             self._was_reduced = True
             self._unreduced.discard(group)
+            self.calls.note_backward(number)
             self._complete(gathered)
         elif gathered:
             self._unreduced.add(group)
@@ -187,23 +330,50 @@ class ShardedGradients:
             reduce(*unused)
 
     def _complete(self, gathered: Sequence[Any]) -> None:
-        trained = [inner for inner in gathered if inner._unsharded_param.requires_grad]  # noqa: SLF001
-        for inner in trained:
+        """Record the parameters of a unit that this rank has used, and give the others gradients of zero.
+
+        Raises:
+            ConfigError: If forward has written to a parameter: torch keeps only shards, so that the values are lost.
+        """
+        trained, is_complete = [], True
+        for inner in gathered:
+            whole = inner._unsharded_param  # noqa: SLF001 - as in `_torch_private`
+            if was_written(inner) and id(inner.sharded_param) not in self._excepted:
+                msg = (
+                    f"Parameter '{inner._param_fqn}' was changed during forward. FSDP drops that change, because it "  # noqa: SLF001
+                    "keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
+                    "`ignored_modules`."
+                )
+                raise ConfigError(msg)
+            has_gradient = unreduced_gradient(inner) is not None
+            if not whole.requires_grad and not has_gradient:
+                continue
+            if has_gradient and whole.requires_grad and not inner.sharded_param.requires_grad:
+                msg = (
+                    f"Parameter '{inner._param_fqn}' was frozen after the forward that this backward goes through, "  # noqa: SLF001
+                    "which would give it a gradient all the same. Freeze it before forward, or after backward."
+                )
+                raise GradientError(msg)
+            trained.append(inner)
             key = id(inner.sharded_param)
-            if gradient_of(inner) is not None or (inner.sharded_param.grad is not None and key not in self._filled):
+            if has_gradient or (key not in self._filled and gradient_of(inner.sharded_param) is not None):
                 self._used.add(key)
                 self._filled.discard(key)
             else:
                 self._filled.add(key)
-        fill_gradients(trained)
+                is_complete = False
+        if not is_complete:
+            fill_gradients(trained)
 
     def _reduce_rest(self) -> None:
         """Reduce gradients that torch has left: of ``no_sync``, and of graphs in which it does not see its units.
 
         Collective: every rank of the world, if there was such a backward since the last reduction; else none.
         """
-        # After a transform of torch.func, too, nothing has told torch that backward has come to a unit.
-        self._unreduced.update(group for group in self._groups if has_gradients(group))
+        # In outputs that torch can't look into, nothing has told it that backward has come to a unit.
+        self._unreduced.update(
+            group for group in self._groups if any(unreduced_gradient(inner) is not None for inner in group.fsdp_params)
+        )
         if not self._unreduced:
             return
         before = [(group.reduce_grads, group.all_reduce_grads) for group in self._groups]

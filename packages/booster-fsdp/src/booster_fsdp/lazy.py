@@ -14,7 +14,7 @@ from booster_runtime.lazy import take_recording
 from booster_runtime.sharding import dtensor_shards, local_of, raised_on_all, send_first
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed.fsdp import FSDPModule
     from torch.optim import Optimizer
@@ -57,7 +57,7 @@ def hollow_model(
 def fill_model(
     model: nn.Module,
     recording: Recording,
-    units: Sequence[FSDPModule],
+    units: Iterable[FSDPModule],
     device: torch.device,
     policy: PrecisionPolicy,
     *,

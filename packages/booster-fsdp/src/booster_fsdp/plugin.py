@@ -33,7 +33,7 @@ from booster_fsdp.gradients import ShardedGradients
 from booster_fsdp.lazy import fill_model, hollow_model
 from booster_fsdp.model import FSDPModel
 from booster_fsdp.optimizer import FSDPOptimizer
-from booster_fsdp.sharding import check_parameters, let_write, make_mesh, ranks_of, shard_model
+from booster_fsdp.sharding import check_parameters, make_mesh, ranks_of, replace_parameters, shard_model
 from booster_fsdp.state import FSDPStateAdapter
 from booster_runtime.lazy import is_lazy, shards_from_host
 from booster_runtime.local_state import mark_as_local
@@ -211,12 +211,12 @@ class TorchFSDPPlugin(Strategy):
             fill_model(
                 model,
                 recording,
-                units,
+                units.values(),
                 context.device,
                 context.precision,
                 offload=self.config.cpu_offload,
             )
-        let_write(model, units)
+        writes = replace_parameters(model, units.values())
         for method in methods:
             register_fsdp_forward_method(model, method)
         mark_as_local(model)
@@ -225,6 +225,7 @@ class TorchFSDPPlugin(Strategy):
             units,
             context.device,
             broadcast_buffers=self.config.broadcast_buffers,
+            writes=writes,
             refuse=None if given else without_optimizer,
         )
         cast_by = context.precision if uses_autocast(self.config, context.precision) else None

@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors
-from booster_fsdp._torch_private import check_internals, replace_parameters
-from booster_fsdp.collectives import use_runtime_collectives
+from booster_fsdp._torch_private import check_internals, take_parameters
+from booster_fsdp.collectives import MOST_RANKS, use_runtime_collectives
 from booster_fsdp.formats import describe_formats, gathers_narrow, reduce_dtype, unit_format, uses_autocast
-from booster_fsdp.model import keep_outputs, refuse_apart
-from booster_fsdp.parameters import shard_parameter
+from booster_fsdp.parameters import sharded_parameter
 from booster_fsdp.units import choose_units, find_ignored, head_of
 from booster_runtime.sharding import (
     ShardingRanks,
@@ -86,7 +86,7 @@ def check_parameters(model: nn.Module) -> None:
     """Check that each parameter can be sharded or replicated.
 
     Raises:
-        ConfigError: If one has hooks or sparse gradients, or two parameters share memory.
+        ConfigError: If one has hooks or sparse gradients, two parameters share memory, or training skips layers.
     """
     name_of = NamedTensors.of(model).name_of
     for name, parameter in model.named_parameters():
@@ -106,12 +106,32 @@ def check_parameters(model: nn.Module) -> None:
                 "use plugin='ddp', which keeps them sparse."
             )
             raise ConfigError(msg)
+    _refuse_skipped_layers(model)
     check_distinct_memory(model)
     refuse_renormalized(model)
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy) -> list[FSDPModule]:
-    """Shard a model in place, and return the model and the modules that became units; some parameters are replicated.
+def _refuse_skipped_layers(model: nn.Module) -> None:
+    """Raise if training skips layers: ranks would gather other ones.
+
+    transformers asks whether it is under FSDP, and then skips none, so that another model would be trained.
+    """
+    owners = dict(model.named_modules())
+    owners |= {f"{name}.config".lstrip("."): getattr(module, "config", None) for name, module in owners.items()}
+    for name, owner in owners.items():
+        for key, value in getattr(owner, "__dict__", {}).items():
+            if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
+                msg = (
+                    f"`{name}.{key}` is {value}: training would skip layers at random, but under FSDP ranks gather a "
+                    "layer's parameters together. Set it to 0 before `boost`, or use plugin='ddp' or 'zero'."
+                )
+                raise ConfigError(msg)
+
+
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: PrecisionPolicy
+) -> dict[str, FSDPModule]:
+    """Shard a model in place, and return the model and the modules that became units by name.
 
     Replicated are: parameters that the options name; scalars, which have no rows; empty ones; parameters that are not
     floating, such as quantized ones, whose class stores further data for each tensor; BatchNorm's under a narrow
@@ -152,32 +172,38 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, policy: 
     modules = dict(model.named_modules())
     for name, format_of_unit in formats.items():
         _shard(modules[name], name, mesh=mesh, mp_policy=format_of_unit, reshard=kept.get(name, asked), **options)
-    if mesh.device_type == "cpu":
-        for name in formats:
-            use_runtime_collectives(cast("FSDPModule", modules[name]))
+    is_ours = mesh.device_type == "cpu" and mesh.size(mesh.ndim - 1) <= MOST_RANKS
+    if is_ours:
+        for number, name in enumerate(formats):
+            use_runtime_collectives(cast("FSDPModule", modules[name]), name, number)
     kept_in = {dtype for dtype in dtype_of.values() if dtype is not None}
     note_compute(model, describe_formats(config, policy, kept_in, has_unrounded=bool(unrounded)))
-    is_summed_here = hasattr(model, "set_custom_reduce_scatter")
+    is_summed_here = is_ours and hasattr(model, "set_custom_reduce_scatter")
     sent = _sent_dtypes(formats, dtype_of, whole)
     note_reductions(model, sent, torch.device(mesh.device_type), by_backend=not is_summed_here, is_rounded=True)
-    sharded = [cast("FSDPModule", modules[name]) for name in chosen]
-    _prefetch(cast("FSDPModule", model), sharded, config)
-    check_internals([cast("FSDPModule", model), *sharded])
-    return [cast("FSDPModule", model), *sharded]
+    units = {name: cast("FSDPModule", modules[name]) for name in ("", *chosen)}
+    sharded = list(units.values())
+    _prefetch(sharded[0], sharded[1:], config)
+    check_internals(sharded)
+    return units
 
 
-def let_write(model: nn.Module, units: Sequence[FSDPModule]) -> None:
-    """Let scripts write to a model's sharded parameters, and its modules refuse to run while theirs are sharded.
+def replace_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> list[int]:
+    """Register a `ShardedTensor` in place of each parameter that torch has sharded, over the same memory.
 
-    Args:
-        model: The model, sharded.
-        units: What `shard_model` returned.
+    Returns:
+        Counts writes of scripts in its only element.
     """
-    replace_parameters(units, shard_parameter)
-    for name, module in model.named_modules():
-        own = module._parameters.values()  # noqa: SLF001 - without those of modules inside
-        if not isinstance(module, FSDPModule) and any(isinstance(each, DTensor) for each in own):
-            refuse_apart(module, name)
+    writes = [0]
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001 - without those of modules inside
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in made:
+                    made[id(parameter)] = sharded_parameter(parameter, writes)
+                module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+    take_parameters(units)
+    return writes
 
 
 def _replicated(
@@ -210,17 +236,31 @@ def _unrounded(
 
 def _shard(module: nn.Module, name: str, *, reshard: bool | int | None, **options: Any) -> None:
     """Make one module a unit."""
-    is_table = type(module) is nn.Embedding and bool(name)
-    keep_outputs(module)
+    kind = type(module)
+    module.register_forward_hook(_own_outputs)
     try:
         fully_shard(module, reshard_after_forward=reshard, **options)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as cause:
         where = f"Unit '{name}' ({type(module).__name__})" if name else f"The model ({type(module).__name__})"
         msg = f"{where} can't be sharded: {cause} Keep it whole by `ignored_modules`, or choose other units."
         raise ConfigError(msg) from cause
-    if is_table:
+    # Loggers, trainers and tables of models ask for the user's class by its name.
+    made = type(module)
+    made.__name__, made.__qualname__, made.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    if kind is nn.Embedding and name:
         # The gradient of a lookup does not depend on the table.
         cast("FSDPModule", module).set_unshard_in_backward(False)
+
+
+def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copy a unit's outputs that are views, such as those of a `Linear` with a bias on sequences.
+
+    An operation in place on a view (``x += y``) drops torch's hook on it, and with it the unit's gather for backward.
+    """
+    del module, args
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(torch.Tensor, lambda each: each.clone() if each._is_view() else each, output)  # noqa: SLF001 - the only way to ask
 
 
 def _is_kept_whole(parameter: nn.Parameter) -> bool:

@@ -1,0 +1,121 @@
+"""Sharded parameters and their gradients: numbers are those of one process, and what can't be done on shards raises."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_fsdp import TorchFSDPPlugin
+from booster_testing import run_on_ranks
+
+
+def boosted(model):
+    return Booster("cpu", plugin=TorchFSDPPlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1)).model
+
+
+NUMBERS = {
+    "norm().item()": lambda tensor: tensor.norm().item(),
+    "float(abs().max())": lambda tensor: float(tensor.detach().abs().max()),
+    "(> 0).sum().item()": lambda tensor: (tensor > 0).sum().item(),
+    "linalg.vector_norm": lambda tensor: torch.linalg.vector_norm(tensor).item(),
+    "_foreach_norm": lambda tensor: torch._foreach_norm([tensor])[0].item(),
+    "one element": lambda tensor: tensor[4, 1].item(),
+    "if tensor.any()": lambda tensor: bool((tensor > 0.1).any()),
+    "torch.equal": lambda tensor: torch.equal(tensor, tensor * 1),
+}
+
+
+def read_numbers(of):
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 5)
+    torch.manual_seed(0)
+    model = boosted(nn.Linear(6, 5))
+    for each in (whole, model):
+        each(torch.ones(2, 6)).square().sum().backward()
+    tensors = [each.get_parameter("weight") for each in (whole, model)]
+    one, ours = [tensor.grad if of == "gradient" else tensor for tensor in tensors]
+    if of == "gradient":
+        assert tensors[1].grad is ours
+        one.mul_(0.5), ours.mul_(0.5)
+    return {name: (read(ours), read(one)) for name, read in NUMBERS.items()}
+
+
+@pytest.mark.parametrize("of", ["parameter", "gradient"])
+def test_numbers_are_those_of_the_whole_tensor(of):
+    for found in run_on_ranks(read_numbers, 2, of):
+        for name, (ours, one) in found.items():
+            assert ours == pytest.approx(one), name
+
+
+def assign(parameter, index, values):
+    parameter[index] = values
+
+
+LOST_OR_NOT_POSSIBLE = {
+    "an element": lambda parameter: assign(parameter, (4, 1), 3.0),
+    "a row": lambda parameter: parameter[4].zero_(),
+    "a plain tensor": lambda parameter: parameter.copy_(torch.ones(5, 6)),
+    "other data": lambda parameter: setattr(parameter, "data", torch.ones(5, 6)),
+    "random numbers": nn.init.normal_,
+    "an orthogonal matrix": nn.init.orthogonal_,
+    "a plain tensor on the left": lambda parameter: torch.ones(5, 6) - parameter,
+    "a norm in place": lambda parameter: parameter.norm().clamp_(min=2),
+    "a hook": lambda parameter: parameter.register_hook(lambda gradient: 2 * gradient),
+}
+
+
+def write(name):
+    """Return whether a write raises, and what `whole_parameters` makes of it."""
+    torch.manual_seed(0)
+    model, whole = boosted(nn.Linear(6, 5)), nn.Linear(6, 5)
+    before = model.get_parameter("weight").full_tensor()
+    with torch.no_grad():
+        whole.weight.copy_(before)
+        with pytest.raises(ConfigError, match=r"whole_parameters|would never run"):
+            LOST_OR_NOT_POSSIBLE[name](model.get_parameter("weight"))
+        assert torch.equal(model.get_parameter("weight").full_tensor(), before)
+        if name == "a hook":
+            return
+        torch.manual_seed(5)
+        LOST_OR_NOT_POSSIBLE[name](whole.weight)
+        torch.manual_seed(5 + dist.get_rank())
+        with model.whole_parameters(writes=True):
+            LOST_OR_NOT_POSSIBLE[name](model.get_parameter("weight"))
+    assert torch.equal(model.get_parameter("weight").full_tensor(), whole.weight)
+
+
+@pytest.mark.parametrize("name", LOST_OR_NOT_POSSIBLE)
+def test_what_would_be_lost_raises_and_works_on_whole_parameters(name):
+    run_on_ranks(write, 2, name)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, data):
+        return self.encode(data)
+
+    def encode(self, data):
+        return data @ self.table
+
+
+def misuse_whole_parameters():
+    model = boosted(nn.Sequential(Encoder()))
+    with pytest.raises(ConfigError, match="forward_methods"):
+        model.unwrap()[0].encode(torch.ones(2, 4))
+    with model.whole_parameters():
+        assert torch.equal(model.unwrap()[0].encode(torch.ones(2, 4)), torch.full((2, 4), 4.0))
+        with pytest.raises(ConfigError, match="ran inside of `whole_parameters`"):
+            model(torch.ones(2, 4))
+    with pytest.raises(ConfigError, match="`writes=True`"), torch.no_grad(), model.whole_parameters():
+        model.unwrap()[0].table.zero_()
+    assert model.unwrap()[0].table.norm().item() == 4.0
+    return model(torch.ones(2, 4)).sum().item()
+
+
+def test_parts_run_on_whole_parameters():
+    assert run_on_ranks(misuse_whole_parameters, 2) == [32.0, 32.0]

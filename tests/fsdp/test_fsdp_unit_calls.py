@@ -1,0 +1,63 @@
+"""Ranks that run different units raise: before values are mixed on CPUs, and in the step at the latest."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster_core import Booster
+from booster_core.errors import ConfigError
+from booster_fsdp import TorchFSDPPlugin
+from booster_fsdp.collectives import _OfUnit
+from booster_testing import expect_on_ranks, run_on_ranks
+
+
+class Skipping(nn.Module):
+    """Four layers, of which each rank skips another one if told to, in forward or in the loss."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        if width != 8:
+            self.layers[1] = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+
+    def forward(self, x, skipped):
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def train(width, by_rank, num_steps):
+    torch.manual_seed(0)
+    model = Skipping(width)
+    booster = Booster("cpu", plugin=TorchFSDPPlugin(unit_if=lambda name, _: name.count(".") == 1))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(num_steps):
+        skipped = None if step < num_steps - 1 else 1 + (dist.get_rank() if by_rank else 0)
+        booster.backward(model(torch.ones(2, 8), skipped).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("width", [8, 16], ids=["of one size", "of other sizes"])
+def test_different_units_raise_before_values_are_mixed(width):
+    expect_on_ranks(ConfigError, "rank . of the group runs 'layers", train, 2, width, True, 2)
+
+
+def train_where_gathers_are_not_compared():
+    with mock.patch.object(_OfUnit, "_check"):
+        train(8, True, 2)
+
+
+def test_different_units_raise_in_the_step():
+    match = "call 3 was the forward of 'layers.2' on rank 0, the forward of 'layers.1' on rank 1"
+    expect_on_ranks(ConfigError, match, train_where_gathers_are_not_compared, 2)
+
+
+def test_a_unit_that_all_ranks_skip_trains():
+    run_on_ranks(train, 2, 8, False, 2)
