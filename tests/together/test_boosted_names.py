@@ -52,9 +52,7 @@ def classes(plugin):
     Booster(plugin=plugin_named(plugin)).boost(user, torch.optim.SGD(user.parameters(), lr=0.1))
     now = {id(module) for module in user.modules()}
     kept = [(module, kind, name) for module, kind, name in before if id(module) in now]
-    return [
-        (name, module._get_name(), type(module).__name__, isinstance(module, kind)) for module, kind, name in kept
-    ]
+    return [(name, module._get_name(), type(module).__name__, isinstance(module, kind)) for module, kind, name in kept]
 
 
 @matrix(["fsdp", "hybrid-tp"], plugin=NAMES)
