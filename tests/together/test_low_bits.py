@@ -110,8 +110,12 @@ def test_a_run_goes_on_as_if_it_had_not_been_saved(kind, saver, loader, tmp_path
         assert (torch.uint8 if kind == BITSANDBYTES else f"OptimState{kind[5:]}") in kinds, "it stays in few bits"
         for name, values in found.items():
             torch.testing.assert_close(values, expected[name], rtol=0, atol=0)
-    for name, values in expected.items():  # blocks are the same: what differs is in which order gradients were added
-        torch.testing.assert_close(values, plain[name], rtol=0, atol=STEPS * 1e-2 / 64)
+    for name, values in expected.items():
+        # Blocks are the same. Gradients were added in another order, so that a state between two codes may take either:
+        # that changes few elements, each by less than the updates themselves.
+        distance = (values - plain[name]).abs()
+        assert (distance > 1e-5).float().mean() < 0.005, name
+        assert distance.max() < STEPS * 1e-2, name
 
 
 def save_cut(plugin, folder):
