@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from booster_runtime.sharding import ShardingRanks
 
 
+def _of_model(name: str) -> Any:
+    """Return a property that is an attribute of the optimizer inside, where that holds no views."""
+
+    def get(wrapper: FSDPOptimizer) -> Any:
+        wrapper.views.hide()
+        return getattr(wrapper.optim, name)
+
+    return property(get, lambda wrapper, value: setattr(wrapper.optim, name, value))
+
+
 class FSDPOptimizer(OptimizerWrapper):
     """Step the user's optimizer on this rank's part of a sharded model.
 
@@ -82,6 +92,25 @@ class FSDPOptimizer(OptimizerWrapper):
 
     # ---- parameters and groups
 
+    # Asked for by schedulers, users and torch's tools: with the model's parameters, and DTensors as their state.
+    param_groups: list[dict[str, Any]] = _of_model("param_groups")
+    state: Any = _of_model("state")
+
+    def unwrap(self) -> Optimizer:
+        """Return the optimizer inside, with the model's parameters, and DTensors as their state."""
+        self.views.hide()
+        return super().unwrap()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer inside as this rank holds it; see `Booster.save_optimizer` for files."""
+        self.views.hide()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the optimizer inside as this rank holds it; see `Booster.load_optimizer` for files."""
+        self.views.hide()
+        super().load_state_dict(state_dict)
+
     def _adopt(self, group: Mapping[str, Any]) -> None:
         """Prepare to step on a group's parameters."""
         self._held += group["params"]
@@ -114,6 +143,7 @@ class FSDPOptimizer(OptimizerWrapper):
         remedy = "Take it from the model that `boost` returned, outside of forward."
         held = {numbers[key] for each in self.scaling.optimizers for key in each.listed_parameters()}
         numbers_of_group(listed, numbers, held, names, remedy=remedy)
+        self.views.hide()
         self.optim.add_param_group({**param_group, "params": listed})
         if self._takes_rows:
             try:
@@ -269,10 +299,11 @@ class FSDPOptimizer(OptimizerWrapper):
             self._make_ready()
             return loss
 
-        with self.views.shown():
-            if closure is None:
-                self._make_ready()
-            result = self.optim.step() if closure is None else self.optim.step(evaluated)
+        self.views.show()
+        if closure is None:
+            self._make_ready()
+        result = self.optim.step() if closure is None else self.optim.step(evaluated)
+        self.views.drop_gradients()
         for whole in self._whole:
             whole.scatter()
         # Parameters that a forward without backward left gathered have old values.

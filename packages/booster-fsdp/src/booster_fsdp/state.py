@@ -40,6 +40,8 @@ class FSDPStateAdapter(DTensorStateAdapter):
     ) -> None:
         self._gradients = gradients
         self._sharded = optimizers
+        for each in optimizers:
+            each.views.hide()
         super().__init__(model, optimizers, coordinator, prepare=gradients.reshard)
 
     @override
@@ -70,7 +72,8 @@ class FSDPStateAdapter(DTensorStateAdapter):
         with contextlib.ExitStack() as stack:
             for each in self._sharded:
                 if each.stepped_whole():
-                    stack.enter_context(each.views.shown())
+                    each.views.show()
+                    stack.callback(each.views.hide)
             super().prepare_optimizer_load(tensors, scalars, groups)
         # Parameters that other ranks step take saved masters, too.
         listed = {name for group in groups for name in group.params}

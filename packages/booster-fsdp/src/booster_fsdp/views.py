@@ -1,13 +1,13 @@
-"""Plain tensors on which the user's optimizer steps, in place of the DTensors that its groups list.
+"""Plain tensors on which the user's optimizer steps, in place of the DTensors of a sharded model.
 
-Groups and state hold the model's parameters and DTensors, as torch's own tools expect after ``fully_shard``. For the
-time of a step they hold plain tensors with the same memory: torch dispatches each operation on a DTensor, some
-optimizers (Rprop) use operations that it does not support, and fused kernels take no mixture of both kinds.
+From the first step on, groups and state hold plain tensors with the memory of the shards: torch dispatches each
+operation on a DTensor, some optimizers (Rprop) use operations that it does not support, and fused kernels take no
+mixture of both kinds. Whoever asks the boosted optimizer for its groups or state, as torch's own tools do, gets the
+model's parameters and DTensors.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from booster_fsdp.parameters import gradient_of
 from booster_runtime.sharding import dtensor_of, is_cut, local_of, sharded_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.optim import Optimizer
 
@@ -39,6 +40,8 @@ class Views:
         self._optimizer = optimizer
         self.of: dict[Any, nn.Parameter] = {}
         self._rows: dict[nn.Parameter, None] = {}
+        self._lists: list[dict[str, Any]] | None = None  # of each group, without the views
+        self._known: dict[int, DTensor] = {}  # those from before, by the ids of their local values
 
     def add_rows(self, parameter: nn.Parameter) -> None:
         """Show this rank's rows of a parameter, and bring its rows of the state that there is to their device."""
@@ -79,37 +82,43 @@ class Views:
     def point_at_rows(self) -> None:
         """Let the views of rows have the current memory of the rows and their gradients."""
         for parameter in self._rows:
-            view, rows = self.of[parameter], _local(parameter)
+            view, rows, gradient = self.of[parameter], _local(parameter), gradient_of(parameter)
             if rows.data_ptr() != view.data_ptr():
                 view.data = rows
-            view.grad = None if parameter.grad is None else _local(parameter.grad)
+            view.grad = None if gradient is None else _local(gradient)
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
+    def drop_gradients(self) -> None:
+        """Let the views of rows have no gradients."""
+        for parameter in self._rows:
+            self.of[parameter].grad = None
+
+    def show(self) -> None:
         """Let the optimizer's groups and state hold the views, with plain tensors as their state."""
+        if self._lists is not None:
+            return
         optimizer, held = self._optimizer, self._optimizer.state
-        lists = [self._show_group(group) for group in optimizer.param_groups]
-        known: dict[int, DTensor] = {}
+        self._lists = [self._show_group(group) for group in optimizer.param_groups]
         optimizer.state = defaultdict(dict)
         for parameter, state in held.items():
             optimizer.state[self.of.get(parameter, parameter)] = state
             if parameter in self._rows:
-                _change(state, DTensor, lambda _, tensor: _noted(known, tensor))
-        try:
-            yield
-        finally:
-            for group, listed in zip(optimizer.param_groups, lists, strict=True):
-                group.update(listed)
-            parameter_of: dict[Any, Any] = {view: parameter for parameter, view in self.of.items()}
-            stepped, optimizer.state = optimizer.state, held
-            held.clear()
-            for view, state in stepped.items():
-                parameter = parameter_of.get(view, view)
-                held[parameter] = state
-                if parameter in self._rows:
-                    _change(state, torch.Tensor, functools.partial(_sharded, known, parameter))
-            for parameter in self._rows:
-                self.of[parameter].grad = None
+                _change(state, DTensor, lambda _, tensor: _noted(self._known, tensor))
+
+    def hide(self) -> None:
+        """Let the optimizer's groups and state hold the model's parameters and DTensors."""
+        if self._lists is None:
+            return
+        optimizer, stepped = self._optimizer, self._optimizer.state
+        for group, listed in zip(optimizer.param_groups, self._lists, strict=True):
+            group.update(listed)
+        parameter_of: dict[Any, Any] = {view: parameter for parameter, view in self.of.items()}
+        optimizer.state = defaultdict(dict)
+        for view, state in stepped.items():
+            parameter = parameter_of.get(view, view)
+            optimizer.state[parameter] = state
+            if parameter in self._rows:
+                _change(state, torch.Tensor, functools.partial(_sharded, self._known, parameter))
+        self._lists, self._known = None, {}
 
     def _show_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Let a group list the views, and return its lists from before."""
