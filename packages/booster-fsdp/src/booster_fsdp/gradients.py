@@ -53,6 +53,7 @@ class ShardedGradients:
         modules: As given.
         num_updates: How often the shards have got new values by a step or by loading.
         has_backward: Whether backward has run since gradients were completed.
+        notes: Called when backward has come to a unit with gradients.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ShardedGradients:
         self.modules = list(modules)
         self.num_updates = 0
         self.has_backward = False
+        self.notes: list[Callable[[], None]] = []
         self._groups = [group for module in self.modules for group in groups_of(module)]
         self._parameters = list(model.parameters())
         self._device = device
@@ -171,6 +173,8 @@ class ShardedGradients:
             for inner in group.fsdp_params
             if hasattr(inner, "_unsharded_param")  # else its unit has never run
         ]
+        for note in self.notes:
+            note()
         if self._refuse is not None:
             name = next((inner._param_fqn for inner in gathered if gradient_of(inner) is not None), None)  # noqa: SLF001
             if name is not None:

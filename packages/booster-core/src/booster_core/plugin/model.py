@@ -114,6 +114,12 @@ class ModelWrapper(nn.Module):
         """Run ``module``, under autocast where the precision asks for it; strategies override it, not call it."""
         return self.module(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients of the model, as its optimizers do."""
+        super().zero_grad(set_to_none)
+        for optimizer in self.boosted_optimizers:
+            optimizer.zero_grad(set_to_none)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""
         return unwrap_model(self).state_dict(*args, **kwargs)

@@ -223,8 +223,8 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self.engine.used_anywhere.get(index):
             return None
         whole = self.layout.whole_gradient(index, parameter.numel())
-        if self.loss_scaler is not None and not self.is_unscaled:
-            whole /= self.loss_scaler.scale
+        if self.gradient_scale is not None:
+            whole /= self.gradient_scale
         return whole.view(parameter.shape)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
