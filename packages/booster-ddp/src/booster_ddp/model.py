@@ -220,7 +220,7 @@ class DDPModel(ModelWrapper):
         Collective: every rank of the world.
         """
         self._context.coordinator.agree(
-            "forward",
+            "forward with other trained parameters than before",
             {"trained parameters": [name for name, each in self._named.items() if each.requires_grad]},
             remedy="Freeze and unfreeze the same parameters on all ranks.",
         )

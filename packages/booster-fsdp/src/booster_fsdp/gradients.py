@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
+    from booster_core.plugin import BoostContext, GradientScaling
+
 
 class ShardedGradients:
     """Completes, reduces, averages and drops the gradients of one model, for all of its optimizers.
@@ -53,8 +55,13 @@ class ShardedGradients:
         modules: As given.
         num_updates: How often the shards have got new values by a step or by loading.
         has_backward: Whether backward has run since gradients were completed.
+        scaling: What the boosted optimizers share, which set it, like the context; ``None`` where there are none.
+        context: Of the ``boost``.
         notes: Called when backward has come to a unit with gradients.
     """
+
+    scaling: GradientScaling | None = None
+    context: BoostContext
 
     def __init__(
         self,
@@ -111,7 +118,12 @@ class ShardedGradients:
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         used = [id(p) in self._used if isinstance(p, DTensor) else p.grad is not None for p in trained]
         changed = self._buffers.changed() if self._buffers is not None else []
-        anywhere = [*map(bool, RaisedAnywhere(bytearray([*used, *changed]), self._device).wait())]
+        # Where ranks train other parameters, torch has reduced gradients of other sizes already.
+        note = b"" if self.scaling is None else self.scaling.settings.note(self.scaling.groups, b"")
+        told = RaisedAnywhere(bytearray([*note, *used, *changed]), self._device).wait()
+        if self.scaling is not None:
+            self.scaling.settings.check(told[: len(note)], (), self.context)
+        anywhere = [*map(bool, told[len(note) :])]
         self._changed_buffers = anywhere[len(trained) :]
         replicated = []
         for parameter, is_used in zip(trained, anywhere[: len(trained)], strict=True):

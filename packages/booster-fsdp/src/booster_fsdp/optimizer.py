@@ -69,6 +69,10 @@ class FSDPOptimizer(OptimizerWrapper):
         self._model_parameters = list(model.parameters())
         self._names = NamedTensors.of(model).name_of
         self._sharded = gradients
+        self.sends_settings = False
+        gradients.scaling = self.scaling
+        if self._context is not None:
+            gradients.context = self._context
         self.ranks = ranks
         self._config = config
         self._device = device

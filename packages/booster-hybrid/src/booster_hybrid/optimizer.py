@@ -142,6 +142,12 @@ class HybridOptimizer(ShardedOptimizer):
         check_elementwise(self.unwrap(), self.local.expert_group.size, [group])
         super().check_settings(group)
 
+    def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
+        """Learn of the model; see `OptimizerWrapper.set_model`. Stages have other parameters each."""
+        super().set_model(model, norm_dtype)
+        if self.local.pipeline is not None:
+            self.compared_parameters = {}
+
     def step_inside(self) -> Any:
         """Step the user's optimizer, on whole matrices if it updates these and ranks have parts of them.
 

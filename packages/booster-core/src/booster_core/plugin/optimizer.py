@@ -23,7 +23,7 @@ from booster_core.precision.loss_scaler import any_raised, unscale
 from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -67,6 +67,9 @@ class OptimizerWrapper(Optimizer):
     num_steps: int = 0
     """Number of steps so far, those that an overflow skipped included."""
 
+    sends_settings: bool = True
+    """Whether `step` compares the settings of groups between ranks by an exchange of its own; see `GroupSettings`."""
+
     frozen: Any = None
     """Its ``check(optimizer)``, before each step, raises where a parameter was unfrozen that it would leave out."""
 
@@ -93,6 +96,8 @@ class OptimizerWrapper(Optimizer):
         """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
         which it must on every rank or on none."""
         self.unlisted: list[nn.Parameter] = []
+        self.compared_parameters: Mapping[str, nn.Parameter] = {}
+        """The model's parameters, of which all ranks must train the same; a copy of the optimizer knows none."""
         self.model_modules: Callable[[], Iterable[nn.Module]] = tuple
         """Returns the modules of the model, which `boost` tells; a copy of the optimizer knows none."""
 
@@ -104,6 +109,7 @@ class OptimizerWrapper(Optimizer):
             norm_dtype: Format of the global norm.
         """
         self.norm_dtype = norm_dtype
+        self.compared_parameters = dict(model.named_parameters())
         self.model_modules = model.modules
         if self is self.scaling.optimizers[0]:
             self.unlisted = self.find_unlisted(model)
@@ -146,7 +152,7 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"on_step": [], "before_step": [], "model_modules": tuple}
+        own = {"on_step": [], "before_step": [], "model_modules": tuple, "compared_parameters": {}}
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -407,6 +413,8 @@ class OptimizerWrapper(Optimizer):
         Collective: every rank of the strategy's mesh, in step.
         """
         self._check_step(closure)
+        if self.sends_settings and self._context is not None:
+            self.scaling.settings.exchange(self.scaling.groups, self.compared_parameters, self._context)
         replicas = self.scaling.replicas
         with NamedCall("step"):
             self.unscale_gradients()

@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from booster_core.errors import ConfigError, GradientError
+from booster_core.plugin.group_settings import GroupSettings
 from booster_core.precision.loss_scaler import DynamicLossScaler
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ class GradientScaling:
             skipped.
         norm: The global norm before clipping, until the model's optimizers have stepped.
         replicas: What averages the gradients with other copies of the run; ``None`` where there are none.
+        settings: What of the optimizers must not differ between ranks.
         partners: The models that share the present loss, and skip steps together with this one.
         is_awaited: Whether backward was called for an optimizer of the model since it has stepped.
     """
@@ -212,6 +214,7 @@ class GradientScaling:
         self.found_overflow = False
         self.norm: Tensor | None = None
         self.replicas: Replicas | None = None
+        self.settings = GroupSettings()
         self.partners: list[GradientScaling] = []
         self.is_awaited = False
         self._optimizers: list[weakref.ref[OptimizerWrapper]] = []
@@ -223,7 +226,7 @@ class GradientScaling:
 
     def __getstate__(self) -> dict[str, Any]:
         # Optimizers add themselves, also copies.
-        own = {"_optimizers": [], "partners": [], "_is_watched": False, "_judged": None}
+        own = {"_optimizers": [], "settings": GroupSettings(), "partners": [], "_is_watched": False, "_judged": None}
         return {**self.__dict__, **own}
 
     @property
@@ -234,6 +237,11 @@ class GradientScaling:
     def add(self, optimizer: OptimizerWrapper) -> None:
         """Share this with one more optimizer of the model."""
         self._optimizers.append(weakref.ref(optimizer))
+
+    @property
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """The parameter groups of each optimizer."""
+        return [each.param_groups for each in self.optimizers]
 
     @property
     def loss_scaler(self) -> DynamicLossScaler | None:

@@ -60,6 +60,10 @@ class ShardedOptimizer(OptimizerWrapper):
         # Asked before the wrapper puts a hook of its own around `step`.
         self._steps_in_parts = offloads and steps_in_parts(optim)
         super().__init__(optim, **kwargs)
+        self.sends_settings = not engine.compares_settings
+        engine.scaling = self.scaling
+        if self._context is not None:
+            engine.context = self._context
         self.layout, self.reducer, self.names = engine.layout, engine.reducer, engine.names
 
     def __getattr__(self, name: str) -> Any:
