@@ -84,6 +84,7 @@ def test_plugin_object_of_another_interface_version():
     [
         ("ddp", ConfigError, r"`device='ddp'` is the name of a plugin.*`Booster\(plugin='ddp'\)`"),
         ("gemini", ConfigError, r"`Booster\(plugin='gemini'\)`"),
+        ("bf16", ConfigError, r"is the name of a precision.*`Booster\(mixed_precision='bf16'\)`"),
         (Halves(), TypeError, r"`device` is a `Halves`, a plugin.*`Booster\(plugin=Halves\(...\)\)`"),
         (Halves, TypeError, r"`device` is the class `Halves`.*`Booster\(plugin=Halves\(...\)\)`"),
         (torch.nn.Linear(1, 1), TypeError, "`device` is a device or its name, such as 'cpu'; got `Linear`"),
@@ -92,6 +93,11 @@ def test_plugin_object_of_another_interface_version():
 def test_plugin_in_the_place_of_the_device(given, error, match):
     with pytest.raises(error, match=match):
         Booster(given)
+
+
+def test_plugin_in_the_place_of_the_precision():
+    with pytest.raises(ConfigError, match=r"is the name of a plugin. Did you mean `Booster\(plugin='ddp'\)`"):
+        Booster("cpu", "ddp")
 
 
 class _Cuda:

@@ -336,6 +336,28 @@ def test_no_sync_communicates_once():
     assert run_on_ranks(no_sync_communicates_once, 2) == [1, 1]
 
 
+def evaluated_on_rank_0(alone):
+    """Train a model whose one buffer is no part of its state, and evaluate between steps; return the last loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model.register_buffer("scale", torch.ones(1), persistent=False)
+    _, model, optimizer = boost(model)
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 or not alone:
+            with torch.no_grad():
+                model.eval()(batch(step))
+            model.train()
+    return float(loss.detach())
+
+
+def test_a_rank_may_evaluate_alone():
+    assert run_on_ranks(evaluated_on_rank_0, 2, True) == run_on_ranks(evaluated_on_rank_0, 2, False)
+
+
 def missing_rank():
     booster, model, optimizer = boost(TinyMLP(), find_unused_parameters=False)
     for step in range(3):

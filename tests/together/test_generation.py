@@ -35,8 +35,7 @@ def on_ranks(plugin):
     booster.backward(model(PROMPT, labels=PROMPT).loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    model.eval()
-    return before, generated(model, dist.get_rank())
+    return before, generated(booster.unwrap(model).eval(), dist.get_rank())
 
 
 def alone():

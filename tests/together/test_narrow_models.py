@@ -362,3 +362,42 @@ def test_a_model_without_optimizer_is_left_as_it_is():
     boosted, *_ = Booster("cpu").boost(model)
     assert {parameter.dtype for parameter in boosted.parameters()} == {torch.bfloat16}
     assert boosted(input_ids=tokens(0)).logits.dtype == torch.bfloat16
+
+
+CALLS = {
+    "the model": lambda model, batch: model(batch),
+    "a part": lambda model, batch: model.model(batch),
+    "the own model": lambda model, batch: model.unwrap()(batch),
+    "a part of the own model": lambda model, batch: model.unwrap().model(batch),
+    "generate": lambda model, batch: model.generate(batch, max_new_tokens=2, do_sample=False),
+    "the own generate": lambda model, batch: model.unwrap().generate(batch, max_new_tokens=2, do_sample=False),
+}
+
+
+def calls_of(name):
+    """Return what can be called: parts that are no units of their own can't under FSDP."""
+    return [call for call in CALLS if name != "fsdp" or "part" not in call]
+
+
+def formats_of_products(name):
+    """Return in which format a layer inside computes, by what is called."""
+    torch.manual_seed(0)
+    booster, model = Booster("cpu", "bf16", PLUGINS[name]()), tiny_llama()
+    model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    seen = []
+    layer = model.unwrap().model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    found = {}
+    with torch.no_grad():
+        for call in calls_of(name):
+            seen.clear()
+            CALLS[call](model.eval(), tokens(0)[:2, :4] % 16)
+            found[call] = set(seen)
+    return found, torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero1", "gemini", "hybrid-tp2"])
+def test_parts_and_methods_compute_in_the_precision_of_the_run(name):
+    for found, is_left_on in run_on_ranks(formats_of_products, world_size(name), name):
+        assert found == {call: {torch.bfloat16} for call in calls_of(name)}
+        assert not is_left_on

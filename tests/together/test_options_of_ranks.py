@@ -1,7 +1,11 @@
-"""Ranks that built their plugin with other options are told so by `boost`, on every rank; folders may differ."""
+"""Ranks that built their plugin with other options are told so by `boost`, on every rank; folders may differ.
+
+So are ranks whose optimizers come to have other settings, by the next step that all take.
+"""
 
 import pytest
 import torch
+from matrix import matrix
 from torch import nn
 
 from booster_core import Booster, DistCoordinator
@@ -9,7 +13,11 @@ from booster_core.errors import ConfigError
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_runtime import reduce
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.models import tiny_llama
+from booster_testing.mutants import ReferencePlugin
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
@@ -56,3 +64,97 @@ def boost_with_a_group():
 
 def test_an_option_that_cannot_be_copied_is_compared():
     assert run_on_ranks(boost_with_a_group, 2) == [True, True]
+
+
+def rate_on_one(rank, optimizer, scheduler):
+    if rank:
+        optimizer.param_groups[1]["lr"] = 0.025
+
+
+def scheduler_on_one(rank, optimizer, scheduler):
+    if rank == 0:
+        scheduler.step(torch.tensor(1.0))
+
+
+def plateau_of_each(rank, optimizer, scheduler):
+    scheduler.step(torch.tensor(1.0 - rank))
+
+
+def betas_of_each(rank, optimizer, scheduler):
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9 + rank / 100)
+
+
+def frozen_on_one(rank, optimizer, scheduler):
+    if rank:
+        BOOSTED[0].unwrap().model.norm.weight.requires_grad_(False)
+
+
+def plateau_of_all(rank, optimizer, scheduler):
+    scheduler.step(reduce(BOOSTED[1], torch.tensor(1.0 - rank)))
+
+
+CHANGES = {
+    "rate on one": (rate_on_one, r"`lr of group 1`: 0\.1\d* on rank 0, 0\.025 on rank 1, in `step`.*reduce\(booster, "),
+    "scheduler on one": (scheduler_on_one, r"`lr of group 0`: 0\.05 on rank 0, 0\.1 on rank 1; `lr of group 1`"),
+    "plateau of each": (plateau_of_each, r"`lr of group 0`: 0\.05 on rank 0, 0\.1 on rank 1"),
+    "betas of each": (betas_of_each, r"`betas of group 0`: \(0\.5, 0\.9\) on rank 0, \(0\.5, 0\.91\) on rank 1"),
+}
+STRATEGIES = {
+    "third party": ReferencePlugin,
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero-1": LowLevelZeroPlugin,
+    "zero-2": lambda: LowLevelZeroPlugin(stage=2),
+    "gemini": GeminiPlugin,
+    "tp": lambda: HybridParallelPlugin(tp_size=2),
+    "pp": lambda: HybridParallelPlugin(pp_size=2, zero_stage=0),
+}
+BOOSTED = []
+
+
+def change_settings(name, change):
+    """Take steps, between the first and the second of which settings change; return what no step may show."""
+    torch.manual_seed(0)
+    model, booster = tiny_llama(), Booster("cpu", plugin=STRATEGIES[name]())
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": torch.tensor(0.1)}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, foreach=False)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    scheduler.best = 0.5
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    BOOSTED[:] = [model, booster]
+    rank = DistCoordinator().rank
+    for step in range(3):
+        tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(step))
+        if name == "pp":
+            batch = {"input_ids": tokens, "labels": tokens}
+            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+        else:
+            booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            change(rank, optimizer, scheduler)
+    return True
+
+
+@matrix(
+    [f"{name}-rate on one" for name in STRATEGIES]
+    + ["ddp-plateau of each", "zero-1-scheduler on one", "fsdp-betas of each"],
+    name=list(STRATEGIES),
+    change=list(CHANGES),
+)
+def test_settings_that_come_to_differ_are_refused_by_the_next_step(name, change):
+    function, message = CHANGES[change]
+    expect_on_ranks(ConfigError, message, change_settings, 2, name, function)
+
+
+@pytest.mark.parametrize("name", ["third party", "zero-1", "gemini"])
+def test_parameters_that_are_frozen_on_some_ranks_are_named_by_the_next_step(name):
+    message = r"`'model.norm.weight' is trained`: True on rank 0, False on rank 1, in `step`.*Freeze and unfreeze alike"
+    expect_on_ranks(ConfigError, message, change_settings, 2, name, frozen_on_one)
+
+
+@matrix(1, name=list(STRATEGIES))
+def test_settings_that_change_alike_are_let_be(name):
+    assert run_on_ranks(change_settings, 2, name, plateau_of_all) == [True, True]

@@ -32,6 +32,7 @@ from booster_core.checkpoint_io import (
 )
 from booster_core.discovery import check_api_version, load, load_default
 from booster_core.errors import ConfigError
+from booster_core.gradients.norm import check_finite_norm, check_norm_arguments
 from booster_core.plugin.call_guard import mark_boosted
 from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
 from booster_core.plugin.hooks import hook_relay
@@ -40,6 +41,7 @@ from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.placement import gradient_norm_dtype
 from booster_core.plugin.renamed import refuse_renamed
+from booster_core.plugin.scaling import LossFactors
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.precision.policy import NARROW
 from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
+    from booster_core.plugin.scaling import GradientScaling
     from booster_core.precision import PrecisionPolicy
     from booster_core.state.adapter import StateAdapter
 
@@ -70,20 +73,7 @@ if TYPE_CHECKING:
     _LRSchedulerT = TypeVar("_LRSchedulerT", bound="LRScheduler | None", default=None)
 
 
-__all__ = ["Booster", "LossWeight"]
-
-
-class LossWeight:
-    """What `Booster.weighing_losses` multiplies losses by.
-
-    Attributes:
-        weight: The factor.
-        is_used: Whether a loss, or a criterion for a pipeline, was multiplied.
-    """
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.is_used = False
+__all__ = ["Booster"]
 
 
 class _Entry:
@@ -158,7 +148,7 @@ class Booster(_Entry):
         self._asked_device = check_device(device, plugin)
         is_known = self._asked_device is None and not torch.cuda.is_available()  # before the launch
         self._device = own_device(None, plugin) if is_known else None
-        self._loss_weights: list[LossWeight] = []
+        self._factors = LossFactors()
         # the boosted models that somebody still holds, and the formats that their tensors came in
         self._boosted: weakref.WeakKeyDictionary[ModelWrapper, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._registered: dict[str, tuple[Any, bool]] = {}  # by name; whether ranks differ
@@ -270,6 +260,8 @@ class Booster(_Entry):
         wrapper.attach(boosted.optimizers, context)
         for each in boosted.optimizers:
             each.set_model(wrapper.unwrap(), norm_dtype)
+        for scaling in _scalings_of(boosted.optimizers):
+            self._factors.add(scaling)
         mark_boosted(model)
         self._boosted[wrapper] = dtypes
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
@@ -315,17 +307,19 @@ class Booster(_Entry):
         )
 
     def backward(self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], **options: Any) -> None:
-        """Run backward from a loss, with the loss scale of the run.
+        """Run backward from a loss, with the loss scale of the run and the weights of blocks such as `accumulate`.
 
         Args:
             loss: A scalar computed from the boosted model's output. Under accumulation, divide it by the number of
                 micro-batches.
-            optimizer: The optimizer that `boost` returned; of several, any or all.
+            optimizer: The optimizer that `boost` returned; of several, any or all. Of a loss of several models, pass
+                one of each: under fp16 their steps are skipped together.
             **options: ``inputs`` and ``retain_graph``, as for ``Tensor.backward``.
 
         Raises:
-            TypeError: If the optimizer is not a boosted one, the loss not a tensor, or there is another option.
-            ConfigError: If the plugin can't give gradients to these ``inputs`` only.
+            TypeError: If an optimizer is not a boosted one, the loss not a tensor, or there is another option.
+            ConfigError: If the plugin can't give gradients to these ``inputs`` only, or blocks weigh the loss
+                differently for its models.
             GradientError: If the loss is not a scalar or has no gradient.
 
         Collective: every data parallel rank, in step.
@@ -334,36 +328,64 @@ class Booster(_Entry):
         if unknown:
             msg = f"`Booster.backward` takes no {' or '.join(unknown)}. Its options are `inputs` and `retain_graph`."
             raise TypeError(msg)
-        first = next(iter(as_tuple(optimizer)), None)
-        if not isinstance(first, OptimizerWrapper):
-            got = type(optimizer if first is None else first).__name__
-            msg = f"`Booster.backward` needs the optimizer returned by `Booster.boost`; got `{got}`."
-            raise TypeError(msg)
-        first.backward(self._weighed(loss), **options)
+        optimizers = self._boosted_optimizers(optimizer, "backward")
+        with self._factors.backward(_scalings_of(optimizers)):
+            optimizers[0].backward(loss, **options)
 
-    @contextlib.contextmanager
-    def weighing_losses(self, weight: float) -> Iterator[LossWeight]:
+    def clip_grad_by_norm(
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients of several boosted models so that their joint norm is at most ``max_norm``.
+
+        Args:
+            optimizers: An optimizer of each model; each counts, and scales, all gradients of its model.
+            max_norm: As for `OptimizerWrapper.clip_grad_by_norm`, like the arguments that follow.
+            norm_type: Order of the norm.
+            error_if_nonfinite: Raise where the norm is infinite or NaN.
+
+        Returns:
+            The joint norm before that, a scalar tensor, the same on every rank.
+
+        Raises:
+            TypeError: If an optimizer is not a boosted one.
+            ConfigError: If ``max_norm`` is negative or ``norm_type`` is not positive.
+            GradientError: If the norm is not finite and ``error_if_nonfinite`` is set.
+
+        Collective: as the calls of each optimizer's `clip_grad_by_norm`, one after the other.
+        """
+        check_norm_arguments(max_norm, norm_type)
+        every = [scaling.optimizers[0] for scaling in _scalings_of(self._boosted_optimizers(optimizers, "clip"))]
+        norms = [each.clip_grad_by_norm(math.inf, norm_type) for each in every]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
+        if error_if_nonfinite and not any(each.found_overflow for each in every):
+            check_finite_norm(norm)
+        for each in every:
+            each.scale_to_norm(norm, max_norm)
+        return norm
+
+    def weighing_losses(self, weight: float, model: ModelWrapper | None = None) -> AbstractContextManager[None]:
         """Multiply the losses of `backward`, and of criteria in `execute_pipeline`, inside of a ``with`` block.
 
-        Blocks may be nested; their weights are multiplied.
+        Blocks may be nested; their weights are multiplied. Where ``loss.backward()`` is called instead, the next step
+        raises.
 
         Args:
             weight: The factor.
-
-        Yields:
-            The weight, which knows whether it was used.
+            model: The boosted model whose losses are meant; ``None`` for all.
         """
-        entered = LossWeight(weight)
-        self._loss_weights.append(entered)
-        try:
-            yield entered
-        finally:
-            self._loss_weights.remove(entered)
+        scalings = [] if model is None else _scalings_of(model.boosted_optimizers)
+        if model is not None and not scalings:
+            return contextlib.nullcontext()  # without an optimizer there is no backward
+        return self._factors.weighing(weight, scalings[0] if scalings else None)
 
-    @property
-    def loss_weight(self) -> float:
-        """What losses are multiplied by now: the product of the weights of the blocks around."""
-        return math.prod(each.weight for each in self._loss_weights)
+    def loss_weight(self, model: ModelWrapper) -> float:
+        """Return what losses of a model are multiplied by now: the product of the weights of the blocks around."""
+        return self._factors.weight_of(_scalings_of(model.boosted_optimizers))
 
     @property
     def boosted_models(self) -> tuple[ModelWrapper, ...]:
@@ -438,17 +460,19 @@ class Booster(_Entry):
             )
             raise ConfigError(msg)
 
+        optimizers = [each for each in as_tuple(optimizer) if isinstance(each, OptimizerWrapper)]
+        scalings = _scalings_of(optimizers)
+
         def weighed(outputs: Any, batch: Any) -> Tensor:
-            loss: Tensor = self._weighed(criterion(outputs, batch))
-            return loss
+            loss = criterion(outputs, batch)
+            weight = self._factors.weight_of(scalings)  # also those that ``data_iter`` has entered
+            return loss * weight if weight != 1 and isinstance(loss, torch.Tensor) else loss
 
         one = next(iter(as_tuple(optimizer)), None)
-        result = self.plugin.execute_pipeline(
-            data_iter, model, weighed, one, return_loss=return_loss, return_outputs=return_outputs
-        )
-        for each in self._loss_weights:  # also those that ``data_iter`` has entered, on stages without a criterion
-            each.is_used = True
-        return result
+        with self._factors.backward(scalings, is_weighed=True) if scalings else contextlib.nullcontext():
+            return self.plugin.execute_pipeline(
+                data_iter, model, weighed, one, return_loss=return_loss, return_outputs=return_outputs
+            )
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int = 1, **kwargs: Any) -> DataLoader[Any]:
         """Return a data loader over this rank's samples; see `Plugin.prepare_dataloader` for the arguments.
@@ -863,11 +887,21 @@ class Booster(_Entry):
         """
         self.checkpoint_io.wait()
 
-    def _weighed(self, loss: Any) -> Any:
-        for each in self._loss_weights:
-            each.is_used = True
-        weight = self.loss_weight
-        return loss * weight if weight != 1 and isinstance(loss, torch.Tensor) else loss
+    @staticmethod
+    def _boosted_optimizers(optimizer: Optimizer | Sequence[Optimizer], call: str) -> list[OptimizerWrapper]:
+        """Return the optimizers that were passed to a call.
+
+        Raises:
+            TypeError: If there is none, or one is not boosted.
+        """
+        asked = as_tuple(optimizer)
+        boosted = [each for each in asked if isinstance(each, OptimizerWrapper)]
+        if not boosted or len(boosted) < len(asked):
+            got = next((type(each).__name__ for each in asked if not isinstance(each, OptimizerWrapper)), None)
+            got = got or type(optimizer).__name__
+            msg = f"`Booster.{call}` needs the optimizer returned by `Booster.boost`; got `{got}`."
+            raise TypeError(msg)
+        return boosted
 
     def _formats_of(self, model: ModelWrapper, *, says_reduce: bool) -> list[str]:
         """Return lines on the formats of a boosted model, read from its tensors."""
@@ -985,3 +1019,8 @@ class Booster(_Entry):
             self.checkpoint_io.when_written(lambda: after(kind=kind, checkpoint=request.path))
         else:
             after(kind=kind, checkpoint=request.path)
+
+
+def _scalings_of(optimizers: Sequence[OptimizerWrapper]) -> list[GradientScaling]:
+    """Return what the optimizers of each model share, of each model once."""
+    return list(dict.fromkeys(each.scaling for each in optimizers))

@@ -77,6 +77,10 @@ class DDPModel(ModelWrapper):
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False)
         ]
+        # Where none is part of the state, forward changes none: without a graph nothing needs DDP's broadcast, and some
+        # ranks may evaluate alone.
+        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        self._has_kept_buffers = not buffers.isdisjoint(module.state_dict())
         self._built_for: list[bool] | None = None
         self._was_built = False
         self.trained: Mapping[str, nn.Parameter] = {}
@@ -115,7 +119,7 @@ class DDPModel(ModelWrapper):
         Collective: every rank of the world, where buffers are broadcast, or other parameters are trained than before.
         """
         if not torch.is_grad_enabled():
-            return (self.module if self.ddp is None else self.ddp)(*args, **kwargs)
+            return (self.ddp if self.ddp is not None and self._has_kept_buffers else self.module)(*args, **kwargs)
         if transforms_are_active():
             return self.module(*args, **kwargs)
         ddp = self._prepare()
@@ -220,7 +224,7 @@ class DDPModel(ModelWrapper):
         Collective: every rank of the world.
         """
         self._context.coordinator.agree(
-            "forward",
+            "forward with other trained parameters than before",
             {"trained parameters": [name for name, each in self._named.items() if each.requires_grad]},
             remedy="Freeze and unfreeze the same parameters on all ranks.",
         )

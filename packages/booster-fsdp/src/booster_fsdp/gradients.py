@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
+    from booster_core.plugin import BoostContext, GradientScaling
+
 
 class UnitCalls:
     """Compares which units the ranks have run, forward and backward, since the last step.
@@ -141,7 +143,13 @@ class ShardedGradients:
         writes: As for `sharded_parameter`.
         num_updates: How often the shards have got new values by a step or by loading.
         has_backward: Whether backward has run since gradients were completed.
+        scaling: What the boosted optimizers share, which set it, like the context; ``None`` where there are none.
+        context: Of the ``boost``.
+        notes: Called when backward has come to a unit with gradients.
     """
+
+    scaling: GradientScaling | None = None
+    context: BoostContext
 
     def __init__(
         self,
@@ -158,6 +166,7 @@ class ShardedGradients:
         self.writes = writes
         self.has_backward = False
         self.calls = UnitCalls(cast("Mapping[str, nn.Module]", units))
+        self.notes: list[Callable[[], None]] = []
         self._groups = [group for module in self.modules for group in groups_of(module)]
         self._parameters = list(model.parameters())
         # peft and torch set these to their own memory while forward runs, which counts as a write.
@@ -208,8 +217,16 @@ class ShardedGradients:
             for parameter in parameters
         )
         flags += bytearray(self._buffers.changed() if self._buffers is not None else ())
-        anywhere = RaisedAnywhere(flags + self.calls.flags(), self._device).wait()
-        self.calls.check(anywhere[len(flags) :])
+        # Where ranks train other parameters, torch has reduced gradients of other sizes already.
+        note = b"" if self.scaling is None else self.scaling.settings.note(self.scaling.groups, b"")
+        anywhere = RaisedAnywhere(flags + self.calls.flags() + note, self._device).wait()
+        of_calls, of_settings = (
+            anywhere[len(flags) :][: UnitCalls.NUM_FLAGS],
+            anywhere[len(flags) + UnitCalls.NUM_FLAGS :],
+        )
+        self.calls.check(of_calls)
+        if self.scaling is not None:
+            self.scaling.settings.check(of_settings, (), self.context)
         self._changed_buffers = [*map(bool, anywhere[len(parameters) : len(flags)])]
         replicated = []
         for parameter, is_used in zip(parameters, anywhere, strict=False):
@@ -313,6 +330,8 @@ class ShardedGradients:
             for inner in group.fsdp_params
             if hasattr(inner, "_unsharded_param")  # else its unit has never run
         ]
+        for note in self.notes:
+            note()
         if self._refuse is not None:
             name = next((inner._param_fqn for inner in gathered if unreduced_gradient(inner) is not None), None)  # noqa: SLF001
             if name is not None:

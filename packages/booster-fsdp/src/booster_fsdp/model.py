@@ -87,8 +87,6 @@ class FSDPModel(ModelWrapper):
         self.gradients.reshard()
         self.gradients.forget()
         super().zero_grad(set_to_none)
-        for optimizer in self.boosted_optimizers:
-            optimizer.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""

@@ -79,6 +79,10 @@ class FSDPOptimizer(OptimizerWrapper):
         self._model_parameters = list(model.parameters())
         self._names = NamedTensors.of(model).name_of
         self._sharded = gradients
+        self.sends_settings = False
+        gradients.scaling = self.scaling
+        if self._context is not None:
+            gradients.context = self._context
         self.ranks = ranks
         self._config = config
         self._device = device
@@ -180,6 +184,13 @@ class FSDPOptimizer(OptimizerWrapper):
             )
             raise ConfigError(msg)
 
+    def watch_gradients(self, note: Callable[..., None]) -> None:
+        """Have a function called when backward has given the model a gradient: torch gives those of shards to units."""
+        self._sharded.notes.append(note)
+        for parameter in self._model_parameters:
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
     def settle(self) -> None:
         """Reduce the gradients of ``no_sync``, and average those of replicated parameters.
 
@@ -242,11 +253,11 @@ class FSDPOptimizer(OptimizerWrapper):
             # The process group has no backend for offloaded shards.
             sharded: Any = gradient.to(self._device)
             gradient = sharded.full_tensor()
-        is_scaled = self.loss_scaler is not None and not self.is_unscaled
-        if is_scaled or gradient.data_ptr() == local_of(parameter.grad).data_ptr():
+        scale = self.gradient_scale
+        if scale is not None or gradient.data_ptr() == local_of(parameter.grad).data_ptr():
             gradient = gradient.clone()
-        if self.loss_scaler is not None and not self.is_unscaled:
-            gradient /= self.loss_scaler.scale
+        if scale is not None:
+            gradient /= scale
         return gradient
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature

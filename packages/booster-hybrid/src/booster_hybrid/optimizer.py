@@ -142,6 +142,12 @@ class HybridOptimizer(ShardedOptimizer):
         check_elementwise(self.unwrap(), self.local.expert_group.size, [group])
         super().check_settings(group)
 
+    def set_model(self, model: nn.Module, norm_dtype: torch.dtype) -> None:
+        """Learn of the model; see `OptimizerWrapper.set_model`. Stages have other parameters each."""
+        super().set_model(model, norm_dtype)
+        if self.local.pipeline is not None:
+            self.compared_parameters = {}
+
     def step_inside(self) -> Any:
         """Step the user's optimizer, on whole matrices if it updates these and ranks have parts of them.
 
@@ -203,7 +209,6 @@ class HybridOptimizer(ShardedOptimizer):
         """Make ready for the backwards of one batch."""
         self.engine.gatherer.wait()
         self.reducer.watch()
-        self._rescale_gradients()
         # What has been added up is on every copy: from now on it counts on the first alone.
         for bucket, copies in self.engine.copied_buckets() if self.engine.joined else ():
             if self.local.stage != copies[0] and bucket.format.optimizer in self.engine.joined:
@@ -245,9 +250,9 @@ class HybridOptimizer(ShardedOptimizer):
         if gradients[0] is None:
             (loss,) = tensors
             check_loss(loss)
-            scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-            tensors = [loss.float() if self.loss_scaler is not None else loss]
-            gradients = [torch.full_like(tensors[0], scale)]
+            scale = self.scaling.factors.scale
+            tensors = [loss if scale is None else loss.float()]
+            gradients = [torch.full_like(tensors[0], 1.0 if scale is None else scale)]
         torch.autograd.backward(tensors, gradients)
 
     def finish_batch(self, *, missing_rounds: int) -> None:

@@ -143,12 +143,6 @@ class ShardedModel(ModelWrapper):
             outputs = module(*args, **kwargs)
         return cast_floating(outputs, precision.output_dtype)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Drop (or zero) all gradients, those in shards as well."""
-        super().zero_grad(set_to_none)
-        for optimizer in self.boosted_optimizers:
-            optimizer.zero_grad(set_to_none)
-
     # ---- whole values
 
     @contextlib.contextmanager

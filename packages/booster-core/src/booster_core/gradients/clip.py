@@ -54,13 +54,17 @@ def clip_by_norm(
     norm = global_norm(gradients if counted is None else counted, norm_type, groups=groups, dtype=dtype, device=device)
     if error_if_nonfinite:
         check_finite_norm(norm)
-    if max_norm == math.inf:
-        return norm
+    if max_norm != math.inf:
+        scale_by_norm(gradients, norm, max_norm)
+    return norm
+
+
+def scale_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by what brings a norm down to ``max_norm``."""
     # The same guard as torch's: clamping instead of branching keeps the device from having to be asked.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for place, held in _by_device(gradients).items():
         torch._foreach_mul_(held, factor.to(place))
-    return norm
 
 
 def clip_by_value(gradients: Sequence[Tensor], clip_value: float) -> None:

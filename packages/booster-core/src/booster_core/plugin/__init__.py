@@ -27,13 +27,7 @@ if TYPE_CHECKING:
         like,
     )
     from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
-    from booster_core.plugin.optimizer import (
-        GradientScaling,
-        OptimizerWrapper,
-        check_loss,
-        unscaled_gradient,
-        write_gradient,
-    )
+    from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient, write_gradient
     from booster_core.plugin.placement import (
         check_no_masters,
         normalisation_parameters,
@@ -41,6 +35,7 @@ if TYPE_CHECKING:
         rebind,
         stored_dtypes,
     )
+    from booster_core.plugin.scaling import GradientScaling
     from booster_core.plugin.single import SingleDevicePlugin
     from booster_core.state import StateAdapter, TensorShard
 
@@ -109,7 +104,8 @@ _import, __dir__ = public_names(
             "stored_dtypes",
         ],
         ".single": ["SingleDevicePlugin"],
-        ".optimizer": ["GradientScaling", "OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],
+        ".scaling": ["GradientScaling"],
+        ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],
         ".model": ["ModelWrapper", "boosted_inside", "unwrap_model"],
     },
 )

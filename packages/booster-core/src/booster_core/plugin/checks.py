@@ -229,7 +229,10 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, index: int, owners
         shown = "; ".join(others[:10]) + ("; ..." if len(others) > 10 else "")
         msg = (
             f"The optimizer holds {len(others)} parameter(s) that are not the model's: {shown}. Build it from "
-            "`model.parameters()` of the model that is passed, after every change of the model's parameters."
+            "`model.parameters()` of the model that is passed, after every change of the model's parameters. To train "
+            "two models by one loss, boost one `nn.Module` that holds both and calls them in its forward, with this "
+            "optimizer; or boost each with an optimizer of its own, pass both to `booster.backward(loss, [...])`, and "
+            "clip by the joint norm with `booster.clip_grad_by_norm([...], max_norm)`."
         )
         raise ConfigError(msg)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

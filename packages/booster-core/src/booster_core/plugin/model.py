@@ -15,8 +15,9 @@ from torch import nn
 from booster_core.attribute_hints import OF_ENGINES, no_attribute
 from booster_core.plugin.call_guard import guard_forward, through_guard
 from booster_core.precision.casting import cast_floating
+from booster_core.precision.parts import autocast_parts
 from booster_core.ranks.calls import NamedCall
-from booster_core.state.names import compiled_module
+from booster_core.state.names import compiled_module, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,11 @@ class ModelWrapper(nn.Module):
         self.__dict__["boosted_optimizers"] = tuple(optimizers)
         self.__dict__["boost_context"] = context
         self._device_type = context.device.type  # parameters that are offloaded are elsewhere
+        if self.precision is not None and self.precision.uses_autocast and "_has_parts" not in self.__dict__:
+            self.__dict__["_has_parts"] = True
+            inner = without_adapters(self.unwrap())
+            parts = (self.unwrap(), inner, *inner.children())
+            autocast_parts({id(each): each for each in parts}.values(), self._device_type, self.precision.compute_dtype)
 
     @property
     def boosted_optimizer(self) -> OptimizerWrapper | None:
@@ -113,6 +119,12 @@ class ModelWrapper(nn.Module):
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``module``, under autocast where the precision asks for it; strategies override it, not call it."""
         return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop (or zero) all gradients of the model, as its optimizers do."""
+        super().zero_grad(set_to_none)
+        for optimizer in self.boosted_optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's model as this rank holds it; see `Booster.save_model` for files."""

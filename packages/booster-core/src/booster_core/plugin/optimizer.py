@@ -7,27 +7,28 @@ object. A strategy subclasses it where its backward or step differs.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from booster_core.errors import ConfigError, GradientError
-from booster_core.gradients.clip import clip_by_norm, clip_by_value
+from booster_core.gradients.clip import clip_by_norm, clip_by_value, scale_by_norm
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.call_guard import guard_step, share_zero_grad, zero_grad_inside
 from booster_core.plugin.interface import as_tuple
-from booster_core.precision.loss_scaler import DynamicLossScaler, any_raised, unscale
+from booster_core.plugin.scaling import GradientScaling
+from booster_core.precision.loss_scaler import any_raised, unscale
 from booster_core.ranks.calls import NamedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from booster_core.plugin.interface import BoostContext
-    from booster_core.precision.policy import PrecisionPolicy
+    from booster_core.precision.loss_scaler import DynamicLossScaler
 
 
 def _shared(name: str) -> Any:
@@ -40,63 +41,6 @@ def _shared(name: str) -> Any:
         setattr(wrapper.optim, name, value)
 
     return property(get, change, doc=f"The ``{name}`` of the optimizer inside, not a copy.")
-
-
-class Replicas(Protocol):
-    """Other copies of this run, each launched by itself, whose gradients are averaged with this one's before a step."""
-
-    def average(self) -> None:
-        """Average the gradients, with their loss scale, over the copies, unless that is done.
-
-        Collective: every rank of this run.
-        """
-
-    def commits(self) -> bool:
-        """Return whether the step is taken; where not, the gradients are wrong, and are dropped.
-
-        Collective: every rank of this run.
-        """
-
-    def forget(self) -> None:
-        """Learn that the gradients were dropped, or are about to be added to."""
-
-
-class GradientScaling:
-    """The loss scale of a boosted model, and what its optimizers know of the present gradients together.
-
-    Args:
-        precision: Precision of the run; decides on loss scaling.
-
-    Attributes:
-        loss_scaler: The dynamic loss scale, under fp16.
-        found_overflow: Whether the unscaled gradients of any of the optimizers overflowed; after a step, whether it was
-            skipped.
-        norm: The global norm before clipping, until the model's optimizers have stepped.
-        optimizers: Those that share this.
-        replicas: What averages the gradients with other copies of the run; ``None`` where there are none.
-    """
-
-    def __init__(self, precision: PrecisionPolicy | None = None) -> None:
-        scaled = precision is not None and precision.loss_scale is not None
-        self.loss_scaler = DynamicLossScaler(precision.loss_scale) if precision is not None and scaled else None
-        self.found_overflow = False
-        self.norm: Tensor | None = None
-        self.optimizers: list[OptimizerWrapper] = []
-        self.replicas: Replicas | None = None
-        self._stepped: set[int] = set()
-
-    def note_step(self, optimizer: OptimizerWrapper) -> None:
-        """Update the loss scale once all optimizers have stepped."""
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self.optimizers):
-            self.end_window()
-
-    def end_window(self) -> None:
-        """Update the loss scale after steps that have been taken; at the latest, the next backward calls it."""
-        if self._stepped and self.loss_scaler is not None:
-            self.loss_scaler.update(overflow=self.found_overflow)
-        self._stepped.clear()
-        self.norm = None
 
 
 class OptimizerWrapper(Optimizer):
@@ -123,6 +67,9 @@ class OptimizerWrapper(Optimizer):
     num_steps: int = 0
     """Number of steps so far, those that an overflow skipped included."""
 
+    sends_settings: bool = True
+    """Whether `step` compares the settings of groups between ranks by an exchange of its own; see `GroupSettings`."""
+
     frozen: Any = None
     """Its ``check(optimizer)``, before each step, raises where a parameter was unfrozen that it would leave out."""
 
@@ -139,7 +86,7 @@ class OptimizerWrapper(Optimizer):
         share_zero_grad(optim, self)
         self._context = context
         self.scaling = GradientScaling(None if context is None else context.precision) if scaling is None else scaling
-        self.scaling.optimizers.append(self)
+        self.scaling.add(self)
         self.on_step: list[Callable[[OptimizerWrapper, dict[str, Any]], None]] = []
         """Called with this optimizer and the metrics after each step, in their order; copies have none."""
         # Whether the gradients that are there have been divided by the loss scale.
@@ -149,6 +96,8 @@ class OptimizerWrapper(Optimizer):
         """Called with this optimizer before each update, on unscaled gradients; the step is left out where one says so,
         which it must on every rank or on none."""
         self.unlisted: list[nn.Parameter] = []
+        self.compared_parameters: Mapping[str, nn.Parameter] = {}
+        """The model's parameters, of which all ranks must train the same; a copy of the optimizer knows none."""
         self.model_modules: Callable[[], Iterable[nn.Module]] = tuple
         """Returns the modules of the model, which `boost` tells; a copy of the optimizer knows none."""
 
@@ -160,6 +109,7 @@ class OptimizerWrapper(Optimizer):
             norm_dtype: Format of the global norm.
         """
         self.norm_dtype = norm_dtype
+        self.compared_parameters = dict(model.named_parameters())
         self.model_modules = model.modules
         if self is self.scaling.optimizers[0]:
             self.unlisted = self.find_unlisted(model)
@@ -173,6 +123,11 @@ class OptimizerWrapper(Optimizer):
     def loss_scaler(self) -> DynamicLossScaler | None:
         """The dynamic loss scale, under fp16; the same of all optimizers of a model."""
         return self.scaling.loss_scaler
+
+    @property
+    def gradient_scale(self) -> float | None:
+        """By what the present gradients are multiplied, until they are unscaled; ``None`` for nothing."""
+        return None if self.is_unscaled else self.scaling.factors.scale
 
     @property
     def found_overflow(self) -> bool:
@@ -197,10 +152,12 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "on_step": [], "before_step": [], "model_modules": tuple}
+        own = {"on_step": [], "before_step": [], "model_modules": tuple, "compared_parameters": {}}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.scaling.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer inside.
@@ -224,10 +181,7 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients of the model."""
         self.is_unscaled = False
-        if self.scaling.replicas is not None:
-            self.scaling.replicas.forget()
-        if not any(optimizer.is_unscaled for optimizer in self.scaling.optimizers):
-            self.scaling.found_overflow = False
+        self.scaling.forget(self)
         zero_grad_inside(self.optim, set_to_none=set_to_none)
         for parameter in self.unlisted:
             if set_to_none:
@@ -236,7 +190,7 @@ class OptimizerWrapper(Optimizer):
                 parameter.grad = parameter.grad.detach().zero_()
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
-        """Run backward from a loss, scaled where the precision asks for it.
+        """Run backward from a loss, scaled where the precision asks for it, and weighed as the blocks around say.
 
         Args:
             loss: A scalar with a gradient.
@@ -256,13 +210,12 @@ class OptimizerWrapper(Optimizer):
             self.check_inputs(inputs)
         if self.scaling.replicas is not None:
             self.scaling.replicas.forget()
-        self.scaling.end_window()
-        if self.loss_scaler is not None:
-            for optimizer in self.scaling.optimizers:
-                optimizer._rescale_gradients()  # noqa: SLF001 - of the same class
-            self.scaling.found_overflow = False
-            loss = loss.float() * self.loss_scaler.scale
-        with NamedCall("backward"):
+        factors = self.scaling.factors
+        with NamedCall("backward"), factors.backward([self.scaling]) as running:
+            if running.weight != 1:
+                loss = loss * running.weight
+            if factors.scale is not None:
+                loss = loss.float() * factors.scale
             loss.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def check_inputs(self, inputs: tuple[Any, ...]) -> None:
@@ -337,6 +290,20 @@ class OptimizerWrapper(Optimizer):
             norm = self.scaling.norm = self.clip_gradients(max_norm, norm_type, error_if_nonfinite=forbids)
         return norm
 
+    def scale_to_norm(self, norm: Tensor, max_norm: float) -> None:
+        """Scale the unscaled gradients of the model as clipping does, by a norm that counts those of others too.
+
+        Args:
+            norm: The joint norm, which is recorded as this model's.
+            max_norm: Largest joint norm.
+        """
+        self.scaling.norm = norm
+        if max_norm == math.inf:
+            return
+        for optimizer in self.scaling.optimizers:
+            for gradients in optimizer.gradients_in_parts():
+                scale_by_norm(gradients, norm, max_norm)
+
     def grad_norm(self) -> Tensor:
         """Return the global norm of the present step's gradients before clipping, and change none of them.
 
@@ -374,31 +341,55 @@ class OptimizerWrapper(Optimizer):
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once a step, and note whether one overflowed on any rank.
 
-        Before that, they are averaged with those of other copies of the run, where there are some.
+        Before that, they are averaged with those of other copies of the run, where there are some. Those of other
+        models that share the loss are divided too, because their steps are skipped together.
+
+        Raises:
+            GradientError: If some came of a backward that did not multiply its loss as it should have.
 
         Collective: every rank of the strategy's mesh for sharded strategies, and with other copies; else none.
         """
-        if self.scaling.replicas is not None:
-            self.scaling.replicas.average()
-        for optimizer in self.scaling.optimizers:
-            optimizer._unscale_own_gradients()  # noqa: SLF001 - of the same class
+        together = self.scaling.together
+        for each in together:
+            each.check()
+        for each in together:
+            if each.replicas is not None:
+                each.replicas.average()
+            for optimizer in each.optimizers:
+                optimizer._unscale_own_gradients()  # noqa: SLF001 - of the same class
+        if any(each.found_overflow for each in together):
+            for each in together:
+                each.found_overflow = True
 
     def _unscale_own_gradients(self) -> None:
         """Divide the gradients that this optimizer steps with by the loss scale, unless they are."""
-        if self.loss_scaler is None or self.is_unscaled:
+        scale = self.gradient_scale
+        if scale is None:
             return
-        scale = self.loss_scaler.scale
         flags = [flag for gradients in self.gradients_in_parts() for flag in unscale(gradients, scale)]
         self.scaling.found_overflow |= self.overflow_anywhere(any_raised(flags))
         self.is_unscaled = True
 
-    def _rescale_gradients(self) -> None:
-        """Multiply unscaled gradients that are still there by the loss scale, so that backward may add to them."""
-        if self.loss_scaler is not None and self.is_unscaled:
+    def rescale_gradients(self, factor: float) -> None:
+        """Multiply the gradients that are there, so that a backward with another loss scale may add to them.
+
+        Collective: as `gradients`, unless the factor is 1.
+        """
+        if factor != 1:
             for gradients in self.gradients_in_parts():
                 if gradients:
-                    torch._foreach_mul_(gradients, self.loss_scaler.scale)
+                    torch._foreach_mul_(gradients, factor)
         self.is_unscaled = False
+
+    def watch_gradients(self, note: Callable[..., None]) -> None:
+        """Have a function called when backward has given the model a gradient, on each rank that gets one.
+
+        Strategies under which backward gives gradients to other tensors than the model's parameters say so.
+        """
+        held = {id(each): each for module in self.model_modules() for each in module.parameters(recurse=False)}
+        for parameter in held.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def overflow_anywhere(self, overflow: bool) -> bool:  # noqa: FBT001 - a flag is all there is to pass
         """Return whether a gradient overflowed on any rank; replicated gradients are equal everywhere."""
@@ -422,6 +413,8 @@ class OptimizerWrapper(Optimizer):
         Collective: every rank of the strategy's mesh, in step.
         """
         self._check_step(closure)
+        if self.sends_settings and self._context is not None:
+            self.scaling.settings.exchange(self.scaling.groups, self.compared_parameters, self._context)
         replicas = self.scaling.replicas
         with NamedCall("step"):
             self.unscale_gradients()
@@ -460,6 +453,7 @@ class OptimizerWrapper(Optimizer):
         """Raise where a step now would be wrong, or a closure can't be followed."""
         if self.refuses_step is not None:
             raise GradientError(self.refuses_step)
+        self.scaling.check()
         if self.frozen is not None:
             self.frozen.check(self)
         if closure is None:
@@ -537,5 +531,4 @@ def _scale_of(tensor: Tensor, optimizer: Optimizer | Sequence[Optimizer] | None)
     """Return the loss scale of a parameter's present gradient; ``None`` where it has none."""
     boosted = [each for each in as_tuple(optimizer) if isinstance(each, OptimizerWrapper)]
     holds = [each for each in boosted if id(tensor) in each.listed_parameters()] or boosted[:1]
-    scalers = [each.loss_scaler for each in holds if not each.is_unscaled]
-    return None if not scalers or scalers[0] is None else scalers[0].scale
+    return holds[0].gradient_scale if holds else None

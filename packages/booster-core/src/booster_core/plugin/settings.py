@@ -29,6 +29,9 @@ def resolve_precision(asked: PrecisionPolicy | str | None, plugin: Plugin) -> Pr
     Raises:
         ConfigError: If the two answers differ, or the plugin does not support the precision.
     """
+    if isinstance(asked, str) and asked in names_of_plugins():
+        msg = f"`mixed_precision={asked!r}` is the name of a plugin. Did you mean `Booster(plugin={asked!r})`?"
+        raise ConfigError(msg)
     own = None if plugin.precision is None else PrecisionPolicy.parse(plugin.precision)
     given = None if asked is None else PrecisionPolicy.parse(asked)
     if own is not None and given is not None and own != given:
@@ -135,8 +138,12 @@ def check_device(asked: object, plugin: Plugin) -> torch.device | None:
     try:
         device = torch.device(asked)
     except RuntimeError as cause:
-        if asked in names_of_plugins():
-            msg = f"`device={asked!r}` is the name of a plugin, not a device. Did you mean `Booster(plugin={asked!r})`?"
+        is_precision = asked in ("fp32", "bf16", "fp16", "pure-bf16")
+        keyword = "plugin" if asked in names_of_plugins() else "mixed_precision" if is_precision else None
+        if keyword is not None:
+            kind = keyword.removeprefix("mixed_")
+            own = f"`Booster({keyword}={asked!r})`"
+            msg = f"`device={asked!r}` is the name of a {kind}, not a device. Did you mean {own}?"
         else:
             msg = f"`device={asked!r}` is not a device that torch knows. Use for example 'cpu' or 'cuda'."
         raise ConfigError(msg) from cause

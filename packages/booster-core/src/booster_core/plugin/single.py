@@ -9,8 +9,9 @@ import torch
 from booster_core.errors import ConfigError
 from booster_core.plugin.interface import SYNCHRONOUS_TRAINING, Boosted, Capability, Plugin, like
 from booster_core.plugin.model import ModelWrapper
-from booster_core.plugin.optimizer import GradientScaling, OptimizerWrapper
+from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.placement import place_model
+from booster_core.plugin.scaling import GradientScaling
 from booster_core.ranks.environments import detect
 
 if TYPE_CHECKING:

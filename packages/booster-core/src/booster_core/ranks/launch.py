@@ -84,7 +84,8 @@ def launch(
     if world.process_group is not None:
         msg = (
             f"The process group has been started already: this is rank {world.rank} of {world.world_size}. Launch once "
-            "per process, or call `booster_core.shutdown()` in between."
+            "per process, before what starts it by itself, such as `TrainingArguments` of transformers (also made by "
+            "`HfArgumentParser`) and `Accelerator`; or call `booster_core.shutdown()` in between."
         )
         raise LaunchError(msg)
     if config:

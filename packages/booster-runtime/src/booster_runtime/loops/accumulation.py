@@ -37,7 +37,8 @@ def accumulate(
 ) -> Iterator[bool]:
     """Return a context for forward and backward of one micro-batch, whose value says whether a step comes next.
 
-    `Booster.backward` divides the loss by the number of micro-batches of the step. Stepping before the last one raises.
+    `Booster.backward` divides the loss by the number of micro-batches of the step, where an optimizer of this model is
+    passed. ``loss.backward()`` does not: the step raises then, as it does before the last micro-batch.
 
     Args:
         booster: Of the run.
@@ -74,7 +75,10 @@ def accumulate(
         optimizer.refuses_step = None if is_last else _TOO_EARLY
     facts[_IS_OPEN] = True
     try:
-        with booster.weighing_losses(1 / size), contextlib.nullcontext() if is_last else booster.no_sync(boosted):
+        with (
+            booster.weighing_losses(1 / size, boosted),
+            contextlib.nullcontext() if is_last else booster.no_sync(boosted),
+        ):
             yield is_last
         facts[_COUNT] = facts.get(_COUNT, 0) + 1
     finally:

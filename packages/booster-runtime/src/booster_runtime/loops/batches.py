@@ -100,11 +100,12 @@ def train_batch(
         msg = f"`accumulation={accumulation!r}` is no number of batches. Pass an integer of at least 1."
         raise ConfigError(msg)
     _check_iterator(data_iter, "train_batch")
-    if booster.loss_weight != 1:
+    around = booster.loss_weight(model)
+    if around != 1:
         msg = (
             "`train_batch` takes a whole step, whose loss the block around, as of `accumulate`, multiplies by "
-            f"{booster.loss_weight:g} once more. Call `train_batch(booster, ..., accumulation=N)` outside of the "
-            "block, or `booster.backward` in it."
+            f"{around:g} once more. Call `train_batch(booster, ..., accumulation=N)` outside of the block, or "
+            "`booster.backward` in it."
         )
         raise ConfigError(msg)
     batches = list(islice(data_iter, accumulation))
@@ -253,7 +254,7 @@ class _Run:
         """
         plugin = self._booster.plugin
         if isinstance(plugin, PipelinePlugin) and plugin.has_pipeline(self._model):
-            result = plugin.execute_pipeline(
+            result = self._booster.execute_pipeline(
                 iter([batch]),
                 self._model,
                 self._pipeline_criterion(batch, share),

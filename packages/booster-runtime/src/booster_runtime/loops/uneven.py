@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from booster_core import Booster
-    from booster_core.booster import LossWeight
     from booster_core.plugin import OptimizerWrapper
 
 _END = object()
@@ -38,8 +37,8 @@ def join(booster: Booster, batches: Iterable[Any]) -> Iterator[Any]:
         batches: This rank's batches.
 
     Raises:
-        ConfigError: While iterating, if a rank has no batch at all and others do, or an optimizer steps at the end
-            after a backward that was not `Booster.backward`.
+        ConfigError: While iterating, if a rank has no batch at all and others do. Steps at the end raise after a
+            backward that was not `Booster.backward`.
 
     Collective: every rank of the world, at each batch.
     """
@@ -95,10 +94,10 @@ def _weighing(booster: Booster, weight: float) -> Iterator[None]:
     """
     optimizers = [optimizer for model in booster.boosted_models for optimizer in model.boosted_optimizers]
     stepped: set[int] = set()
-    with booster.weighing_losses(weight) as used:
+    with booster.weighing_losses(weight):
 
         def check(optimizer: OptimizerWrapper, _: dict[str, Any]) -> None:
-            _check_step(optimizer, used, stepped)
+            _check_step(optimizer, stepped)
 
         if weight != 1:
             for optimizer in optimizers:
@@ -111,18 +110,12 @@ def _weighing(booster: Booster, weight: float) -> Iterator[None]:
                     optimizer.on_step.remove(check)
 
 
-def _check_step(optimizer: OptimizerWrapper, used: LossWeight, stepped: set[int]) -> None:
-    """Check that an optimizer's step followed weighted gradients of a batch that was just handed out.
+def _check_step(optimizer: OptimizerWrapper, stepped: set[int]) -> None:
+    """Check that an optimizer's step followed gradients of a batch that was just handed out.
 
     Raises:
         ConfigError: If it did not.
     """
-    if not used.is_used:
-        msg = (
-            "`join` weighs losses in `booster.backward(loss, optimizer)`, and an optimizer has stepped without it "
-            "after some ranks had run out of batches. Call it in place of `loss.backward()`."
-        )
-        raise ConfigError(msg)
     if id(optimizer) in stepped:
         msg = (
             "An optimizer has stepped twice on one batch of `join` after some ranks had run out of theirs, as it would "

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+from booster_core.ranks import NamedCall
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,21 +30,30 @@ def generate_together(model: ModelWrapper) -> None:
     """Let ``generate`` of a boosted model of transformers go on until every rank's texts are complete.
 
     transformers does so by itself for DeepSpeed's ZeRO-3 and for FSDP: it is its option ``synced_gpus``. Ranks whose
-    texts end first would leave the others waiting for their parts of the parameters.
+    texts end first would leave the others waiting for their parts of the parameters. Scripts call ``generate`` of the
+    user's own model, too.
 
     Args:
         model: The boosted model, whose ranks gather parameters from each other.
     """
-    if generating_model(model.unwrap()) is not None:
-        model.replace_method("generate", _together)
+    inner = generating_model(model.unwrap())
+    if inner is not None:
+        for each in {id(each): each for each in (model.unwrap(), inner)}.values():
+            if callable(getattr(each, "generate", None)):
+                each.generate = _Together(each)
 
 
-def _together(model: ModelWrapper) -> Any:
-    method: Any = model.unwrap().generate
+class _Together:
+    """The method ``generate`` of a model, on all ranks; copies of the model have their own again."""
 
-    @functools.wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # which has this
+        self.__wrapped__ = type(model).generate  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("synced_gpus", dist.get_world_size() > 1)
-        return method(*args, **kwargs)
+        with NamedCall("generate"):
+            return self.__wrapped__(self._model(), *args, **kwargs)
 
-    return generate
+    def __reduce__(self) -> Any:
+        return functools.partial, (self.__wrapped__, self._model())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch._C import DisableTorchFunctionSubclass
+
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_runtime.sharding import (
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from booster_core.plugin import BoostContext, GradientScaling
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.formats import Format
@@ -60,6 +63,8 @@ class ShardedEngine:
         index_of: Numbers of the parameters by ``id``.
         reducer: Brings gradients into the buckets.
         used_anywhere: By parameter, whether any rank used it since its gradient was dropped.
+        scaling: What the boosted optimizers share, which set it, like the context.
+        context: Of the ``boost``.
         changed_buffers: For each buffer, whether forward has changed it on any rank since the last step.
 
     Raises:
@@ -67,6 +72,9 @@ class ShardedEngine:
 
     Collective: every rank of the world.
     """
+
+    scaling: GradientScaling
+    context: BoostContext
 
     def __init__(
         self,
@@ -113,6 +121,11 @@ class ShardedEngine:
         }
 
     # ---- optimizers
+
+    @property
+    def compares_settings(self) -> bool:
+        """Whether all ranks send flags together in each step, and settings of groups with them."""
+        return self.ranks.holders is None
 
     def members(self) -> set[int]:
         """Return the numbers of all parameters that an optimizer lists."""
@@ -271,15 +284,23 @@ class ShardedEngine:
             members = self.members()  # others may stay as they are
             unused = [index for index in unused if index in members and self.layout.parameters[index].requires_grad]
             raise_for_unused([self.names[index] for index in unused])
+        with DisableTorchFunctionSubclass():
+            trained = bytes(self.layout.parameters[index].requires_grad for index in indices)
+        note = self.scaling.settings.note(self.scaling.groups, trained) if self.compares_settings else b""
+        flags.extend(note)
         flags.extend(self._buffers.changed() if self.config.broadcast_buffers else ())
         flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
         self.layout.average_over_replicas()
         anywhere = flagged.wait()
+        num_others = len(indices) + len(note)
+        if note:
+            names = (self.names[index] for index in indices)
+            self.scaling.settings.check(anywhere[len(indices) : num_others], names, self.context)
         found = {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
         self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
         self.used_anywhere = self.join_copies(found)
         self.reducer.show_used({index for index, is_used in self.used_anywhere.items() if is_used})
-        self.changed_buffers = [bool(has_changed) for has_changed in anywhere[len(indices) :]]
+        self.changed_buffers = [bool(has_changed) for has_changed in anywhere[num_others:]]
         self.layout.note_used(self.used_anywhere)
 
     def _leave_out_dropped(self) -> None:

@@ -60,6 +60,10 @@ class ShardedOptimizer(OptimizerWrapper):
         # Asked before the wrapper puts a hook of its own around `step`.
         self._steps_in_parts = offloads and steps_in_parts(optim)
         super().__init__(optim, **kwargs)
+        self.sends_settings = not engine.compares_settings
+        engine.scaling = self.scaling
+        if self._context is not None:
+            engine.context = self._context
         self.layout, self.reducer, self.names = engine.layout, engine.reducer, engine.names
 
     def __getattr__(self, name: str) -> Any:
@@ -223,8 +227,8 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self.engine.used_anywhere.get(index):
             return None
         whole = self.layout.whole_gradient(index, parameter.numel())
-        if self.loss_scaler is not None and not self.is_unscaled:
-            whole /= self.loss_scaler.scale
+        if self.gradient_scale is not None:
+            whole /= self.gradient_scale
         return whole.view(parameter.shape)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature

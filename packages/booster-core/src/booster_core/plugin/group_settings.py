@@ -1,0 +1,144 @@
+"""Settings of an optimizer's groups, which ranks compare in each step without a call of their own where they can.
+
+A learning rate that differs between ranks trains parts of a model, or replicas, by other rules, and nothing shows it.
+What is compared are 16 bytes, a digest and its complement, whose largest values over the ranks are complements again
+only where all digests are equal. Strategies send them with other flags of a step; the others' are sent by themselves,
+and looked at in the step after, so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
+
+    from booster_core.plugin.interface import BoostContext
+
+    _Values = list[list[tuple[tuple[str, Any], ...]]]
+
+_NUM_BYTES = 8  # of XXH3 with 64 bits
+_NOT_COMPARED = ("params", "param_names")
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_REMEDY = (
+    "They must be the same on all ranks. Call `scheduler.step()` on each rank, with the mean of the ranks where it "
+    "takes a value: `scheduler.step(booster_runtime.reduce(booster, metric))`. Freeze and unfreeze alike on all ranks."
+)
+
+
+class GroupSettings:
+    """What ranks must have alike in a step: the settings of a model's optimizers, and which parameters are trained."""
+
+    def __init__(self) -> None:
+        self._values: _Values = []
+        self._trained = b""
+        self._note = b""
+        self._pending: tuple[Callable[[], bytes], _Values, bytes] | None = None
+
+    def note(self, groups: Sequence[Sequence[Mapping[str, Any]]], trained: bytes) -> bytes:
+        """Return the bytes to send.
+
+        Args:
+            groups: The parameter groups of each optimizer of a model.
+            trained: For each parameter, whether it is trained.
+        """
+        values = [[tuple(map(_plain, group.items())) for group in of_one] for of_one in groups]
+        if values != self._values or trained != self._trained or not self._note:
+            self._values, self._trained = values, trained
+            own = xxhash.xxh3_64_digest(repr(values).encode() + trained)
+            self._note = own + bytes(255 - byte for byte in own)
+        return self._note
+
+    def check(self, largest: bytes, names: Iterable[str], context: BoostContext) -> None:
+        """Raise where ranks have sent different bytes.
+
+        Args:
+            largest: The largest of what ranks sent, byte by byte.
+            names: Of the parameters.
+            context: Of the ``boost``.
+
+        Raises:
+            ConfigError: If settings differ; it names them, and which rank has which.
+
+        Collective: every rank of the world, where ranks differ; else none.
+        """
+        _check(largest, self._values, dict(zip(names, self._trained, strict=True)), context)
+
+    def exchange(
+        self,
+        groups: Sequence[Sequence[Mapping[str, Any]]],
+        parameters: Mapping[str, nn.Parameter],
+        context: BoostContext,
+    ) -> None:
+        """Check the settings of the step before, and send those of this one.
+
+        Raises:
+            ConfigError: As `check`.
+
+        Collective: every rank of the world; none waits for another's present step.
+        """
+        if context.coordinator.world_size == 1:
+            return
+        if self._pending is not None:
+            received, values, trained = self._pending
+            self._pending = None
+            _check(received(), values, dict(zip(parameters, trained, strict=False)), context)
+        note = self.note(groups, bytes(parameter.requires_grad for parameter in parameters.values()))
+        self._pending = _send(note, context.device), self._values, self._trained
+
+
+def _check(largest: bytes, values: _Values, trained: Mapping[str, int], context: BoostContext) -> None:
+    if all(a + b == 255 for a, b in zip(largest[:_NUM_BYTES], largest[_NUM_BYTES:], strict=True)):
+        return
+    settings = {
+        f"{key} of group {number}" + (f" of optimizer {index}" if len(values) > 1 else ""): value
+        for index, groups in enumerate(values)
+        for number, group in enumerate(groups)
+        for key, value in group
+    }
+    are_trained = {f"'{name}' is trained": bool(each) for name, each in trained.items()}
+    context.coordinator.agree("step", {**settings, **are_trained}, remedy=_REMEDY)
+
+
+def _plain(item: tuple[str, Any]) -> tuple[str, Any]:
+    """Return a setting in a form that can be compared without waiting for a device."""
+    key, value = item
+    if type(value) in _PLAIN:
+        return item
+    if key in _NOT_COMPARED:
+        return key, None
+    if isinstance(value, torch.Tensor):
+        return key, float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return key, tuple(_plain(("", each))[1] for each in value)
+    return key, value if isinstance(value, (int, float, str)) else type(value).__qualname__
+
+
+def _send(note: bytes, device: torch.device) -> Callable[[], bytes]:
+    """Begin to find the largest bytes of all ranks; return what waits for them.
+
+    Collective: every rank of the world.
+    """
+    import torch.distributed as dist
+
+    told = torch.tensor(list(note), dtype=torch.uint8)
+    if "cpu:" in dist.get_backend_config() or device.type == "cpu":
+        work = dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
+        return functools.partial(_wait, work, told)
+    on_device = told.pin_memory().to(device, non_blocking=True)
+    dist.all_reduce(on_device, dist.ReduceOp.MAX)
+    told = torch.empty_like(told, pin_memory=True).copy_(on_device, non_blocking=True)
+    event = torch.Event(device)
+    event.record()
+    return functools.partial(_wait, event, told)
+
+
+def _wait(pending: Any, told: torch.Tensor) -> bytes:
+    pending.synchronize() if hasattr(pending, "record") else pending.wait()
+    return bytes(told.tolist())
