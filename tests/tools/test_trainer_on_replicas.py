@@ -9,14 +9,18 @@ import torch
 from trainer_runs import (
     NUM_EVALUATED,
     assert_same_parameters,
+    forget_ranks,
+    heads,
     make_model,
     make_trainer,
     metrics_of,
     saved_parameters,
     steps_of,
     train,
+    train_heads,
 )
 
+from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -44,6 +48,58 @@ def test_a_run_is_cut_off_and_ends_as_in_one_process(plain, tmp_path):
         assert own_evaluated == evaluated
         assert own_evaluated["count"] == NUM_EVALUATED
     assert_same_parameters(tmp_path / "out", parameters)
+
+
+@pytest.fixture(scope="module")
+def plain_heads(tmp_path_factory):
+    return run_on_ranks(train_heads, 1, None, tmp_path_factory.mktemp("heads"))[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_accumulated"), [(1, 2), (2, 1), (2, 2)])
+def test_each_head_trains_and_is_evaluated_as_by_one_process_at_once(num_ranks, num_accumulated, plain_heads, tmp_path):
+    name = "reference" if num_ranks > 1 else "single"
+    for found in run_on_ranks(train_heads, num_ranks, name, tmp_path, num_accumulated):
+        for head, expected in plain_heads.items():
+            for own, known in zip(found[head], expected, strict=True):
+                assert own == pytest.approx(known, rel=2e-4), head
+
+
+def generate(name, folder):
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from booster_tools.integrations.transformers import with_booster
+
+    forget_ranks()
+    make, rows = heads()["bart"]
+    counts = []
+    ours = {} if name is None else {"booster": Booster(plugin=name)}
+    trainer = (Seq2SeqTrainer if name is None else with_booster(Seq2SeqTrainer))(
+        model=make(),
+        args=Seq2SeqTrainingArguments(
+            output_dir=str(folder),
+            per_device_eval_batch_size=2,
+            predict_with_generate=True,
+            generation_max_length=4,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        eval_dataset=rows[:NUM_EVALUATED],
+        compute_metrics=lambda each: counts.append(len(each.predictions)) or {},
+        **ours,
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.predict(rows[:5])
+    return counts, loss
+
+
+def test_generated_predictions_have_each_sample_once(tmp_path):
+    from booster_testing.mutants import ReferencePlugin
+
+    [(counts, _)] = run_on_ranks(generate, 1, None, tmp_path)
+    assert counts == [NUM_EVALUATED, 5]
+    for found, _ in run_on_ranks(generate, 2, ReferencePlugin(), tmp_path):
+        assert found == counts
 
 
 def evaluate_first(folder):

@@ -69,8 +69,8 @@ class BoosterAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         self._model: nn.Module | None = None
         self._optimizer: OptimizerWrapper | None = None
         coordinator = booster.context.coordinator
-        self._index, self._size = booster.plugin.data_parallel_coordinates(coordinator)
-        indices = coordinator.all_gather_object(self._index)
+        self.index, self._size = booster.plugin.data_parallel_coordinates(coordinator)
+        indices = coordinator.all_gather_object(self.index)
         self._first_ranks = [indices.index(index) for index in range(self._size)]
 
     @property
@@ -126,7 +126,7 @@ class BoosterAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             data_loader,
             self.device,
             num_processes=self._size,
-            process_index=self._index,
+            process_index=self.index,
             split_batches=self.split_batches,
             put_on_device=self.device_placement,
             rng_types=self.rng_types.copy(),

@@ -6,7 +6,6 @@ and what reads or writes model and optimizer as if every rank held them whole.
 
 from __future__ import annotations
 
-import functools
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +24,7 @@ from booster_tools.integrations.transformers.arguments import (
     check_forward,
     check_model,
 )
+from booster_tools.integrations.transformers.losses import WeightedLosses
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,18 +32,14 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
 
-_Base: Any = object  # a Trainer comes after it, whose attributes are optional until it trains
-
 _TrainerT = TypeVar("_TrainerT", bound=Trainer)
 _OPTIMIZER = "optimizer"
 _SCALER = "loss_scaler.pt"
 
 
-class _Boosting(_Base):  # type: ignore[misc]
+class _Boosting(WeightedLosses):
     """The overrides; comes before a Trainer in the order of classes."""
 
-    accelerator: Any
-    gather_function: Any
     lr_scheduler: Any
     model_wrapped: Any
     optimizer: Any
@@ -63,8 +59,6 @@ class _Boosting(_Base):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator = BoosterAccelerator(self.booster, self.accelerator)
-        gather = self.accelerator.gather_for_metrics
-        self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # Boosted models compute in the Booster's precision: no autocast and no loss scaling on top.
