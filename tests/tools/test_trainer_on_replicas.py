@@ -102,6 +102,52 @@ def test_generated_predictions_have_each_sample_once(tmp_path):
         assert found == counts
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Four batches, then the end; another order in each pass."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in range(16):
+            yield {"input_ids": torch.full((4,), number + 16 * self.epoch), "labels": torch.full((4,), number)}
+
+
+def train_on_stream(folder, max_steps, resume=None):
+    trainer = make_trainer(
+        "reference",
+        folder,
+        rows=Stream(),
+        num_accumulated=1,
+        max_steps=max_steps,
+        save_steps=3,
+        save_strategy="steps",
+        do_eval=False,
+    )
+    seen = []
+    step = trainer.training_step
+
+    def noted(model, inputs, *args):
+        seen.append(inputs["input_ids"][:, 0].tolist())
+        return step(model, inputs, *args)
+
+    with mock.patch.object(trainer, "training_step", noted):
+        trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+@pytest.mark.parametrize("stopped_after", [3, 6])
+def test_a_run_resumes_in_the_pass_over_a_stream_in_which_it_stood(stopped_after, tmp_path):
+    whole = run_on_ranks(train_on_stream, 2, tmp_path / "whole", 9)
+    run_on_ranks(train_on_stream, 2, tmp_path, stopped_after)
+    rest = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / f"checkpoint-{stopped_after}"))
+    assert rest == [each[stopped_after:] for each in whole]
+    again = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / "checkpoint-6"))
+    assert again == [each[6:] for each in whole]
+
+
 def evaluate_first(folder):
     """Keep the best of two checkpoints, clipping by value, after an evaluation that must change nothing."""
     by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}

@@ -96,7 +96,7 @@ class WeightedLosses(_Base):  # type: ignore[misc]
         # A trainer with a step of its own may gather values by sample in it, of which all ranks have equally many.
         is_own = not super().prediction_step.__module__.startswith("transformers.")
         is_whole = num_all <= 0 or self.accelerator.num_processes == 1
-        if is_whole or is_own or not isinstance(inputs, Mapping) or find_batch_size(inputs) != size:
+        if is_whole or is_own or not isinstance(inputs, Mapping) or find_batch_size(inputs) != size:  # type: ignore[no-untyped-call]
             return super().prediction_step(model, inputs, *args, **kwargs)
         self._is_padding = not num_own
         try:
@@ -149,7 +149,8 @@ class WeightedLosses(_Base):  # type: ignore[misc]
 
 def _rows(inputs: Mapping[str, Any], size: int, number: int) -> dict[str, Any]:
     """Return the first samples of a batch; if it can't be cut by samples, the batch without labels for the others."""
-    if all(find_batch_size(value) in (size, None) for value in inputs.values()):
+    sizes = {find_batch_size(value) for value in inputs.values()}  # type: ignore[no-untyped-call]
+    if sizes <= {size, None}:
         return {name: recursively_apply(lambda tensor: tensor[:number], value) for name, value in inputs.items()}
     labels = inputs.get("labels")
     if isinstance(labels, torch.Tensor) and len(labels) == size and not labels.is_floating_point():

@@ -6,6 +6,7 @@ and what reads or writes model and optimizer as if every rank held them whole.
 
 from __future__ import annotations
 
+import json
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import has_length
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import ModelWrapper, PipelinePlugin, unwrap_model
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _TrainerT = TypeVar("_TrainerT", bound=Trainer)
 _OPTIMIZER = "optimizer"
 _SCALER = "loss_scaler.pt"
+_BATCHES = "batches_in_pass.json"
 
 
 class _Boosting(WeightedLosses):
@@ -44,6 +47,8 @@ class _Boosting(WeightedLosses):
     model_wrapped: Any
     optimizer: Any
     _has_saved = False
+    _pass: tuple[Any, int] = (None, 0)  # the pass over the data that goes on, and how many of its batches are used
+    _num_in_pass: int | None = None  # batches in a pass, once a stream came to its end
 
     def __init__(self, *args: Any, booster: Booster, **kwargs: Any) -> None:
         self.booster = booster
@@ -98,6 +103,25 @@ class _Boosting(WeightedLosses):
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:  # noqa: ARG002 - the Trainer's signature
         return False  # the boosted optimizer computes norms
 
+    def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> Any:
+        """Return how long the training is; a stream whose end was seen before this run resumed has a length."""
+        values = list(super().set_initial_training_values(args, dataloader, *others))
+        self._has_length = has_length(dataloader)
+        if self._num_in_pass is not None and not self._has_length:
+            values[1] = max(self._num_in_pass // args.gradient_accumulation_steps, 1)
+        return tuple(values)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+        """Return the batches of a step, counting those of a pass over a stream, which knows its length at its end."""
+        found = super().get_batch_samples(epoch_iterator, num_batches, *args)
+        known, number = self._pass
+        if known is None and self._num_in_pass is None:  # a run that resumes has skipped what its steps have used
+            number = self.state.global_step * self.args.gradient_accumulation_steps
+        self._pass = (epoch_iterator, len(found[0]) + (number if known in (None, epoch_iterator) else 0))
+        if len(found[0]) < num_batches and not self._has_length and self._num_in_pass is None:
+            self._num_in_pass = self._pass[1]
+        return found
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples of a step, over all ranks that see different ones."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
@@ -149,6 +173,7 @@ class _Boosting(WeightedLosses):
         """
         self.booster.save_optimizer(self.optimizer, Path(output_dir) / _OPTIMIZER, shard=True)
         if self.args.should_save:
+            (Path(output_dir) / _BATCHES).write_text(json.dumps(self._num_in_pass))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
             scaler = self.optimizer.loss_scaler
             if scaler is not None:
@@ -163,6 +188,10 @@ class _Boosting(WeightedLosses):
 
         Collective: every rank of the world.
         """
+        with self.booster.context.coordinator.together("read the position"):
+            written = Path(resume_from_checkpoint) / _BATCHES
+            self._num_in_pass = json.loads(written.read_text()) if written.exists() else None
+            self._pass = (None, 0)
         if not is_adapted(unwrap_model(self.model)):
             self.booster.load_model(self._wrap_model(self.model), resume_from_checkpoint)
             return
