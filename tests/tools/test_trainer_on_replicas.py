@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked_scripts import torchrun_variables
 from trainer_runs import (
     NUM_EVALUATED,
     assert_same_parameters,
@@ -241,6 +242,34 @@ def train_in_fp16(folder, scale):
 def test_the_scheduler_waits_where_fp16_overflows(tmp_path):
     assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**32)[0][:2] == [0.0, 0.0]
     assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**4)[0][1] > 0.0
+
+
+ARGUMENTS_FIRST = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from trainer_runs import make_model, samples
+from transformers import TrainingArguments
+
+args = TrainingArguments(output_dir="run", use_cpu=True, report_to="none", max_steps=1, save_strategy="no")
+import torch
+from booster_core import Booster, launch_from_torch
+from booster_testing.mutants import ReferencePlugin
+from booster_tools.integrations.transformers import BoosterTrainer
+
+assert torch.distributed.is_initialized()
+coordinator = launch_from_torch()
+trainer = BoosterTrainer(booster=Booster(plugin=ReferencePlugin()), model=make_model(), args=args, train_dataset=samples(4, 1))
+trainer.train()
+assert (args.world_size, args.process_index, trainer.accelerator.num_processes) == (2, coordinator.rank, 2)
+"""
+
+
+def test_arguments_may_be_made_before_the_launch(scripts, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ARGUMENTS_FIRST)
+    shared = Path(__file__).parents[1] / "shared"
+    done = scripts.run(script, [[str(shared)]] * 2, torchrun_variables(2))
+    assert done.codes == [0, 0], done.output
 
 
 def boost_a_module():

@@ -80,6 +80,7 @@ def launch(
 
     Collective: every rank of the run.
     """
+    _end_group_of_accelerate()
     world = current_world()
     if world.process_group is not None:
         msg = (
@@ -222,6 +223,18 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the global state is what a user's script draws from
     torch.manual_seed(seed)
+
+
+def _end_group_of_accelerate() -> None:
+    """End the process group that Accelerate started when a script made transformers' ``TrainingArguments``.
+
+    Accelerate keeps no reference to it, and takes the one that `launch` starts in its place.
+    """
+    states: Any = sys.modules.get("accelerate.state")
+    has_state = states is not None and bool(states.PartialState._shared_state)  # noqa: SLF001 - as Accelerate asks
+    world = current_world()
+    if has_state and world.process_group is not None and not world.generation:  # this package's openings are counted
+        close_world()
 
 
 def _at_exit() -> None:

@@ -277,7 +277,7 @@ class BoosterTrainer(_Boosting, Trainer):
 
     Args:
         *args: As for ``Trainer``.
-        booster: Trains the model; made before the ``TrainingArguments``, after the launch.
+        booster: Trains the model; made after the launch.
         **kwargs: As for ``Trainer``.
 
     Raises:
