@@ -149,6 +149,43 @@ def test_a_run_resumes_in_the_pass_over_a_stream_in_which_it_stood(stopped_after
     assert again == [each[6:] for each in whole]
 
 
+def see_samples(folder, strategy):
+    """Return the numbers of the samples of two epochs, which begin after ranks have begun to draw differently."""
+    rows = [{"input_ids": torch.full((4 + number % 3,), number), "labels": number % 2} for number in range(16)]
+    trainer = make_trainer(
+        "reference",
+        folder,
+        model=heads()["reward"][0](),
+        rows=rows,
+        num_accumulated=1,
+        train_sampling_strategy=strategy,
+    )
+    trainer.data_collator = lambda samples: {
+        "input_ids": torch.stack([each["input_ids"][:4] for each in samples]),
+        "labels": torch.tensor([each["labels"] for each in samples]),
+    }
+    trainer.evaluate(rows[:4])
+    seen = []
+    step = trainer.training_step
+
+    def noted(model, inputs, *args):
+        seen.extend(inputs["input_ids"][:, 0].tolist())
+        return step(model, inputs, *args)
+
+    with mock.patch.object(trainer, "training_step", noted):
+        trainer.train()
+    return seen, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_each_sample_comes_once_though_ranks_draw_differently(strategy, tmp_path):
+    (first, drawn), (second, other) = run_on_ranks(see_samples, 2, tmp_path, strategy)
+    assert drawn != other
+    for epoch in (slice(0, 8), slice(8, 16)):
+        assert sorted(first[epoch] + second[epoch]) == list(range(16))
+    assert first[:8] != first[8:]
+
+
 def evaluate_first(folder):
     """Keep the best of two checkpoints, clipping by value, after an evaluation that must change nothing."""
     by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
@@ -258,7 +295,8 @@ from booster_tools.integrations.transformers import BoosterTrainer
 
 assert torch.distributed.is_initialized()
 coordinator = launch_from_torch()
-trainer = BoosterTrainer(booster=Booster(plugin=ReferencePlugin()), model=make_model(), args=args, train_dataset=samples(4, 1))
+booster = Booster(plugin=ReferencePlugin())
+trainer = BoosterTrainer(booster=booster, model=make_model(), args=args, train_dataset=samples(4, 1))
 trainer.train()
 assert (args.world_size, args.process_index, trainer.accelerator.num_processes) == (2, coordinator.rank, 2)
 """

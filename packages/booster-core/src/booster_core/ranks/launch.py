@@ -68,7 +68,8 @@ def launch(
             CUDA, else ``gloo``.
         local_rank: This process's index on its host; selects its CUDA device, modulo the number of visible ones. By
             default the launcher's, or counted by host.
-        seed: Seed of Python's, NumPy's and torch's random numbers, the same on every rank; ``None`` to seed nothing.
+        seed: Seed of Python's, NumPy's and torch's random numbers, the same on every rank until the first `boost`, from
+            which on ranks that see different samples draw different ones; ``None`` to seed nothing.
         verbose: Print a line on rank 0.
         environment: Used in place of ``rank``, ``world_size``, ``host`` and ``port``.
         config: Must be empty; options belong to the plugin.

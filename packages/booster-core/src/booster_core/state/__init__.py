@@ -31,7 +31,7 @@ from booster_core.state.names import (
 )
 from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole
 from booster_core.state.optimizer_state import MASTER, ListedGroup, flatten_state, refuse_parts, unsaved_state
-from booster_core.state.random_state import capture_random_state, restore_random_state
+from booster_core.state.random_state import capture_random_state, restore_random_state, separate_random_state
 from booster_core.state.regions import (
     Region,
     as_bytes,
@@ -104,6 +104,7 @@ __all__ = [
     "scheduler_from_json",
     "scheduler_state",
     "scheduler_to_json",
+    "separate_random_state",
     "slices_of",
     "span_of",
     "split_checksums",

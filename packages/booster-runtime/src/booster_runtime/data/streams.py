@@ -53,14 +53,22 @@ class StreamShards(ShardedIterable):
         num_shards: What `num_shards_of` returned; at least ``world_size``.
         rank: Index of this rank among the ranks that see different samples.
         world_size: Number of these ranks.
+        seed: Of the loader; what a rank draws while it reads its own shards is its own.
         drop_last: End with the first rank that runs out. Else those get batches of ranks that still have some, as
             padding, until the last one has run out.
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], *, num_shards: int, rank: int, world_size: int, drop_last: bool = False
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        num_shards: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(dataset, rank=rank, world_size=world_size, drop_last=drop_last)
+        super().__init__(dataset, rank=rank, world_size=world_size, seed=seed, drop_last=drop_last)
         self.num_shards = num_shards
         # Positions by shard: those from which the next pass starts, and those of what was handed out.
         self._starts: dict[str, dict[str, Any]] = {}

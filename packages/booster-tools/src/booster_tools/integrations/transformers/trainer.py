@@ -200,6 +200,15 @@ class _Boosting(WeightedLosses):
             raise ConfigError(msg)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Read random states: alike on ranks that share batches, different on others, whatever ranks saved them.
+
+        Collective: every rank of the world.
+        """
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.accelerator.part_draws()
+
     def _load_best_model(self) -> None:
         """Read the best checkpoint into the boosted model.
 
