@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,24 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         """
         return pytree.tree_map(self._real_part, values)
 
+    def counted_part(self, batch: Any) -> tuple[Any, Any, float]:
+        """Return the batch handed out last without repeated samples, and what part of a full batch it counts as.
+
+        Returns:
+            The samples that count, or the whole batch where there are none or it can't be cut by samples; a function
+            that gives values computed from them one row per sample of the whole batch again; and the part, from 0 to 1.
+        """
+        total, padded = self._num_in_batch, self._num_padded
+        if total is None:
+            return batch, lambda values: values, 0.0 if padded else 1.0
+        real, part = total - padded, (total - padded) / (self.batch_size or 1)
+        lengths = {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if not padded or not real or lengths != {total}:
+            return batch, lambda values: values, part
+        # The last row stands for those that `without_padding` leaves out.
+        rows = torch.arange(total).clamp(max=real - 1)
+        return _by_rows(batch, total, slice(real)), lambda values: _by_rows(values, real, rows), part
+
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the position in samples of the global order; the same on every rank.
 
@@ -303,6 +322,23 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         if not self._num_padded:
             return values
         return values[:0] if self.splits_batches else values[: len(values) - self._num_padded]
+
+
+def loader_of(batches: object) -> DistributedDataLoader | None:
+    """Return the loader over which an iterator is a pass; ``None`` where it is none or has been wrapped."""
+    if inspect.isgenerator(batches) and batches.gi_code is DistributedDataLoader.__iter__.__code__:
+        loader: DistributedDataLoader | None = inspect.getgeneratorlocals(batches).get("self")
+        return loader
+    return None
+
+
+def _by_rows(values: Any, number: int, rows: Any) -> Any:
+    """Return rows of the tensors that have a number of them."""
+
+    def taken(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == number else leaf
+
+    return pytree.tree_map(taken, values)
 
 
 def _packed(state: torch.Tensor) -> str:
