@@ -16,8 +16,9 @@ from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 
-def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch():
-    assert_accumulates("reference")
+@pytest.mark.parametrize("kind", ["map", "sampler", "batch sampler", "stream", "shards"])
+def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch(kind):
+    assert_accumulates("reference", kind)
 
 
 def _accumulated_in_pipeline(joins):

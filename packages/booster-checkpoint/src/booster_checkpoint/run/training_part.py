@@ -112,10 +112,15 @@ class TrainingPart(Part):
             **shared,
             "extra": extra,
             "random": [own for _, _, own, *_ in facts],
-            "random_of": [index for *_, index, _ in facts],
+            **_random_of([index for *_, index, _ in facts]),
             "registered": RegisteredStates.merge([states for *_, states in facts]),
         }
         return MergedPart(texts={VALUES: json.dumps(content, indent=1) + "\n"})
+
+
+def _random_of(indices: list[int]) -> dict[str, list[int]]:
+    """Return the indices of ranks whose random states are written, where each rank has not its own number."""
+    return {} if indices == list(range(len(indices))) else {"random_of": indices}
 
 
 _ENTRIES = ("lr_schedulers", "loss_scaler", "dataloader", "extra", "random")

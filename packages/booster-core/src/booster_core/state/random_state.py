@@ -15,6 +15,9 @@ from booster_core.state.json_values import decode_json, encode_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_origins: dict[int, int] = {}
+"""The seed that `separate_random_state` set last, and the one before."""
+
 
 def capture_random_state(device: torch.device, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return the states of this process' global generators as JSON that refers to tensors.
@@ -65,9 +68,17 @@ def separate_random_state(index: int) -> None:
         index: Tells the streams apart: the index among the ranks that see different samples.
     """
     if index:  # each by a number of its own: a script may seed some of them only
+        seed = common_seed()
         random.seed(_mixed(random.getrandbits(64), index))
         np.random.seed(_mixed(int.from_bytes(np.random.bytes(8), "little"), index) % 2**32)  # noqa: NPY002 - see above
         torch.manual_seed(_mixed(int(torch.randint(2**62, ())), index))
+        _origins.clear()
+        _origins[torch.initial_seed()] = seed
+
+
+def common_seed() -> int:
+    """Return the seed of torch's generator before `separate_random_state`: alike on ranks that were seeded alike."""
+    return _origins.get(torch.initial_seed(), torch.initial_seed())
 
 
 def _mixed(number: int, index: int) -> int:

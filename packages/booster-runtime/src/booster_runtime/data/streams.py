@@ -119,8 +119,8 @@ class StreamShards(ShardedIterable):
             reached[key] = {"num_seen": num_seen, "position": state}
         return reached
 
-    def handed_out(self, batches: Iterator[Any]) -> Iterator[tuple[int | None, int, Any]]:
-        """Yield equally many batches on every rank, and note the positions that they reach.
+    def shared_out(self, batches: Iterator[Any]) -> Iterator[tuple[int | None, int, Any, Any]]:
+        """Yield equally many batches on every rank, with the positions that they reach, for `hand_out`.
 
         Args:
             batches: What `CountedCollate` made of this rank's samples.
@@ -147,9 +147,7 @@ class StreamShards(ShardedIterable):
                 return
             lent = self._lend(lenders, batch)
             if batch is not _END:
-                num_samples, num_padded, given, reached = batch
-                self._reached |= reached
-                yield num_samples, num_padded, given
+                yield batch
                 continue
             num_lent += 1
             if num_lent == _MANY:
@@ -159,7 +157,11 @@ class StreamShards(ShardedIterable):
                     self.rank,
                 )
             num_samples, given = lent
-            yield num_samples, 1 if num_samples is None else num_samples, given
+            yield num_samples, 1 if num_samples is None else num_samples, given, {}
+
+    def hand_out(self, reached: Mapping[str, dict[str, Any]]) -> None:
+        """Note the positions that a batch reaches which is handed out now."""
+        self._reached |= reached
 
     def _lenders(self, number: int, *, is_left: bool, is_first: bool, error: Exception | None) -> dict[int, int] | None:
         """Return for each index without a batch the world rank that lends its own; ``None`` where the pass has ended.
