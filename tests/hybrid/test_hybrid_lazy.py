@@ -51,6 +51,7 @@ def make(zoo, *, lazily):
 
 
 def boosted(zoo, options, precision=None, *, lazily):
+    torch.manual_seed(1)  # data parallel ranks draw from streams of their own afterwards, which begin here
     booster = Booster("cpu", precision, HybridParallelPlugin(**options, example_batch=zoo.share(0, 0, 2)))
     model, optimizer = make(zoo, lazily=lazily)
     model, optimizer, *_ = booster.boost(model, optimizer)

@@ -6,9 +6,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_runtime import gather_for_metrics
+from booster_core.ranks.coordinator import DistCoordinator
+from booster_runtime import evaluate_batch, gather_for_metrics
 from booster_runtime.data.prepare import prepare_dataloader
 from booster_runtime.data.shard import split_dataloader
+from booster_testing import run_on_ranks
+from booster_testing.mutants import ReferencePlugin
 
 
 class Stream(IterableDataset):
@@ -97,3 +100,27 @@ def test_one_process_gathers_what_it_has():
     assert gathered[-1][1]["y"].tolist() == [4]
     with pytest.raises(TypeError, match="is the loader that `boost` or `prepare_dataloader` returned"):
         gather_for_metrics(booster, torch.ones(2), DataLoader(range(4), batch_size=2))
+
+
+def mean_of_evaluations(weight, count):
+    """Return the mean loss over a data set, and how many outputs and gathered values there are."""
+    torch.manual_seed(2)
+    data = torch.randn(count, 8)
+    booster = Booster("cpu", plugin=ReferencePlugin() if DistCoordinator().world_size > 1 else None)
+    loader = DataLoader(data, batch_size=4 // DistCoordinator().world_size)
+    model, _, _, loader, _ = booster.boost(torch.nn.Linear(8, 1), dataloader=loader)
+    batches, found, gathered = iter(loader), [], []
+    for _ in range(len(loader)):
+        found.append(evaluate_batch(booster, batches, model, lambda out, _: out.square().mean(), weight=weight))
+        gathered += gather_for_metrics(booster, found[-1].outputs, loader).flatten().tolist()
+    total = sum(each.weight for each in found)
+    return float(sum(each.loss * each.weight for each in found) / total), gathered
+
+
+@pytest.mark.parametrize("weight", [None, len])
+@pytest.mark.parametrize(("count", "world_size"), [(7, 1), (7, 2), (9, 2), (8, 2), (5, 4)])
+def test_the_mean_loss_counts_each_sample_once(count, world_size, weight):
+    for loss, gathered in run_on_ranks(mean_of_evaluations, world_size, weight, count):
+        outputs = torch.tensor(gathered)
+        assert len(outputs) == count
+        assert loss == pytest.approx(float(outputs.square().mean()), rel=1e-5)

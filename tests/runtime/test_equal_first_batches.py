@@ -23,7 +23,6 @@ def train(feed, accumulate=1, before=None, steps=4):
     data = torch.randn(32, 8)
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
-    torch.manual_seed(rank if feed == "seeded by rank" else 3)
     booster = Booster("cpu", plugin=ReferencePlugin())
     loader = DataLoader(data, batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -32,6 +31,8 @@ def train(feed, accumulate=1, before=None, steps=4):
     try:
         passed = loader if feed == "boosted loader" else None
         model, optimizer, _, boosted, _ = booster.boost(module, optimizer, None, passed)
+        if feed != "separate by themselves":
+            torch.manual_seed(rank if feed == "seeded by rank" else 3)
         if before is not None:
             before(model)
         batches = iter(boosted if passed is not None else loader)
@@ -56,7 +57,7 @@ def test_equal_batches_are_told_once_on_rank_0(feed, accumulate):
     assert "Pass the data loader to `boost`" in texts[0][0]
 
 
-@pytest.mark.parametrize("feed", ["seeded by rank", "boosted loader"])
+@pytest.mark.parametrize("feed", ["separate by themselves", "seeded by rank", "boosted loader"])
 def test_batches_of_ones_own_are_not_told(feed):
     assert run_on_ranks(train, 2, feed) == [[], []]
 

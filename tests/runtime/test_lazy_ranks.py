@@ -12,6 +12,7 @@ from booster_core import Boosted, Booster
 from booster_core.errors import ConfigError
 from booster_core.plugin import Capability, ModelWrapper, OptimizerWrapper
 from booster_core.ranks.coordinator import DistCoordinator
+from booster_core.state import separate_random_state
 from booster_core.state.shard import TensorShard, full_box
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import materialize, take_recording
@@ -61,6 +62,7 @@ def keep_parts() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool
     """Boost with another seed on every rank; return what is kept, the buffers, and whether the generator is right."""
     rank = DistCoordinator().rank
     build(rank, lazy=False)
+    separate_random_state(rank)
     expected_state = torch.get_rng_state()
     model, plugin = build(rank, lazy=True), Rows()
     Booster(plugin=plugin).boost(model)

@@ -1,6 +1,7 @@
 """What training loops ask of a Booster: accumulation, several loaders, nested batches, unwrapping, printing."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ from torch.utils.data import DataLoader
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import accumulate, join, reduce, to_device, train_batch
+from booster_runtime.data.batches import call_with, move_batch, taken_by
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
 from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 
-def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch():
-    assert_accumulates("reference")
+@pytest.mark.parametrize("kind", ["map", "sampler", "batch sampler", "stream", "shards"])
+def test_accumulated_steps_are_those_of_large_batches_also_at_an_end_of_an_epoch(kind):
+    assert_accumulates("reference", kind)
 
 
 def _accumulated_in_pipeline(joins):
@@ -190,6 +193,35 @@ def _place_and_print():
 
 def test_batches_models_and_prints():
     assert run_on_ranks(_place_and_print, 2) == [(True, "text", True, True)] * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    x: torch.Tensor
+    name: str = "graph"
+
+
+class _Boxes:
+    """Moves itself, as batches of graphs and detectors' boxes do."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return _Boxes(self.x.to(device))
+
+
+def test_what_a_batch_consists_of_moves_with_it():
+    x = torch.ones(2, 3, 4)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
+    batch = {"packed": packed, "graph": _Graph(x), "boxes": [_Boxes(x), torch.float32, _Boxes]}
+    moved = move_batch(batch, torch.device("meta"))
+    assert isinstance(moved["packed"], torch.nn.utils.rnn.PackedSequence)
+    assert (moved["packed"].data.device.type, moved["packed"].batch_sizes.device.type) == ("meta", "cpu")
+    assert moved["graph"].x.device.type == moved["boxes"][0].x.device.type == "meta"
+    assert (moved["graph"].name, batch["graph"].x.device.type, moved["boxes"][2]) == ("graph", "cpu", _Boxes)
+    recurrent = torch.nn.GRU(4, 2)
+    assert torch.equal(call_with(recurrent, taken_by(recurrent, packed))[1], recurrent(packed)[1])
 
 
 def _place_from_loaders():

@@ -2,7 +2,7 @@
 
 import torch
 from named_plugins import plugin_named
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from booster_core import Booster
 from booster_runtime import accumulate
@@ -41,11 +41,46 @@ def train_plainly():
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def train(plugin):
+class Own(SequentialSampler):
+    """A sampler of the user's, whose order and length only drawing tells."""
+
+
+class Stream(IterableDataset):
+    """The samples, one by one."""
+
+    def __iter__(self):
+        return zip(*make_data(), strict=True)
+
+
+class Shard(Stream):
+    """A part of the samples, in batches of the user's own."""
+
+    def __init__(self, num_shards=2, index=None):
+        self.num_shards, self.index = num_shards, index
+
+    def shard(self, num_shards, index):
+        return Shard(num_shards, index)
+
+    def __iter__(self):
+        rows = list(super().__iter__())
+        return iter(rows[self.index :: self.num_shards])
+
+
+def loader_of(kind, batch_size):
+    """Return a loader of the samples in their order, of which more or less is known in advance."""
+    data = TensorDataset(*make_data())
+    if kind == "batch sampler":
+        return DataLoader(data, batch_sampler=BatchSampler(Own(data), batch_size, drop_last=False))
+    if kind in ("stream", "shards"):
+        return DataLoader(Stream() if kind == "stream" else Shard(), batch_size)
+    return DataLoader(data, batch_size, sampler=Own(data) if kind == "sampler" else None)
+
+
+def train(plugin, kind):
     """Train by `accumulate`; return the number of steps and the parameters."""
     booster, model = Booster(plugin=plugin_named(plugin)), make_model()
     _, size = booster.plugin.data_parallel_coordinates(booster.context.coordinator)
-    loader = DataLoader(TensorDataset(*make_data()), batch_size=PER_BATCH // size)
+    loader = loader_of(kind, PER_BATCH // size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     num_steps = 0
@@ -60,9 +95,9 @@ def train(plugin):
     return num_steps, whole_model(booster, model)
 
 
-def assert_accumulates(plugin):
+def assert_accumulates(plugin, kind="map"):
     """Assert that steps are those of large batches, also at the end of an epoch."""
     expected = train_plainly()
-    for num_steps, found in run_on_ranks(train, 2, plugin):
+    for num_steps, found in run_on_ranks(train, 2, plugin, kind):
         assert num_steps == 6
         assert_same_tensors(found, expected, tolerance_for(torch.float32))

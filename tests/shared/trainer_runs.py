@@ -62,8 +62,23 @@ def forget_ranks():
     GradientState._reset_state()
 
 
-def make_trainer(name, folder, *, stopped_after=None, precision=None, model=None, **changes):
-    """Return a Trainer of a global batch under the plugin of a name; ``None`` for one without a Booster."""
+def make_trainer(
+    name,
+    folder,
+    *,
+    stopped_after=None,
+    precision=None,
+    model=None,
+    num_accumulated=2,
+    rows=None,
+    compute_loss_func=None,
+    **changes,
+):
+    """Return a Trainer of a global batch under the plugin of a name; ``None`` for one without a Booster.
+
+    Args:
+        rows: Samples to train on, in place of those of the causal model; nothing is evaluated then.
+    """
     from transformers import Trainer, TrainingArguments
 
     forget_ranks()
@@ -76,9 +91,10 @@ def make_trainer(name, folder, *, stopped_after=None, precision=None, model=None
         make, ours = BoosterTrainer, {"booster": booster}
     settings = {
         "output_dir": str(folder),
-        "per_device_train_batch_size": GLOBAL_BATCH // num_processes,
+        "per_device_train_batch_size": GLOBAL_BATCH
+        // (num_processes if rows is None else num_processes * num_accumulated),
         "per_device_eval_batch_size": GLOBAL_BATCH // num_processes,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": num_accumulated,
         "num_train_epochs": 2,
         "learning_rate": 1e-2,
         "warmup_steps": 2,
@@ -93,9 +109,10 @@ def make_trainer(name, folder, *, stopped_after=None, precision=None, model=None
     return make(
         model=make_model() if model is None else model,
         args=TrainingArguments(**settings),
-        train_dataset=samples(20, 1),
-        eval_dataset=samples(NUM_EVALUATED, 2),
-        compute_metrics=metrics_of,
+        train_dataset=samples(20, 1) if rows is None else rows,
+        eval_dataset=samples(NUM_EVALUATED, 2) if rows is None else None,
+        compute_metrics=metrics_of if rows is None else None,
+        compute_loss_func=compute_loss_func,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
         callbacks=[] if stopped_after is None else [stop_after(stopped_after)],
         **ours,
@@ -129,3 +146,102 @@ def assert_same_parameters(folder, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+
+
+def heads():
+    """Return models by head, with samples for each: how their losses are averaged differs."""
+    import transformers as hf
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes["num_hidden_layers"] = 1
+    bert = hf.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    scored = hf.BertConfig(**bert.to_dict() | {"num_labels": 1})
+    llama = hf.LlamaConfig(**sizes, pad_token_id=0)
+    seq2seq = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
+    bart = hf.BartConfig(vocab_size=64, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2, **seq2seq)
+    t5 = hf.T5Config(
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    images = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    vit = hf.ViTConfig(image_size=8, patch_size=4, **images)
+
+    texts = samples(16, 1)
+    tokens = [each["input_ids"] for each in texts]
+    classes = [{"input_ids": each, "labels": int(each[0]) % 2} for each in tokens]
+    pairs = [torch.stack([each, each.flip(0)]) for each in tokens]
+    return {
+        "causal": (lambda: hf.LlamaForCausalLM(llama), texts),
+        "sequence": (lambda: hf.BertForSequenceClassification(bert), classes),
+        "reward": (lambda: hf.LlamaForSequenceClassification(llama), classes),
+        "score": (
+            lambda: hf.BertForSequenceClassification(scored),
+            [{"input_ids": each, "labels": float(each[0]) / 64} for each in tokens],
+        ),
+        "token": (
+            lambda: hf.BertForTokenClassification(bert),
+            [{**each, "labels": torch.where(each["labels"] < 0, -100, each["labels"] % 2)} for each in texts],
+        ),
+        "masked": (lambda: hf.BertForMaskedLM(bert), texts),
+        "question": (
+            lambda: hf.BertForQuestionAnswering(bert),
+            [{"input_ids": e, "start_positions": int(e[0]) % 8, "end_positions": int(e[1]) % 8} for e in tokens],
+        ),
+        "choice": (
+            lambda: hf.BertForMultipleChoice(bert),
+            [{"input_ids": each, "labels": int(each[0, 0]) % 2} for each in pairs],
+        ),
+        "bart": (lambda: hf.BartForConditionalGeneration(bart), texts),
+        "t5": (lambda: hf.T5ForConditionalGeneration(t5), texts),
+        "image": (
+            lambda: hf.ViTForImageClassification(vit),
+            [
+                {"pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(n)), "labels": n % 2}
+                for n in range(16)
+            ],
+        ),
+    }
+
+
+def train_heads(name, folder, num_accumulated=1, **settings):
+    """Return by head the losses and norms of two steps of SGD, and the loss and outputs of an evaluation."""
+    found = {}
+    token, texts = heads()["token"], heads()["causal"]
+    smoothed, own = {"label_smoothing_factor": 0.1}, {"compute_loss_func": mean_over_labels}
+    jobs = {head: (*job, {}) for head, job in heads().items()}
+    jobs |= {"smoothed": (*texts, smoothed), "smoothed tokens": (*token, smoothed), "own loss": (*token, own)}
+    for head, (make, rows, changes) in jobs.items():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = make()
+        trainer = make_trainer(
+            name,
+            folder,
+            model=model,
+            num_accumulated=num_accumulated,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            max_grad_norm=1e9,
+            rows=rows,
+            **changes,
+            **settings,
+        )
+        trainer.train()
+        # of the last batch one rank has fewer samples, or none
+        evaluated = tuple(trainer.evaluate(rows[:number])["eval_loss"] for number in (NUM_EVALUATED, 5))
+        found[head] = [*((step["loss"], step["grad_norm"]) for step in steps_of(trainer)), evaluated]
+    return found
+
+
+def mean_over_labels(outputs, labels, num_items_in_batch=None):
+    """Return a loss of the user's own, which does not look at the number of labels."""
+    return torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten())

@@ -29,7 +29,6 @@ def train(plugin, feed, steps=4):
     data = torch.randn(32, 8)
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
-    torch.manual_seed(rank if feed == "seeded by rank" else 3)
     booster = Booster("cpu", plugin=make_plugin(plugin))
     loader = DataLoader(data, batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -38,6 +37,7 @@ def train(plugin, feed, steps=4):
     try:
         passed = loader if feed == "boosted loader" else None
         model, optimizer, _, boosted, _ = booster.boost(module, optimizer, None, passed)
+        torch.manual_seed(rank if feed == "seeded by rank" else 3)
         batches = iter(boosted if passed is not None else loader)
         for _ in range(steps):
             x = next(batches) if "loader" in feed else torch.randn(4, 8)

@@ -6,17 +6,22 @@ from unittest import mock
 
 import pytest
 import torch
+from forked_scripts import torchrun_variables
 from trainer_runs import (
     NUM_EVALUATED,
     assert_same_parameters,
+    forget_ranks,
+    heads,
     make_model,
     make_trainer,
     metrics_of,
     saved_parameters,
     steps_of,
     train,
+    train_heads,
 )
 
+from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_testing import expect_on_ranks, run_on_ranks
 
@@ -44,6 +49,141 @@ def test_a_run_is_cut_off_and_ends_as_in_one_process(plain, tmp_path):
         assert own_evaluated == evaluated
         assert own_evaluated["count"] == NUM_EVALUATED
     assert_same_parameters(tmp_path / "out", parameters)
+
+
+@pytest.fixture(scope="module")
+def plain_heads(tmp_path_factory):
+    return run_on_ranks(train_heads, 1, None, tmp_path_factory.mktemp("heads"))[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_accumulated"), [(1, 2), (2, 1), (2, 2)])
+def test_each_head_trains_and_is_evaluated_as_by_one_process_at_once(num_ranks, num_accumulated, plain_heads, tmp_path):
+    name = "reference" if num_ranks > 1 else "single"
+    for found in run_on_ranks(train_heads, num_ranks, name, tmp_path, num_accumulated):
+        for head, expected in plain_heads.items():
+            for own, known in zip(found[head], expected, strict=True):
+                assert own == pytest.approx(known, rel=2e-4), head
+
+
+def generate(name, folder):
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from booster_tools.integrations.transformers import with_booster
+
+    forget_ranks()
+    make, rows = heads()["bart"]
+    counts = []
+    ours = {} if name is None else {"booster": Booster(plugin=name)}
+    trainer = (Seq2SeqTrainer if name is None else with_booster(Seq2SeqTrainer))(
+        model=make(),
+        args=Seq2SeqTrainingArguments(
+            output_dir=str(folder),
+            per_device_eval_batch_size=2,
+            predict_with_generate=True,
+            generation_max_length=4,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        eval_dataset=rows[:NUM_EVALUATED],
+        compute_metrics=lambda each: counts.append(len(each.predictions)) or {},
+        **ours,
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.predict(rows[:5])
+    return counts, loss
+
+
+def test_generated_predictions_have_each_sample_once(tmp_path):
+    from booster_testing.mutants import ReferencePlugin
+
+    [(counts, _)] = run_on_ranks(generate, 1, None, tmp_path)
+    assert counts == [NUM_EVALUATED, 5]
+    for found, _ in run_on_ranks(generate, 2, ReferencePlugin(), tmp_path):
+        assert found == counts
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Four batches, then the end; another order in each pass."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in range(16):
+            yield {"input_ids": torch.full((4,), number + 16 * self.epoch), "labels": torch.full((4,), number)}
+
+
+def train_on_stream(folder, max_steps, resume=None):
+    trainer = make_trainer(
+        "reference",
+        folder,
+        rows=Stream(),
+        num_accumulated=1,
+        max_steps=max_steps,
+        save_steps=3,
+        save_strategy="steps",
+        do_eval=False,
+    )
+    seen = []
+    step = trainer.training_step
+
+    def noted(model, inputs, *args):
+        seen.append(inputs["input_ids"][:, 0].tolist())
+        return step(model, inputs, *args)
+
+    with mock.patch.object(trainer, "training_step", noted):
+        trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+@pytest.mark.parametrize("stopped_after", [3, 6])
+def test_a_run_resumes_in_the_pass_over_a_stream_in_which_it_stood(stopped_after, tmp_path):
+    whole = run_on_ranks(train_on_stream, 2, tmp_path / "whole", 9)
+    run_on_ranks(train_on_stream, 2, tmp_path, stopped_after)
+    rest = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / f"checkpoint-{stopped_after}"))
+    assert rest == [each[stopped_after:] for each in whole]
+    again = run_on_ranks(train_on_stream, 2, tmp_path, 9, str(tmp_path / "checkpoint-6"))
+    assert again == [each[6:] for each in whole]
+
+
+def see_samples(folder, strategy):
+    """Return the numbers of the samples of two epochs, which begin after ranks have begun to draw differently."""
+    rows = [{"input_ids": torch.full((4 + number % 3,), number), "labels": number % 2} for number in range(16)]
+    trainer = make_trainer(
+        "reference",
+        folder,
+        model=heads()["reward"][0](),
+        rows=rows,
+        num_accumulated=1,
+        train_sampling_strategy=strategy,
+    )
+    trainer.data_collator = lambda samples: {
+        "input_ids": torch.stack([each["input_ids"][:4] for each in samples]),
+        "labels": torch.tensor([each["labels"] for each in samples]),
+    }
+    trainer.evaluate(rows[:4])
+    seen = []
+    step = trainer.training_step
+
+    def noted(model, inputs, *args):
+        seen.extend(inputs["input_ids"][:, 0].tolist())
+        return step(model, inputs, *args)
+
+    with mock.patch.object(trainer, "training_step", noted):
+        trainer.train()
+    return seen, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_each_sample_comes_once_though_ranks_draw_differently(strategy, tmp_path):
+    (first, drawn), (second, other) = run_on_ranks(see_samples, 2, tmp_path, strategy)
+    assert drawn != other
+    for epoch in (slice(0, 8), slice(8, 16)):
+        assert sorted(first[epoch] + second[epoch]) == list(range(16))
+    assert first[:8] != first[8:]
 
 
 def evaluate_first(folder):
@@ -139,6 +279,35 @@ def train_in_fp16(folder, scale):
 def test_the_scheduler_waits_where_fp16_overflows(tmp_path):
     assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**32)[0][:2] == [0.0, 0.0]
     assert run_on_ranks(train_in_fp16, 2, tmp_path, 2.0**4)[0][1] > 0.0
+
+
+ARGUMENTS_FIRST = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from trainer_runs import make_model, samples
+from transformers import TrainingArguments
+
+args = TrainingArguments(output_dir="run", use_cpu=True, report_to="none", max_steps=1, save_strategy="no")
+import torch
+from booster_core import Booster, launch_from_torch
+from booster_testing.mutants import ReferencePlugin
+from booster_tools.integrations.transformers import BoosterTrainer
+
+assert torch.distributed.is_initialized()
+coordinator = launch_from_torch()
+booster = Booster(plugin=ReferencePlugin())
+trainer = BoosterTrainer(booster=booster, model=make_model(), args=args, train_dataset=samples(4, 1))
+trainer.train()
+assert (args.world_size, args.process_index, trainer.accelerator.num_processes) == (2, coordinator.rank, 2)
+"""
+
+
+def test_arguments_may_be_made_before_the_launch(scripts, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ARGUMENTS_FIRST)
+    shared = Path(__file__).parents[1] / "shared"
+    done = scripts.run(script, [[str(shared)]] * 2, torchrun_variables(2))
+    assert done.codes == [0, 0], done.output
 
 
 def boost_a_module():

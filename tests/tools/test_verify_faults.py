@@ -94,6 +94,50 @@ class ComputesInEvaluation(ReferencePlugin):
         return super().configure(objects, context)
 
 
+class SkipsTheEmbedding(SingleDeviceStrategy):
+    """Never updates an embedding, of which each batch hits few rows."""
+
+    api_version = 2
+
+    def configure(self, objects, context):
+        table = objects.model.table.weight
+        for group in objects.optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each is not table]
+        return super().configure(objects, context)
+
+
+class Looking(nn.Module):
+    """Has a table, of whose many rows few are looked up, and a bias that the loss hardly follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(16384, 8), nn.Linear(8, 4096, bias=False)
+        self.ignored = nn.Parameter(torch.zeros(1))
+        nn.init.uniform_(self.out.weight, -0.03, 0.03)
+
+    def forward(self, x):
+        return self.out(self.table(x)) + 1e-6 * self.ignored
+
+
+def build_looking():
+    model = Looking()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4), lambda outputs, _: (outputs - 1).square().mean()
+
+
+def verify_looking(plugin_class):
+    report = verify(build_looking, plugin_class(), {"x": torch.arange(4)}, mixed_precision="bf16")
+    return {found.name for found in report.unexplained if found.what == "update"}, str(report)
+
+
+def test_updates_of_rows_that_few_samples_hit_are_compared_and_what_is_not_is_named():
+    [(found, text)] = run_on_ranks(verify_looking, 1, SingleDeviceStrategy)
+    assert not found
+    assert "Not compared: updates of parameters whose gradients are rounding errors" in text
+    assert text.endswith("'ignored'.")
+    [(found, _)] = run_on_ranks(verify_looking, 1, SkipsTheEmbedding)
+    assert found == {"table.weight"}
+
+
 class _Hides(ReferenceStateAdapter):
     def model_shards(self):
         return (shard for shard in super().model_shards() if shard.name != "second.weight")

@@ -49,6 +49,7 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors
+from booster_core.state.random_state import separate_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,6 +216,8 @@ class Booster(_Entry):
     ) -> Boosted[Any, Any, Any, Any, Any]:
         """Make model, optimizer, criterion, data loader and scheduler ready for the plugin's strategy.
 
+        From here on, ranks that see different samples draw different random numbers.
+
         A data loader is split between ranks (its batch size counts samples per rank): what its sampler draws is
         split, and of its batch sampler each rank takes one batch in turn. One that was made by
         ``plugin.prepare_dataloader``, or has a ``DistributedSampler``, is returned as it is.
@@ -264,6 +267,7 @@ class Booster(_Entry):
             self._factors.add(scaling)
         mark_boosted(model)
         self._boosted[wrapper] = dtypes
+        separate_random_state(self._data_index())  # models were made alike; dropout and augmentation differ by rank
         context.hooks.after_configure(booster=self, plugin=self.plugin, boosted=boosted, context=context)
         return boosted
 
@@ -984,10 +988,15 @@ class Booster(_Entry):
                 loss_scaler=getattr(next(iter(as_tuple(optimizer)), None), "loss_scaler", None),
                 dataloader=dataloader,
                 registered=dict(self._registered),
+                data_index=self._data_index(),
             ),
             ema=None if ema is None else ModelState(adapter=ema.state_adapter()),
             precision=precision,
         )
+
+    def _data_index(self) -> int:
+        """Return this rank's index among those that see different samples."""
+        return self.plugin.data_parallel_coordinates(self.context.coordinator)[0]
 
     def _check_module(self, model: Any, call: str) -> None:
         if not isinstance(model, nn.Module):

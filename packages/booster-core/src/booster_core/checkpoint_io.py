@@ -336,6 +336,7 @@ class TrainingObjects:
         loss_scaler: The optimizer's, under fp16.
         dataloader: A loader with ``state_dict``.
         registered: What `Booster.register_for_checkpointing` was given, by name: the object, and ``per_rank``.
+        data_index: This rank's index among those that see different samples, which draw different random numbers.
     """
 
     device: torch.device
@@ -343,6 +344,7 @@ class TrainingObjects:
     loss_scaler: DynamicLossScaler | None = None
     dataloader: Any = None
     registered: Mapping[str, tuple[Any, bool]] = field(default_factory=dict)
+    data_index: int = 0
 
     def stateful(self) -> dict[str, tuple[Any, bool]]:
         """Return registered objects, and a data loader that counts its position in a way of its own on each rank."""

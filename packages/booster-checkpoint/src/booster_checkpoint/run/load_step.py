@@ -199,7 +199,7 @@ def _restore(
             with session.together(request.call, folder):
                 saved = SavedTraining(folder)
                 saved.check(state.objects, session.world_size, strict=request.strict)
-                saved.read(session.rank)
+                saved.read(session.rank, state.objects.data_index)
             model = ModelLoad(
                 session, state.model, folder / MODEL, request, stack, listed=manifest.folder(MODEL), **options
             )

@@ -33,6 +33,7 @@ from booster_core.state import (
     scheduler_from_json,
     scheduler_state,
     scheduler_to_json,
+    separate_random_state,
     tensor_references,
 )
 
@@ -67,6 +68,7 @@ class TrainingPart(Part):
         super().__init__(FileNames(base=BASE))
         self._tensors: dict[str, torch.Tensor] = {}
         self._random = capture_random_state(objects.device, f"random/{rank}", self._tensors)
+        self._data_index = objects.data_index
         extra_tensors: dict[str, torch.Tensor] = {}
         self._extra = encode_json(extra, "extra", extra_tensors)
         check_plain_tensors(extra_tensors)
@@ -91,7 +93,7 @@ class TrainingPart(Part):
         yield from whole_shards(self._tensors)
 
     def facts(self) -> list[Any]:
-        return [self._shared, self._extra, self._random, self._registered.facts]
+        return [self._shared, self._extra, self._random, self._data_index, self._registered.facts]
 
     def merge(self, facts: Sequence[Sequence[Any]], rank: int) -> MergedPart:
         del rank  # all ranks write the same
@@ -109,10 +111,16 @@ class TrainingPart(Part):
             "step": self._step,
             **shared,
             "extra": extra,
-            "random": [own for _, _, own, _ in facts],
+            "random": [own for _, _, own, *_ in facts],
+            **_random_of([index for *_, index, _ in facts]),
             "registered": RegisteredStates.merge([states for *_, states in facts]),
         }
         return MergedPart(texts={VALUES: json.dumps(content, indent=1) + "\n"})
+
+
+def _random_of(indices: list[int]) -> dict[str, list[int]]:
+    """Return the indices of ranks whose random states are written, where each rank has not its own number."""
+    return {} if indices == list(range(len(indices))) else {"random_of": indices}
 
 
 _ENTRIES = ("lr_schedulers", "loss_scaler", "dataloader", "extra", "random")
@@ -194,17 +202,23 @@ class SavedTraining:
             self._content.get("registered", {}), objects, world_size, str(self._where), strict=strict
         )
 
-    def read(self, rank: int) -> None:
+    def read(self, rank: int, data_index: int) -> None:
         """Read everything that this rank takes; `restore_objects` and what follows it only hand it on.
 
         Args:
-            rank: This rank. Where another number of ranks saved, it takes the state of rank ``rank % saved``.
+            rank: This rank. Where another number of ranks saved, it takes what is kept by rank of ``rank % saved``.
+            data_index: Its index among the ranks that see different samples. It takes the random states of a rank of
+                this index; where there was none, a stream of its own that begins at another's.
 
         Raises:
             CheckpointError: If something is not there, or can't be read.
         """
         random = self._content["random"]
-        encoded = [self._content["extra"], random[rank % len(random)]]
+        indices = self._content.get("random_of", list(range(len(random))))
+        self._stream = 0 if data_index in indices else data_index
+        index = data_index % (max(indices) + 1)
+        source = rank if rank < len(random) and indices[rank] == index else indices.index(index)
+        encoded = [self._content["extra"], random[source]]
         encoded += [states[rank % len(states)] for states in self._states.values()]
         wanted = dict.fromkeys(key for value in encoded for key in tensor_references(value))
         tensors = self._read_tensors(list(wanted))
@@ -232,6 +246,7 @@ class SavedTraining:
     def restore_random_state(self, device: torch.device) -> None:
         """Put back this rank's random states."""
         restore_random_state(device, self._random, self._random_tensors)
+        separate_random_state(self._stream)
 
     def _read_tensors(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         if not keys:

@@ -68,7 +68,8 @@ def launch(
             CUDA, else ``gloo``.
         local_rank: This process's index on its host; selects its CUDA device, modulo the number of visible ones. By
             default the launcher's, or counted by host.
-        seed: Seed of Python's, NumPy's and torch's random numbers, the same on every rank; ``None`` to seed nothing.
+        seed: Seed of Python's, NumPy's and torch's random numbers, the same on every rank until the first `boost`, from
+            which on ranks that see different samples draw different ones; ``None`` to seed nothing.
         verbose: Print a line on rank 0.
         environment: Used in place of ``rank``, ``world_size``, ``host`` and ``port``.
         config: Must be empty; options belong to the plugin.
@@ -80,6 +81,7 @@ def launch(
 
     Collective: every rank of the run.
     """
+    _end_group_of_accelerate()
     world = current_world()
     if world.process_group is not None:
         msg = (
@@ -223,6 +225,18 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the global state is what a user's script draws from
     torch.manual_seed(seed)
+
+
+def _end_group_of_accelerate() -> None:
+    """End the process group that Accelerate started when a script made transformers' ``TrainingArguments``.
+
+    Accelerate keeps no reference to it, and takes the one that `launch` starts in its place.
+    """
+    states: Any = sys.modules.get("accelerate.state")
+    has_state = states is not None and bool(states.PartialState._shared_state)  # noqa: SLF001 - as Accelerate asks
+    world = current_world()
+    if has_state and world.process_group is not None and not world.generation:  # this package's openings are counted
+        close_world()
 
 
 def _at_exit() -> None:

@@ -31,7 +31,12 @@ from booster_core.state.names import (
 )
 from booster_core.state.optimizer_info import OptimizerInfo, check_optimizer_is_saved_whole
 from booster_core.state.optimizer_state import MASTER, ListedGroup, flatten_state, refuse_parts, unsaved_state
-from booster_core.state.random_state import capture_random_state, restore_random_state
+from booster_core.state.random_state import (
+    capture_random_state,
+    common_seed,
+    restore_random_state,
+    separate_random_state,
+)
 from booster_core.state.regions import (
     Region,
     as_bytes,
@@ -74,6 +79,7 @@ __all__ = [
     "check_model_is_saved_whole",
     "check_optimizer_is_saved_whole",
     "check_plain_tensors",
+    "common_seed",
     "compiled_module",
     "copy_part",
     "copy_to_whole",
@@ -104,6 +110,7 @@ __all__ = [
     "scheduler_from_json",
     "scheduler_state",
     "scheduler_to_json",
+    "separate_random_state",
     "slices_of",
     "span_of",
     "split_checksums",

@@ -1,7 +1,8 @@
-"""The states of a rank's random number generators, as tensors and JSON: Python's, NumPy's and torch's, CPU and CUDA."""
+"""A rank's random number generators, Python's, NumPy's and torch's: their states as tensors and JSON, own streams."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from booster_core.state.json_values import decode_json, encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_origins: dict[int, int] = {}
+"""The seed that `separate_random_state` set last, and the one before."""
 
 
 def capture_random_state(device: torch.device, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -53,6 +57,32 @@ def restore_random_state(device: torch.device, state: Any, tensors: Mapping[str,
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         msg = f"The saved states of random numbers do not fit the generators of this process: {error}."
         raise CheckpointError(msg) from error
+
+
+def separate_random_state(index: int) -> None:
+    """Let this process' global generators go on in a stream of their own, which follows from where they are.
+
+    Ranks that draw alike and pass one index still draw alike; index 0 goes on as if nothing had happened.
+
+    Args:
+        index: Tells the streams apart: the index among the ranks that see different samples.
+    """
+    if index:  # each by a number of its own: a script may seed some of them only
+        seed = common_seed()
+        random.seed(_mixed(random.getrandbits(64), index))
+        np.random.seed(_mixed(int.from_bytes(np.random.bytes(8), "little"), index) % 2**32)  # noqa: NPY002 - see above
+        torch.manual_seed(_mixed(int(torch.randint(2**62, ())), index))
+        _origins.clear()
+        _origins[torch.initial_seed()] = seed
+
+
+def common_seed() -> int:
+    """Return the seed of torch's generator before `separate_random_state`: alike on ranks that were seeded alike."""
+    return _origins.get(torch.initial_seed(), torch.initial_seed())
+
+
+def _mixed(number: int, index: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{number}/{index}".encode(), digest_size=7).digest(), "little")
 
 
 def _with_tensors(value: Any) -> Any:

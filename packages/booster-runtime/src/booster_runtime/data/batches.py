@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_core.state import compiled_module, without_adapters
-from booster_runtime.data.containers import leaves_by_path
+from booster_runtime.data.containers import fields_of, leaves_by_path, with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def call_with(function: Callable[..., Any], batch: Any) -> Any:
     """
     if isinstance(batch, Mapping):
         return function(**batch)
-    if isinstance(batch, (list, tuple)):
+    if _is_sequence(batch):
         return function(*batch)
     return function(batch)
 
@@ -51,7 +51,7 @@ def taken_by(model: nn.Module, batch: Any) -> Any:
         batch: Of a mapping, entries whose names are not among the arguments are left out. Of a list or tuple, such as
             ``inputs, targets``, those beyond the arguments are.
     """
-    if not isinstance(batch, (Mapping, list, tuple)):
+    if not isinstance(batch, Mapping) and not _is_sequence(batch):
         return batch
     parameters = parameters_of(named_forward(without_adapters(model)))
     kinds = {each.kind for each in parameters}
@@ -75,7 +75,7 @@ def check_targets(model: nn.Module, batch: Any) -> None:
     Raises:
         ConfigError: If further entries may be optional arguments.
     """
-    if not isinstance(batch, (list, tuple)):
+    if not _is_sequence(batch):
         return
     parameters = parameters_of(named_forward(without_adapters(model)))
     positional = [each for each in parameters if each.kind in _POSITIONAL]
@@ -120,27 +120,41 @@ def num_samples(batch: Any) -> int:
 
 
 def to_device(booster: Booster, batch: Any) -> Any:
-    """Return a batch with its tensors, in any nest of dicts, lists and tuples, on the run's device.
+    """Return a batch on the run's device; see `move_batch` for what of it moves.
 
-    Copies from pinned memory don't block.
+    Copies of tensors from pinned memory don't block.
     """
     return move_batch(batch, booster.device)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors, in any nest of dicts, lists and tuples, on a device.
+    """Return a batch on a device: its tensors, in any nest of containers and dataclasses, and what moves itself.
 
-    Copies from pinned memory don't block.
+    That is an object with a method ``to``, such as a ``PackedSequence``, a tokenizer's ``BatchEncoding``, or a batch of
+    graphs. All else stays as it is. Copies of tensors from pinned memory don't block.
     """
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=True)
-        # of mappings of a class of their own, such as a tokenizer's BatchEncoding
-        move = getattr(leaf, "to", None)
-        return move(device) if isinstance(leaf, Mapping) and callable(move) else leaf
+        if _moves_itself(leaf):
+            return leaf.to(device)
+        fields = fields_of(leaf)
+        return leaf if fields is None else with_fields(leaf, {name: moved_nest(each) for name, each in fields.items()})
 
-    return pytree.tree_map(moved, batch)
+    def moved_nest(nest: Any) -> Any:
+        return pytree.tree_map(moved, nest, is_leaf=_moves_itself)
+
+    return moved_nest(batch)
+
+
+def _is_sequence(batch: Any) -> bool:
+    """Return whether a batch is a list or tuple of entries; a ``PackedSequence`` is a tuple, and one object."""
+    return isinstance(batch, (list, tuple)) and not _moves_itself(batch)
+
+
+def _moves_itself(value: Any) -> bool:
+    return callable(getattr(value, "to", None)) and not isinstance(value, (torch.Tensor, type))
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import current_world
-from booster_runtime.data.order import GlobalOrder
+from booster_runtime.data.order import GlobalOrder, OwnDraws
 from booster_runtime.data.watches import digest_of
 
 if TYPE_CHECKING:
@@ -51,14 +52,20 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
         dataset: The whole stream, the same on every rank.
         rank: Index of this rank among the ranks that see different samples.
         world_size: Number of these ranks.
+        seed: Seeds the CPU's global generators while the data set is read, so that one that shuffles yields the same
+            on every rank; equal on all ranks.
         drop_last: Leave out an incomplete group instead.
 
     A data set that splits itself between data loader workers keeps doing so: each worker's stream is split between
     ranks.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], *, rank: int, world_size: int, drop_last: bool = False) -> None:
-        super().__init__(dataset, rank=rank, world_size=world_size, drop_last=drop_last)
+    seed: int
+
+    def __init__(
+        self, dataset: IterableDataset[Any], *, rank: int, world_size: int, seed: int, drop_last: bool = False
+    ) -> None:
+        super().__init__(dataset, rank=rank, world_size=world_size, seed=seed, drop_last=drop_last)
         self.dataset = dataset
         self._first: str | None = None
 
@@ -70,7 +77,8 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
         own = item = None
         start = self.start  # fixed now: the loader sets it back for the next pass while this one goes on
         seen = 0
-        for index, item in enumerate(self.dataset):
+        worker = get_worker_info()
+        for index, item in enumerate(self._alike(0 if worker is None else worker.id)):
             if index < start:
                 continue
             if not seen and self.world_size > 1:
@@ -85,6 +93,18 @@ class ShardedIterable(GlobalOrder, IterableDataset[Any]):
         left = seen % self.world_size
         if left and not self.drop_last:
             yield own if self.rank < left else Padding(item)
+
+    def _alike(self, worker: int) -> Iterator[Any]:
+        """Yield the data set's items, drawn alike on all ranks: what is drawn between them is the rank's own."""
+        draws = OwnDraws((self.seed * 1_000_003 + self.epoch) * 65_537 + worker)
+        with draws:
+            items = iter(self.dataset)
+        while True:
+            with draws:
+                group = list(islice(items, self.world_size))
+            if not group:
+                return
+            yield from group
 
     def take_first(self) -> str | None:
         """Return a digest of the item with which this process began its pass, once; else ``None``."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import inspect
+import weakref
 import zlib
+from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +69,7 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         self._num_padded = 0
         self._number = 0
         self._start = 0
+        self._ahead: Callable[[], _Ahead | None] = lambda: None
         # Called with the number of each batch and its epoch, where the loader is boosted on several ranks.
         self.on_batch: Callable[[int, int], None] | None = None
         # Called with the number of each batch of a stream that ranks read in turn, and what `take_first` returned.
@@ -106,8 +111,10 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         per_rank = self.batch_size or 1
         batches: Iterator[Any] = super().__iter__()
         if isinstance(order, StreamShards):
-            batches = order.handed_out(batches)
-        for number, batch in enumerate(batches, start=1):
+            batches = order.shared_out(batches)
+        ahead = _Ahead(batches)
+        self._ahead = weakref.ref(ahead)  # workers end with a pass that is left early
+        for number, batch in enumerate(ahead, start=1):
             if order is not None:
                 order.start = 0  # the next iteration begins a pass of its own
             position = start + number * per_rank * self._world_size
@@ -117,13 +124,8 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             self._number = number
             if self.on_batch is not None:
                 self.on_batch(number, self._epoch)
-            if isinstance(order, ShardedIterable):
-                self._num_in_batch, self._num_padded, batch, *first = batch  # noqa: PLW2901 - as collated
-                if first and self.on_item is not None:
-                    self.on_item(number, first[0])
-            else:
-                self._count_batch(start, number)
-            yield batch if self.device is None else move_batch(batch, self.device)
+            collated = self._opened(batch, start, number)
+            yield collated if self.device is None else move_batch(collated, self.device)
         self.set_epoch(self._epoch + 1)
         if order is not None:
             order.is_epoch_chosen = False
@@ -134,13 +136,23 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         return None if self._order is None else self._order.num_samples
 
     @property
-    def progress(self) -> tuple[int, int | None]:
-        """Number of the batch handed out last, from 1 in its pass, and how many follow; ``None`` where not known."""
+    def number(self) -> int:
+        """Number of the batch handed out last, from 1 in its pass; 0 before the first."""
+        return self._number
+
+    def count_left(self, most: int) -> int:
+        """Return how many batches follow in the pass, counted up to ``most``.
+
+        Where the length of a pass is not known, as of streams and samplers of the user's, batches are read ahead.
+
+        Collective: of a stream that is read by shards, every rank of the world.
+        """
         shares = None if self._order is None else self._order.shares(self._start)
         if shares is None:
-            return self._number, None
+            ahead = self._ahead()
+            return 0 if ahead is None else ahead.read(most)
         total, per_batch = shares[0], self.batch_size or 1
-        return self._number, (total // per_batch if self.drop_last else -(-total // per_batch)) - self._number
+        return (total // per_batch if self.drop_last else -(-total // per_batch)) - self._number
 
     @property
     def splits_batches(self) -> bool:
@@ -161,6 +173,24 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
             ConfigError: If a tensor has not one value per sample.
         """
         return pytree.tree_map(self._real_part, values)
+
+    def counted_part(self, batch: Any) -> tuple[Any, Any, float]:
+        """Return the batch handed out last without repeated samples, and what part of a full batch it counts as.
+
+        Returns:
+            The samples that count, or the whole batch where there are none or it can't be cut by samples; a function
+            that gives values computed from them one row per sample of the whole batch again; and the part, from 0 to 1.
+        """
+        total, padded = self._num_in_batch, self._num_padded
+        if total is None:
+            return batch, lambda values: values, 0.0 if padded else 1.0
+        real, part = total - padded, (total - padded) / (self.batch_size or 1)
+        lengths = {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if not padded or not real or lengths != {total}:
+            return batch, lambda values: values, part
+        # The last row stands for those that `without_padding` leaves out.
+        rows = torch.arange(total).clamp(max=real - 1)
+        return _by_rows(batch, total, slice(real)), lambda values: _by_rows(values, real, rows), part
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the position in samples of the global order; the same on every rank.
@@ -277,6 +307,19 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         """Draw from the user's generator what torch's own loader draws from it before the sampler does."""
         return int(torch.empty((), dtype=torch.int64).random_(generator=self._user_generator))
 
+    def _opened(self, batch: Any, start: int, number: int) -> Any:
+        """Note what is known of the batch of a number, and return what the user's function collated."""
+        order = self._order
+        if not isinstance(order, ShardedIterable):
+            self._count_batch(start, number)
+            return batch
+        self._num_in_batch, self._num_padded, collated, told = batch
+        if isinstance(order, StreamShards):
+            order.hand_out(told)
+        elif self.on_item is not None:
+            self.on_item(number, told)
+        return collated
+
     def _count_batch(self, start: int, number: int) -> None:
         """Note how many entries the batch of a number has, and how many are padding."""
         if self._order is None:
@@ -303,6 +346,40 @@ class DistributedDataLoader(DataLoader[Any], GlobalPosition):
         if not self._num_padded:
             return values
         return values[:0] if self.splits_batches else values[: len(values) - self._num_padded]
+
+
+class _Ahead:
+    """Batches in their order, of which some may be read before they are asked for."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._read: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.read(1):
+            yield self._read.popleft()
+
+    def read(self, number: int) -> int:
+        """Read on until there are so many, or no more; return how many there are."""
+        self._read.extend(islice(self._batches, max(number - len(self._read), 0)))
+        return len(self._read)
+
+
+def loader_of(batches: object) -> DistributedDataLoader | None:
+    """Return the loader over which an iterator is a pass; ``None`` where it is none or has been wrapped."""
+    if inspect.isgenerator(batches) and batches.gi_code is DistributedDataLoader.__iter__.__code__:
+        loader: DistributedDataLoader | None = inspect.getgeneratorlocals(batches).get("self")
+        return loader
+    return None
+
+
+def _by_rows(values: Any, number: int, rows: Any) -> Any:
+    """Return rows of the tensors that have a number of them."""
+
+    def taken(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == number else leaf
+
+    return pytree.tree_map(taken, values)
 
 
 def _packed(state: torch.Tensor) -> str:

@@ -10,7 +10,6 @@ own.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 from itertools import islice
@@ -201,7 +200,7 @@ class UserOrder(GlobalOrder, Sampler[Any]):
 
     def __init__(self, sampler: Iterable[Any], *, rank: int, world_size: int, seed: int, drop_last: bool) -> None:
         super().__init__(sampler, rank=rank, world_size=world_size, drop_last=drop_last, seed=seed)
-        self._kept: _Draw | None = None
+        self._kept: Draw | None = None
 
     def blocks(self) -> Iterator[list[Any]]:
         draw = self._take_draw()
@@ -226,57 +225,71 @@ class UserOrder(GlobalOrder, Sampler[Any]):
         self.digest = draw.digest
         return draw.digest
 
-    def _take_draw(self) -> _Draw:
+    def _take_draw(self) -> Draw:
         draw, self._kept = self._kept, None
         if draw is None or (draw.epoch, draw.seed) != (self.epoch, self.seed):
-            draw = _Draw(self.source, epoch=self.epoch, seed=self.seed)
+            draw = Draw(self.source, epoch=self.epoch, seed=self.seed)
         return draw
 
 
-class _Draw:
+class Draw:
     """One pass over a sampler, drawn block by block under random numbers of its own."""
 
     def __init__(self, sampler: Iterable[Any], *, epoch: int, seed: int) -> None:
         self.epoch, self.seed = epoch, seed
-        seed = wrap_seed(seed * 1_000_003 + epoch)
-        self._states: tuple[Any, Any, Any] = (
-            random.Random(seed).getstate(),  # noqa: S311 - no secrets
-            np.random.RandomState(seed % 2**32).get_state(),
-            torch.Generator().manual_seed(seed).get_state(),
-        )
-        with self._own_randomness():
+        self._draws = OwnDraws(seed * 1_000_003 + epoch)
+        with self._draws:
             self._iterator = iter(sampler)
         self._first = self._next_block()
         self.digest = hashlib.blake2b(repr(self._first).encode(), digest_size=16).hexdigest()
 
     def blocks(self) -> Iterator[list[Any]]:
+        """Yield the entries, some at a time."""
         block = self._first
         while block:
             yield block
             block = self._next_block() if len(block) == _BLOCK else []
 
     def _next_block(self) -> list[Any]:
-        with self._own_randomness():
+        with self._draws:
             # A batch sampler may go on with the list that it has yielded.
             return [list(entry) if isinstance(entry, list) else entry for entry in islice(self._iterator, _BLOCK)]
 
-    @contextlib.contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Let the CPU's global generators draw from this pass' states, and put the run's back after it."""
-        outside = _capture()
-        _restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = _capture()
-            _restore(outside)
+
+class OwnDraws:
+    """A context in which the CPU's global generators draw from a stream of its own, each time further on.
+
+    Args:
+        start: Seed of the stream, or the states that `host_draws` returned elsewhere; ranks that pass the same one draw
+            alike.
+    """
+
+    def __init__(self, start: int | tuple[Any, Any, Any]) -> None:
+        if isinstance(start, int):
+            seed = wrap_seed(start)
+            start = (
+                random.Random(seed).getstate(),  # noqa: S311 - no secrets
+                np.random.RandomState(seed % 2**32).get_state(),
+                torch.Generator().manual_seed(seed).get_state(),
+            )
+        self._states = start
+
+    def __enter__(self) -> None:
+        self._outside = host_draws()
+        restore_host_draws(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        self._states = host_draws()
+        restore_host_draws(self._outside)
 
 
-def _capture() -> tuple[Any, Any, Any]:
+def host_draws() -> tuple[Any, Any, Any]:
+    """Return the states of the CPU's global generators: Python's, NumPy's and torch's."""
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002 - the global generator is meant
 
 
-def _restore(states: tuple[Any, Any, Any]) -> None:
+def restore_host_draws(states: tuple[Any, Any, Any]) -> None:
+    """Set them to what `host_draws` returned."""
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002 - as above
     torch.default_generator.set_state(states[2])

@@ -103,9 +103,9 @@ def shard_dataset(
     if isinstance(dataset, IterableDataset):
         num_shards = num_shards_of(dataset)
         if num_shards is not None and num_shards >= world_size:
-            dataset = StreamShards(dataset, num_shards=num_shards, drop_last=drop_last, **place)
+            dataset = StreamShards(dataset, num_shards=num_shards, seed=seed, drop_last=drop_last, **place)
         else:
-            dataset = ShardedIterable(dataset, drop_last=drop_last, **place)
+            dataset = ShardedIterable(dataset, seed=seed, drop_last=drop_last, **place)
     else:
         num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
         sampler = ShardedSampler(num_samples, shuffle=shuffle, seed=seed, drop_last=drop_last, **place)

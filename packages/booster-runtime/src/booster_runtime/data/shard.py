@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import ConfigError
 from booster_core.plugin import as_tuple, like
+from booster_core.state import common_seed
 from booster_runtime.data.iterable import ShardedIterable, check_whole
 from booster_runtime.data.loader import DistributedDataLoader
 from booster_runtime.data.order import UserOrder
@@ -217,7 +218,7 @@ class _Split:
 
     def __init__(self, given: DataLoader[Any], plugin: Plugin, coordinator: DistCoordinator, meeting: Together) -> None:
         self.given, self._plugin, self._coordinator = given, plugin, coordinator
-        self._seed = torch.initial_seed()
+        self._seed = common_seed()
         self._facts = self._split(self._seed)
         meeting.compare([self._seed, self._facts], differs=self._settle)
 

@@ -53,14 +53,22 @@ class StreamShards(ShardedIterable):
         num_shards: What `num_shards_of` returned; at least ``world_size``.
         rank: Index of this rank among the ranks that see different samples.
         world_size: Number of these ranks.
+        seed: Of the loader; what a rank draws while it reads its own shards is its own.
         drop_last: End with the first rank that runs out. Else those get batches of ranks that still have some, as
             padding, until the last one has run out.
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], *, num_shards: int, rank: int, world_size: int, drop_last: bool = False
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        num_shards: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(dataset, rank=rank, world_size=world_size, drop_last=drop_last)
+        super().__init__(dataset, rank=rank, world_size=world_size, seed=seed, drop_last=drop_last)
         self.num_shards = num_shards
         # Positions by shard: those from which the next pass starts, and those of what was handed out.
         self._starts: dict[str, dict[str, Any]] = {}
@@ -111,8 +119,8 @@ class StreamShards(ShardedIterable):
             reached[key] = {"num_seen": num_seen, "position": state}
         return reached
 
-    def handed_out(self, batches: Iterator[Any]) -> Iterator[tuple[int | None, int, Any]]:
-        """Yield equally many batches on every rank, and note the positions that they reach.
+    def shared_out(self, batches: Iterator[Any]) -> Iterator[tuple[int | None, int, Any, Any]]:
+        """Yield equally many batches on every rank, with the positions that they reach, for `hand_out`.
 
         Args:
             batches: What `CountedCollate` made of this rank's samples.
@@ -139,9 +147,7 @@ class StreamShards(ShardedIterable):
                 return
             lent = self._lend(lenders, batch)
             if batch is not _END:
-                num_samples, num_padded, given, reached = batch
-                self._reached |= reached
-                yield num_samples, num_padded, given
+                yield batch
                 continue
             num_lent += 1
             if num_lent == _MANY:
@@ -151,7 +157,11 @@ class StreamShards(ShardedIterable):
                     self.rank,
                 )
             num_samples, given = lent
-            yield num_samples, 1 if num_samples is None else num_samples, given
+            yield num_samples, 1 if num_samples is None else num_samples, given, {}
+
+    def hand_out(self, reached: Mapping[str, dict[str, Any]]) -> None:
+        """Note the positions that a batch reaches which is handed out now."""
+        self._reached |= reached
 
     def _lenders(self, number: int, *, is_left: bool, is_first: bool, error: Exception | None) -> dict[int, int] | None:
         """Return for each index without a batch the world rank that lends its own; ``None`` where the pass has ended.

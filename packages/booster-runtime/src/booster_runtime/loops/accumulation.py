@@ -44,10 +44,11 @@ def accumulate(
         booster: Of the run.
         model: The boosted model; may be left out when one model is boosted.
         steps: Number of micro-batches of a step.
-        dataloader: The boosted loader: its last batches of an epoch are a step of their own, if fewer are left.
+        dataloader: The boosted loader: its last batches of an epoch are a step of their own, if fewer are left. Where
+            it has no known length, the batches of a step are read before its first one is used.
 
     Raises:
-        ConfigError: If ``steps`` is no positive integer, the number of batches of the loader is not known, or another
+        ConfigError: If ``steps`` is no positive integer, the loader is no boosted one or in no pass, or another
             micro-batch of the model has begun and not ended.
 
     Collective: as `Booster.no_sync`.
@@ -67,8 +68,7 @@ def accumulate(
     if dataloader is None:
         position, left = facts.get(_COUNT, 0) % steps, steps
     else:
-        number, left = _progress(dataloader)
-        position = (number - 1) % steps
+        position, left = _progress(dataloader, steps)
     size = min(steps, position + 1 + left)
     is_last = position + 1 == size
     for optimizer in boosted.boosted_optimizers:
@@ -85,18 +85,17 @@ def accumulate(
         facts[_IS_OPEN] = False
 
 
-def _progress(loader: DataLoader[Any]) -> tuple[int, int]:
-    """Return the number of the batch that a loader handed out last, from 1, and how many follow.
+def _progress(loader: DataLoader[Any], steps: int) -> tuple[int, int]:
+    """Return the place in its step, from 0, of the batch that a loader handed out last, and how many follow.
 
     Raises:
         ConfigError: If the loader doesn't know.
     """
-    number, left = loader.progress if isinstance(loader, DistributedDataLoader) else (0, None)
-    if number < 1 or left is None:
+    if not isinstance(loader, DistributedDataLoader) or loader.number < 1:
         msg = (
             "`accumulate` needs to know how many batches the `dataloader` has left: pass the loader that `boost` "
-            "returned, in a loop over it, with a data set of known length. Without `dataloader`, all epochs' "
-            "micro-batches are counted on."
+            "returned, in a loop over it. Without `dataloader`, all epochs' micro-batches are counted on."
         )
         raise ConfigError(msg)
-    return number, left
+    position = (loader.number - 1) % steps
+    return position, loader.count_left(steps - 1 - position)

@@ -19,6 +19,7 @@ from booster_core.plugin import OptimizerWrapper, PipelinePlugin, as_tuple, unwr
 from booster_core.ranks import NamedCall
 from booster_runtime import collectives
 from booster_runtime.data.batches import call_with, check_targets, move_batch, num_samples, taken_by
+from booster_runtime.data.loader import loader_of
 from booster_runtime.loops.uneven import join
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def evaluate_batch(
 
     Args:
         booster: Of the run.
-        data_iter: As for `train_batch`, as are the others.
+        data_iter: As for `train_batch`, as are the others. Of a boosted loader's own iterator, samples repeated
+            at an epoch's end don't count, and a batch of fewer samples weighs less; but in pipelines they do.
         model: The boosted model; the mode of each of its modules is restored.
         criterion: As for `train_batch`.
         weight: As for `train_batch`.
@@ -156,11 +158,16 @@ def evaluate_batch(
     model = booster.boosted_model(model, "evaluate_batch")
     _check_iterator(data_iter, "evaluate_batch")
     batch = next(data_iter)
+    loader = loader_of(data_iter)
+    whole: Callable[[Any], Any] = lambda values: values  # noqa: E731 - replaced below
+    if loader is not None and not (isinstance(booster.plugin, PipelinePlugin) and booster.plugin.has_pipeline(model)):
+        batch, whole, part = loader.counted_part(batch)
+        given, weight = weight, lambda each: part if given is None or not part else given(each)
     run = _Run(booster, model, criterion, weight)
     with _evaluating(model), torch.no_grad():
         share = run.share_of([batch])
         outputs = run.forward(batch, share, None)
-    return Evaluation(run.mean_loss(), outputs, run.total_weight)
+    return Evaluation(run.mean_loss(), whole(outputs), run.total_weight)
 
 
 def _check_iterator(data_iter: Iterator[Any], call: str) -> None:

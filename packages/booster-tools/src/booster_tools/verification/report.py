@@ -67,6 +67,13 @@ class Verification:
         beyond = [found for found in self.differences if not found.is_explained]
         return tuple(sorted(beyond, key=lambda found: (order[found.step, found.what], -found.error)))
 
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """The parameters whose updates say nothing, as their gradients are rounding errors of larger ones."""
+        updated = {found.name for found in self.differences if found.what == "update"}
+        named = (found.name for found in self.differences if found.what == "initial parameter")
+        return tuple(name for name in named if name not in updated)
+
     def check(self) -> None:
         """Raise if the boosted run differs from one process by more than rounding.
 
@@ -89,11 +96,21 @@ class Verification:
             nearest = f"; nearest to its tolerance: {worst}" if worst else ""
             return (
                 f"Verified in {self.seconds:.1f} s: {run} trains as one process does "
-                f"({len(self.differences)} comparisons{nearest})."
+                f"({len(self.differences)} comparisons{nearest}).{self._left_out()}"
             )
         share = f"{len(beyond)} of {len(self.differences)} comparisons"
         lines = [f"{run[0].upper()}{run[1:]} differs from one process in {share}:"]
         lines += [f"  {found}" for found in beyond[:_MOST_LISTED]]
         if len(beyond) > _MOST_LISTED:
             lines.append(f"  and {len(beyond) - _MOST_LISTED} more")
-        return "\n".join(lines)
+        return "\n".join(lines) + self._left_out()
+
+    def _left_out(self) -> str:
+        names = self.not_compared
+        if not names:
+            return ""
+        more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+        return (
+            "\nNot compared: updates of parameters whose gradients are rounding errors of larger ones: "
+            f"{', '.join(repr(name) for name in names[:_MOST_LISTED])}{more}."
+        )

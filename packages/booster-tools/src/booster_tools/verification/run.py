@@ -197,10 +197,13 @@ class _Run:
         return self.booster.state_adapter(self.model)
 
     def _has_signal(self, name: str) -> bool:
-        """Return whether a parameter's gradient was more than rounding errors of larger ones, in any step."""
+        """Return whether a parameter's gradient was more than rounding errors of larger ones, in any step.
+
+        Elements that are exactly 0, as those of an embedding's rows that no sample has, are no rounding errors.
+        """
         for gradients in self.reference.gradients:
-            gradient = gradients.get(name)
-            if gradient is not None and _typical_rms([gradient]) > self.limit * _typical_rms(gradients.values()):
+            computed = {other: gradient[gradient != 0] for other, gradient in gradients.items()}
+            if name in computed and _typical_rms([computed[name]]) > self.limit * _typical_rms(computed.values()):
                 return True
         return not any(name in gradients for gradients in self.reference.gradients)
 

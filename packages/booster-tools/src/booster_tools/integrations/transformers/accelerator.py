@@ -6,17 +6,22 @@ come in the same order as without a Booster; model, optimizer, backward and clip
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType, recursively_apply
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
+from booster_core.state import separate_random_state
+from booster_runtime.data.order import OwnDraws, host_draws, restore_host_draws
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -69,14 +74,26 @@ class BoosterAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         self._model: nn.Module | None = None
         self._optimizer: OptimizerWrapper | None = None
         coordinator = booster.context.coordinator
-        self._index, self._size = booster.plugin.data_parallel_coordinates(coordinator)
-        indices = coordinator.all_gather_object(self._index)
+        self.index, self._size = booster.plugin.data_parallel_coordinates(coordinator)
+        indices, seeds = zip(*coordinator.all_gather_object((self.index, torch.initial_seed())), strict=True)
+        self._seed = seeds[0]
         self._first_ranks = [indices.index(index) for index in range(self._size)]
 
     @property
     def num_processes(self) -> int:
         """Number of ranks that see different samples."""
         return self._size
+
+    def part_draws(self) -> None:
+        """Let ranks that see the same samples draw alike, and others differently.
+
+        Collective: every rank of the world.
+        """
+        gathered = self._booster.context.coordinator.all_gather_object(host_draws())
+        states = [gathered[rank] for rank in self._first_ranks]
+        restore_host_draws(states[self.index])
+        if any(torch.equal(each[2], states[self.index][2]) for each in states[: self.index]):
+            separate_random_state(self.index)
 
     def adopt(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> None:
         """Train a boosted model from now on."""
@@ -122,21 +139,26 @@ class BoosterAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 )
                 raise ConfigError(msg)
             dispatch = False
-        prepared: DataLoader[Any] = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=self._size,
-            process_index=self._index,
-            split_batches=self.split_batches,
-            put_on_device=self.device_placement,
-            rng_types=self.rng_types.copy(),
-            dispatch_batches=dispatch,
-            even_batches=self.even_batches,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed,
-            non_blocking=self.non_blocking,
-            use_stateful_dataloader=self.use_stateful_dataloader,
-        )
+        batches: Any = data_loader.batch_sampler
+        sampler = getattr(batches, "sampler", None)
+        if self._size > 1 and isinstance(sampler, Sampler) and type(sampler) not in (RandomSampler, SequentialSampler):
+            batches.sampler = _DrawnAlike(sampler, self._booster)
+        with OwnDraws(self._seed):  # of which Accelerate makes the seed of an order
+            prepared: DataLoader[Any] = prepare_data_loader(
+                data_loader,
+                self.device,
+                num_processes=self._size,
+                process_index=self.index,
+                split_batches=self.split_batches,
+                put_on_device=self.device_placement,
+                rng_types=self.rng_types.copy(),
+                dispatch_batches=dispatch,
+                even_batches=self.even_batches,
+                use_seedable_sampler=self.use_seedable_sampler,
+                data_seed=self.dataloader_config.data_seed,
+                non_blocking=self.non_blocking,
+                use_stateful_dataloader=self.use_stateful_dataloader,
+            )
         self._dataloaders.append(prepared)
         return prepared
 
@@ -228,6 +250,32 @@ class BoosterAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             msg = "The Trainer has boosted no optimizer yet: its `train` does, or `evaluate` with a `train_dataset`."
             raise ConfigError(msg)
         return self._optimizer
+
+
+class _DrawnAlike(Sampler[Any]):
+    """Draws an order as the first rank would on every rank: of what each draws, a part is taken.
+
+    Args:
+        sampler: May draw from global generators, which are each rank's own once the model is boosted.
+        booster: Of the run.
+    """
+
+    def __init__(self, sampler: Sampler[Any], booster: Booster) -> None:
+        self._sampler, self._coordinator = sampler, booster.context.coordinator
+
+    def set_epoch(self, epoch: int) -> None:
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]  # torch's Sampler does not declare __len__
+
+    def __iter__(self) -> Iterator[Any]:
+        states = self._coordinator.broadcast_object(host_draws())
+        with nullcontext() if self._coordinator.rank == 0 else OwnDraws(states):
+            order = list(self._sampler)
+        yield from order
 
 
 __all__ = ["BoosterAccelerator", "share_ranks"]

@@ -6,7 +6,7 @@ and what reads or writes model and optimizer as if every rank held them whole.
 
 from __future__ import annotations
 
-import functools
+import json
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import has_length
 
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import ModelWrapper, PipelinePlugin, unwrap_model
@@ -25,6 +26,7 @@ from booster_tools.integrations.transformers.arguments import (
     check_forward,
     check_model,
 )
+from booster_tools.integrations.transformers.losses import WeightedLosses
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,22 +34,21 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
 
-_Base: Any = object  # a Trainer comes after it, whose attributes are optional until it trains
-
 _TrainerT = TypeVar("_TrainerT", bound=Trainer)
 _OPTIMIZER = "optimizer"
 _SCALER = "loss_scaler.pt"
+_BATCHES = "batches_in_pass.json"
 
 
-class _Boosting(_Base):  # type: ignore[misc]
+class _Boosting(WeightedLosses):
     """The overrides; comes before a Trainer in the order of classes."""
 
-    accelerator: Any
-    gather_function: Any
     lr_scheduler: Any
     model_wrapped: Any
     optimizer: Any
     _has_saved = False
+    _pass: tuple[Any, int] = (None, 0)  # the pass over the data that goes on, and how many of its batches are used
+    _num_in_pass: int | None = None  # batches in a pass, once a stream came to its end
 
     def __init__(self, *args: Any, booster: Booster, **kwargs: Any) -> None:
         self.booster = booster
@@ -63,8 +64,6 @@ class _Boosting(_Base):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator = BoosterAccelerator(self.booster, self.accelerator)
-        gather = self.accelerator.gather_for_metrics
-        self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # Boosted models compute in the Booster's precision: no autocast and no loss scaling on top.
@@ -103,6 +102,25 @@ class _Boosting(_Base):  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:  # noqa: ARG002 - the Trainer's signature
         return False  # the boosted optimizer computes norms
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> Any:
+        """Return how long the training is; a stream whose end was seen before this run resumed has a length."""
+        values = list(super().set_initial_training_values(args, dataloader, *others))
+        self._has_length = has_length(dataloader)
+        if self._num_in_pass is not None and not self._has_length:
+            values[1] = max(self._num_in_pass // args.gradient_accumulation_steps, 1)
+        return tuple(values)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+        """Return the batches of a step, counting those of a pass over a stream, which knows its length at its end."""
+        found = super().get_batch_samples(epoch_iterator, num_batches, *args)
+        known, number = self._pass
+        if known is None and self._num_in_pass is None:  # a run that resumes has skipped what its steps have used
+            number = self.state.global_step * self.args.gradient_accumulation_steps
+        self._pass = (epoch_iterator, len(found[0]) + (number if known in (None, epoch_iterator) else 0))
+        if len(found[0]) < num_batches and not self._has_length and self._num_in_pass is None:
+            self._num_in_pass = self._pass[1]
+        return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples of a step, over all ranks that see different ones."""
@@ -155,6 +173,7 @@ class _Boosting(_Base):  # type: ignore[misc]
         """
         self.booster.save_optimizer(self.optimizer, Path(output_dir) / _OPTIMIZER, shard=True)
         if self.args.should_save:
+            (Path(output_dir) / _BATCHES).write_text(json.dumps(self._num_in_pass))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
             scaler = self.optimizer.loss_scaler
             if scaler is not None:
@@ -169,6 +188,10 @@ class _Boosting(_Base):  # type: ignore[misc]
 
         Collective: every rank of the world.
         """
+        with self.booster.context.coordinator.together("read the position"):
+            written = Path(resume_from_checkpoint) / _BATCHES
+            self._num_in_pass = json.loads(written.read_text()) if written.exists() else None
+            self._pass = (None, 0)
         if not is_adapted(unwrap_model(self.model)):
             self.booster.load_model(self._wrap_model(self.model), resume_from_checkpoint)
             return
@@ -176,6 +199,15 @@ class _Boosting(_Base):  # type: ignore[misc]
             msg = "Adapters are read before the model is boosted: resume by the first call, before `evaluate`."
             raise ConfigError(msg)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Read random states: alike on ranks that share batches, different on others, whatever ranks saved them.
+
+        Collective: every rank of the world.
+        """
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.accelerator.part_draws()
 
     def _load_best_model(self) -> None:
         """Read the best checkpoint into the boosted model.
@@ -254,7 +286,7 @@ class BoosterTrainer(_Boosting, Trainer):
 
     Args:
         *args: As for ``Trainer``.
-        booster: Trains the model; made before the ``TrainingArguments``, after the launch.
+        booster: Trains the model; made after the launch.
         **kwargs: As for ``Trainer``.
 
     Raises:
