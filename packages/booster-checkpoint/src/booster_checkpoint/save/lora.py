@@ -20,7 +20,7 @@ from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.storage import leaves_folder
 from booster_core.errors import ConfigError
-from booster_core.state import ModelView, NamedTensors, is_adapted, own_class
+from booster_core.state import ModelView, NamedTensors, call_with_tensors, is_adapted, own_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -147,8 +147,8 @@ def _file_names(model: PeftModel, adapter: str) -> dict[str, list[str]]:
     # peft is given tensors without memory, and tells by them which it would write under which name. It also asks some
     # modules themselves, whose values may not be here.
     marks = {path: torch.empty(0, device="meta") for path in named.paths.values()}
-    held = {f"model.{path}": mark for path, mark in marks.items()}
-    marked: dict[str, Any] = torch.func.functional_call(_Asked(model), held, (marks, adapter), tie_weights=False)
+    held = {key: marks[named.paths[name]] for key, name in named.name_of.items()}
+    marked: dict[str, Any] = call_with_tensors(_Asked(model), held, (marks, adapter))
     name_of = {id(marks[path]): named.aliases.get(name, name) for name, path in named.paths.items()}
     names: dict[str, list[str]] = {}
     first_key: dict[str, str] = {}

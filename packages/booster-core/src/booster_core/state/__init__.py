@@ -17,6 +17,7 @@ from booster_core.state.json_values import (
 )
 from booster_core.state.names import (
     NamedTensors,
+    call_with_tensors,
     check_model_is_saved_whole,
     compiled_module,
     distinct,
@@ -70,6 +71,7 @@ __all__ = [
     "balanced_shards",
     "box_numel",
     "box_shape",
+    "call_with_tensors",
     "capture_random_state",
     "check_model_is_saved_whole",
     "check_optimizer_is_saved_whole",

@@ -8,15 +8,16 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import CheckpointError, ConfigError, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -137,6 +138,29 @@ class NamedTensors:
     def buffers(self) -> set[str]:
         """The names of those that are buffers."""
         return {name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+
+def call_with_tensors(
+    model: nn.Module, instead: Mapping[int, Tensor], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a module with other tensors in the places of its own, which are back afterwards.
+
+    Whatever calls ``torch.func.functional_call`` does it through this: given both names of a module that has two, torch
+    puts the substitute in the place of the module's tensor for good.
+
+    Args:
+        model: The module.
+        instead: For each tensor that is replaced, by ``id``, what takes its place wherever it is used.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+    places = {
+        _join(path, name): instead[id(tensor)]
+        for path, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if id(tensor) in instead
+    }
+    return torch.func.functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
 
 
 def _refuse(name: str, *paths: str) -> NoReturn:
