@@ -608,6 +608,7 @@ class Booster(_Entry):
         use_safetensors: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
         *,
         selected_adapters: Sequence[str] | None = None,
+        save_embedding_layers: bool | str = "auto",
     ) -> None:
         """Write a model's adapters as peft does, without gathering them anywhere.
 
@@ -619,6 +620,8 @@ class Booster(_Entry):
             checkpoint: The folder, or its URL.
             use_safetensors: Write ``adapter_model.safetensors``; ``False`` writes ``adapter_model.bin``.
             selected_adapters: Names of the adapters to write; all by default.
+            save_embedding_layers: Also write the embeddings and the head. ``"auto"`` does as peft: where they have
+                adapters, or the vocabulary is not that of the files that the base came from.
 
         Raises:
             ConfigError: If the model has no adapters, or none of a selected name.
@@ -627,7 +630,12 @@ class Booster(_Entry):
         Collective: every rank of the world.
         """
         self._check_module(model, "save_lora_as_pretrained")
-        request = SaveRequest(call="save_lora_as_pretrained", path=checkpoint, use_safetensors=use_safetensors)
+        request = SaveRequest(
+            call="save_lora_as_pretrained",
+            path=checkpoint,
+            use_safetensors=use_safetensors,
+            save_embedding_layers=save_embedding_layers,
+        )
         with self._saving("lora", request, model):
             state = self._model_state(model, self.export_dtypes(model))
             self.checkpoint_io.save_lora(state, request, selected_adapters)

@@ -188,6 +188,7 @@ class SaveRequest:
         size_per_shard: Largest size of a numbered file in MiB.
         use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
         use_async: Copy the values, return, and write in the background.
+        save_embedding_layers: Write embeddings with adapters, or ``"auto"``.
         step: The step, for ``save_checkpoint``.
 
     Raises:
@@ -202,6 +203,7 @@ class SaveRequest:
     size_per_shard: int = 1024
     use_safetensors: bool = True
     use_async: bool = False
+    save_embedding_layers: bool | str = "auto"
     step: StepOptions | None = None
 
     def __post_init__(self) -> None:

@@ -44,10 +44,6 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_peft_format": ((True,), "Adapters are written as peft reads them: leave `save_peft_format` out"),
     "save_original_format": ((True,), "Tensors have the names of the model's modules: leave it out"),
     "distributed_checkpoint": ((False,), "For that format call `booster.save_model(..., gather_dtensor=False)`"),
-    "save_embedding_layers": (
-        ("auto", False),
-        "Train embeddings through `modules_to_save` of the LoraConfig: these are written",
-    ),
     "path_initial_model_for_weight_conversion": ((None,), "Convert adapters from a folder, by peft"),
 }
 """Arguments of the libraries that have one meaning here: its values, and what to do instead of others."""
@@ -167,6 +163,7 @@ def _save_adapters(
     save_directory: str | Path,
     safe_serialization: bool = True,  # noqa: FBT001, FBT002 - positional in peft
     selected_adapters: Sequence[str] | None = None,
+    save_embedding_layers: bool | str = "auto",  # noqa: FBT001 - positional in peft
     *,
     is_main_process: bool = True,
     **others: Any,
@@ -176,7 +173,13 @@ def _save_adapters(
     Collective: every rank of the world.
     """
     _agree(booster, lambda: _check_others(others), is_main_process=is_main_process)
-    booster.save_lora_as_pretrained(model, save_directory, safe_serialization, selected_adapters=selected_adapters)
+    booster.save_lora_as_pretrained(
+        model,
+        save_directory,
+        safe_serialization,
+        selected_adapters=selected_adapters,
+        save_embedding_layers=save_embedding_layers,
+    )
 
 
 def _push(

@@ -74,7 +74,7 @@ class Saver:
     """
 
     def __init__(self, session: Session, bucket_bytes: int) -> None:
-        self._session = session
+        self.session = session
         self._bucket_bytes = bucket_bytes
         self._tables = SpecTables(session)
         self.background = BackgroundWriter()
@@ -90,12 +90,12 @@ class Saver:
         Collective: every rank.
         """
         error = self.background.join() if self.background.is_started else None
-        if error is None and check is not None and self._session.rank == 0:
+        if error is None and check is not None and self.session.rank == 0:
             try:
                 check()
             except (CheckpointError, OSError) as found:
                 error = found
-        self._session.begin(call, error)
+        self.session.begin(call, error)
 
     def save(
         self,
@@ -133,7 +133,7 @@ class Saver:
         Collective: every rank.
         """
         self.begin(call, target.check)
-        session, values = self._session, _OwnedValues(parts)
+        session, values = self.session, _OwnedValues(parts)
         job = _Save(
             call=call,
             target=target,
@@ -164,7 +164,7 @@ class Saver:
 
     def _write(self, save: _Save) -> list[WrittenFile]:
         """Plan a save with all ranks, write, show the files, and commit."""
-        session, target = self._session, save.target
+        session, target = self.session, save.target
         try:
             plan = self._plan(save)
             is_one_host = len(set(session.hosts(save.group))) == 1
@@ -195,7 +195,7 @@ class Saver:
 
     def _plan(self, save: _Save) -> SavePlan:
         """Tell all ranks what each writes, and compute the same layout on each."""
-        session, folder = self._session, save.target.path
+        session, folder = self.session, save.target.path
         told, owned = list[list[Any]](), list[OwnedTensors]()
 
         def tell() -> list[Any]:
@@ -220,7 +220,7 @@ class Saver:
 
     def _publish(self, save: _Save, plan: SavePlan, sums: Sums) -> list[WrittenFile]:
         """Show the files and commit them. What rank 0 alone does one after the other takes one meeting."""
-        session, target, written = self._session, save.target, list[WrittenFile]()
+        session, target, written = self.session, save.target, list[WrittenFile]()
 
         def commit(plan: SavePlan, sums: Sums) -> None:
             written.extend(WrittenFile(name=name, nbytes=sums[name][0], blocks=sums[name][1]) for name in plan.names)
