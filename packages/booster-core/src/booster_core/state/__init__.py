@@ -36,6 +36,7 @@ from booster_core.state.random_state import capture_random_state, restore_random
 from booster_core.state.regions import (
     Region,
     as_bytes,
+    byte_view,
     copy_part,
     copy_to_whole,
     intersect,
@@ -71,6 +72,7 @@ __all__ = [
     "balanced_shards",
     "box_numel",
     "box_shape",
+    "byte_view",
     "call_with_tensors",
     "capture_random_state",
     "check_model_is_saved_whole",
