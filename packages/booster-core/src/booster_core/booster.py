@@ -11,6 +11,7 @@ import math
 import weakref
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -35,7 +36,7 @@ from booster_core.errors import ConfigError
 from booster_core.plugin.call_guard import mark_boosted
 from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
 from booster_core.plugin.hooks import hook_relay
-from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin, as_tuple
+from booster_core.plugin.interface import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, as_tuple
 from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.placement import gradient_norm_dtype
@@ -47,6 +48,7 @@ from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
 from booster_core.state.names import NamedTensors
+from booster_core.state.replica_digests import check_equal_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -979,7 +981,27 @@ class Booster(_Entry):
             if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
                 with NamedCall("save"):
                     self.plugin.prepare_save(boosted, boosted.boost_context)
+            if boosted is not None and Capability.SYNCHRONOUS not in self.plugin.capabilities:
+                self._check_replicas(kind, request.call, boosted)
             yield
+
+    def _check_replicas(self, kind: str, call: str, model: ModelWrapper) -> None:
+        """Compare what a save takes from one of several ranks, under a plugin that does not say that these are equal.
+
+        Buffers are those of one rank under every plugin.
+
+        Collective: every rank of the world.
+        """
+        adapter = self.state_adapter(model)
+        shards = iter(()) if kind == "optimizer" else adapter.model_shards()
+        if kind in ("optimizer", "checkpoint") and model.boosted_optimizers:
+            shards = chain(shards, adapter.optimizer_shards())
+        remedy = (
+            f"Plugin '{self.plugin.name}' does not declare `Capability.SYNCHRONOUS`: it has to make ranks equal in "
+            "`Plugin.prepare_save`, or show one rank's values in its `state_adapter`."
+        )
+        buffers = NamedTensors.of(unwrap_model(model)).buffers
+        check_equal_replicas(shards, self.context.coordinator, call=call, remedy=remedy, but=buffers)
 
     @contextlib.contextmanager
     def _announced(self, kind: str, request: SaveRequest | LoadRequest) -> Iterator[None]:

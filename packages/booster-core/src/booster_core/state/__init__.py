@@ -48,6 +48,7 @@ from booster_core.state.regions import (
     span_of,
     unpack,
 )
+from booster_core.state.replica_digests import check_equal_replicas, replica_digests
 from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
 from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
@@ -75,6 +76,7 @@ __all__ = [
     "byte_view",
     "call_with_tensors",
     "capture_random_state",
+    "check_equal_replicas",
     "check_model_is_saved_whole",
     "check_optimizer_is_saved_whole",
     "check_plain_tensors",
@@ -103,6 +105,7 @@ __all__ = [
     "read_json",
     "refuse_parts",
     "regions_of",
+    "replica_digests",
     "restore_random_state",
     "runs_of",
     "scheduler_from_json",
