@@ -727,6 +727,7 @@ class Booster(_Entry):
         metric: float | None = None,
         use_async: bool = False,
         size_per_shard: int = 1024,
+        save_frozen: bool = True,
     ) -> None:
         """Write the state of a whole training run, from which it resumes exactly, into ``root/step-00000100``.
 
@@ -753,6 +754,8 @@ class Booster(_Entry):
             metric: How good this step is, the same on all ranks; negate it where large is good.
             use_async: As for `save_model`.
             size_per_shard: Largest size of a file of tensors in MiB.
+            save_frozen: ``False`` leaves frozen parameters out, such as the base of adapters, and notes a digest of
+                them. `load_checkpoint` then needs a model that has them already, and compares. ``ema`` stays whole.
 
         Raises:
             TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` has no `state_adapter`.
@@ -765,7 +768,12 @@ class Booster(_Entry):
             step=step, extra=extra, metric=metric, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best
         )
         request = SaveRequest(
-            call="save_checkpoint", path=root, size_per_shard=size_per_shard, use_async=use_async, step=options
+            call="save_checkpoint",
+            path=root,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+            save_frozen=save_frozen,
+            step=options,
         )
         with self._saving("checkpoint", request, model):
             with self.context.coordinator.together(request.call):

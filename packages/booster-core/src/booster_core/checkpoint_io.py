@@ -189,6 +189,7 @@ class SaveRequest:
         use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
         use_async: Copy the values, return, and write in the background.
         save_embedding_layers: Write embeddings with adapters, or ``"auto"``.
+        save_frozen: Write frozen parameters, too, in ``save_checkpoint``.
         step: The step, for ``save_checkpoint``.
 
     Raises:
@@ -204,6 +205,7 @@ class SaveRequest:
     use_safetensors: bool = True
     use_async: bool = False
     save_embedding_layers: bool | str = "auto"
+    save_frozen: bool = True
     step: StepOptions | None = None
 
     def __post_init__(self) -> None:

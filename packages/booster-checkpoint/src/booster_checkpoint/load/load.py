@@ -26,7 +26,7 @@ from booster_core.matching import (
 from booster_core.state import OptimizerInfo, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from contextlib import ExitStack
 
     from booster_checkpoint.files.checksums import CheckedReads
@@ -55,6 +55,7 @@ class ModelLoad:
         bucket_bytes: Most memory to use besides the shards, in bytes.
         checks: Returns what verifies a file while it is read, by its path; a training state knows its checksums.
         listed: What the folder holds, by a manifest; it is not listed then.
+        left_out: Names of tensors that keep their values, as the checkpoint was saved without them.
 
     Attributes:
         report: What fits and what does not.
@@ -76,6 +77,7 @@ class ModelLoad:
         bucket_bytes: int,
         checks: Checks = lambda _: None,
         listed: Mapping[str, int | None] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
         self._session, self._adapter, self._path, self._request = session, state.adapter, path, request
         source: Source | None = None
@@ -86,7 +88,11 @@ class ModelLoad:
             source = stack.enter_context(
                 open_source(path, MODEL, in_memory=not request.low_cpu_mem_mode, checks=checks, listed=listed)
             )
-            is_out = excluder(request.exclude)
+            excluded, kept_names = excluder(request.exclude), frozenset(left_out)
+
+            def is_out(name: str) -> bool:
+                return name in kept_names or excluded(name)
+
             self._extra = tuple(name for name in self._adapter.extra_state() if not is_out(name))
             found = Expectation.of(self._adapter, self._extra)
             kept = {name: meta for name, meta in found.tensors.items() if not is_out(name)}

@@ -152,6 +152,7 @@ class ModelPart(Part):
         dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
             one are written as they are.
         texts: Further files and their content.
+        left_out: Names of tensors that are not written.
         module: The user's own model. State that only its ``state_dict`` shows is refused. Into a folder goes its
             ``config.json``, and a model of transformers gets the names and shapes of its published files.
     """
@@ -166,6 +167,7 @@ class ModelPart(Part):
         folder: str = "",
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         texts: Mapping[str, str] | None = None,
+        left_out: Collection[str] = (),
         module: nn.Module | None = None,
     ) -> None:
         super().__init__(names, max_bytes=max_bytes, file_name=file_name, folder=folder)
@@ -174,6 +176,7 @@ class ModelPart(Part):
         self._dtype = dtype
         self._dtype_of: dict[str, torch.dtype] = {}  # by the names in files
         self._texts = dict(texts or {})
+        self._left_out = frozenset(left_out)
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._names_in_files: PretrainedNames | None = None
 
@@ -192,7 +195,7 @@ class ModelPart(Part):
     def owned_shards(self) -> Iterator[TensorShard]:
         by_name = self._dtype if isinstance(self._dtype, Mapping) else None
         for shard in self._adapter.model_shards() if by_name is None else self._adapter.export_shards(by_name):
-            if shard.is_owner:
+            if shard.is_owner and shard.name not in self._left_out:
                 for part in [shard] if self._names_in_files is None else self._names_in_files.shards(shard):
                     self._dtype_of[part.name] = self._dtype_in_file(shard)
                     yield part
@@ -216,7 +219,7 @@ class ModelPart(Part):
     def facts(self) -> list[Any]:
         if self._module is not None:
             check_model_is_saved_whole(self._module)
-            if self.has_folder:
+            if self.has_folder and not self._left_out:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
                 if _is_of_transformers(self._module):
                     from booster_checkpoint.files.transformers import PretrainedNames
