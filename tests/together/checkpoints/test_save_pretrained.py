@@ -117,6 +117,80 @@ def test_save_model_by_default_replaces_other_forms_in_the_folder(tmp_path):
     assert_same_tensors(load(variant, variant="ema").state_dict(), model.state_dict(), EXACT)
 
 
+class WithValue(nn.Module):
+    """A policy and a head that takes its embeddings, under one name more."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.value = nn.Linear(policy.config.hidden_size, 1)
+        self.embeddings = policy.get_input_embeddings()
+        self.policy = policy
+
+    def forward(self, input_ids, labels):
+        return (
+            self.policy(input_ids=input_ids, labels=labels).loss
+            + self.value(self.embeddings(input_ids)).square().mean()
+        )
+
+
+def make_with_value(policy):
+    torch.manual_seed(1)
+    model = WithValue(policy)
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+def save_part(run, folder, lora=None):
+    plugin_class, options, _ = RUNS[run]
+    booster, policy = Booster(plugin=plugin_class(**options)), make_model()
+    if lora is not None:
+        policy = booster.enable_lora(policy, lora_config=lora)
+    model, optimizer, *_ = booster.boost(*make_with_value(policy))
+
+    def step():
+        booster.backward(model(input_ids=tokens(), labels=tokens()), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if lora is not None:
+        booster.save_lora_as_pretrained(model.policy, folder)
+        return
+    booster.save_model(model.policy, folder)
+    booster.save_model(model.policy.model, f"{folder}/body.safetensors")
+    step()
+    assert booster.load_model(model.policy, folder).is_complete
+    booster.save_model(model.policy, f"{folder}/again.safetensors")
+    if run in SHARDED:
+        with pytest.raises(ConfigError, match=r"Call `booster.save_model\(part, folder\)` with this module as `part`"):
+            model.policy.save_pretrained(f"{folder}/native")
+    else:
+        model.policy.save_pretrained(f"{folder}/native-{booster.context.coordinator.rank}")
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if not run.startswith("hybrid")])
+def test_a_part_is_written_and_read_like_a_model(run, tmp_path):
+    run_on_ranks(save_part, RUNS[run][2], run, str(tmp_path))
+    model, optimizer = make_with_value(make_model())
+    model(input_ids=tokens(), labels=tokens()).backward()
+    optimizer.step()
+    expected, found = model.policy.state_dict(), load(tmp_path).state_dict()
+    assert_same_tensors(found, expected, tolerance_for(torch.float32))
+    assert_same_tensors(load_file(tmp_path / "again.safetensors"), found, EXACT)
+    body = {name.removeprefix("model."): each for name, each in found.items() if name.startswith("model.")}
+    assert_same_tensors(load_file(tmp_path / "body.safetensors"), body, EXACT)
+    if run not in SHARDED:
+        assert_same_tensors(load(tmp_path / "native-0").state_dict(), expected, tolerance_for(torch.float32))
+
+
+def test_adapters_of_a_part_are_written_as_those_of_a_model(tmp_path):
+    run_on_ranks(save_part, 2, "fsdp", str(tmp_path), lora_config())
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.PeftModel.from_pretrained(make_model(), tmp_path)
+    assert any(tensor.any() for name, tensor in model.state_dict().items() if "lora_B" in name)
+
+
 class OfNoLibrary(nn.Linear):
     """Has a configuration and a method of a library's name, but none of a library's files."""
 

@@ -47,7 +47,7 @@ from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
-from booster_core.state.names import NamedTensors
+from booster_core.state.names import NamedTensors, named_modules
 from booster_core.state.replica_digests import check_equal_replicas
 
 if TYPE_CHECKING:
@@ -495,13 +495,16 @@ class Booster(_Entry):
         """Return the view of a model's (and its optimizer's) state as shards.
 
         Args:
-            model: The boosted model, or a plain one that every rank holds whole.
+            model: The boosted model, a module of it, or a plain model that every rank holds whole.
             optimizer: The boosted optimizer; that of the boosted model when left out.
         """
         boosted = self._boosted_model(model)
         if boosted is None:
-            from booster_core.state import ReplicatedStateAdapter
+            from booster_core.state import PartView, ReplicatedStateAdapter
 
+            whole, name = self._boosted_around(model)
+            if whole is not None:
+                return PartView(self.state_adapter(whole), name)
             return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
         return self.plugin.state_adapter(boosted, boosted.boost_context)
 
@@ -522,7 +525,8 @@ class Booster(_Entry):
         `PrecisionPolicy.export_dtype`. A plain one is written as it is.
 
         Args:
-            model: The model that `boost` returned, or a plain one that every rank holds whole.
+            model: The model that `boost` returned, a module of it (``model.encoder``, with its own names), or a plain
+                model that every rank holds whole.
             checkpoint: A file, or with ``shard=True`` a folder. A model of transformers or diffusers is written into a
                 folder also without ``shard``, as one file with its ``config.json``, unless the path ends in
                 ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders are made
@@ -904,6 +908,14 @@ class Booster(_Entry):
                 return boosted
         return None
 
+    def _boosted_around(self, part: nn.Module) -> tuple[ModelWrapper | None, str]:
+        """Return the boosted model that a module is a part of, and its name there; ``None`` where there is none."""
+        for boosted in self._boosted:
+            for name, _, module in named_modules(boosted.unwrap()):
+                if module is part:
+                    return boosted, name
+        return None, ""
+
     def _model_state(
         self, model: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
     ) -> ModelState:
@@ -912,11 +924,17 @@ class Booster(_Entry):
 
     def export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
         """Return the format in which `save_model` writes each tensor, by name; ``None`` for a plain model, as it is."""
-        boosted = self._boosted_model(model)
+        from booster_core.state import PartView
+
+        boosted = self._boosted_model(model) or self._boosted_around(model)[0]
         if boosted is None:
             return None
         precision = boosted.boost_context.precision
-        return {name: precision.export_dtype(dtype) for name, dtype in self._boosted[boosted].items()}
+        formats = {name: precision.export_dtype(dtype) for name, dtype in self._boosted[boosted].items()}
+        adapter = self.state_adapter(model)
+        if not isinstance(adapter, PartView):
+            return formats
+        return {inside: dtype for name, dtype in formats.items() for inside in adapter.names_in_part(name)[:1]}
 
     def _model_of(self, optimizer: Optimizer | Sequence[Optimizer], call: str) -> ModelWrapper:
         """Return the model that one optimizer, or several, were boosted with; all of it must be passed.
@@ -985,7 +1003,7 @@ class Booster(_Entry):
     def _saving(self, kind: str, request: SaveRequest, model: nn.Module) -> Iterator[None]:
         """Announce a save, and let the plugin synchronize a boosted model that is about to be saved."""
         with self._announced(kind, request):
-            boosted = self._boosted_model(model)
+            boosted = self._boosted_model(model) or self._boosted_around(model)[0]
             if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
                 with NamedCall("save"):
                     self.plugin.prepare_save(boosted, boosted.boost_context)

@@ -52,7 +52,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     """Let ``save_pretrained`` of a boosted model, where it has one, save by a Booster.
 
-    On the user's own model, and the model inside of one with adapters, it raises where that does not hold the values.
+    On the user's own model and its modules it raises where these do not hold the values.
 
     Args:
         boosted: The boosted model.
@@ -61,8 +61,6 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     Collective: none; calling the method is, on every rank.
     """
     model = unwrap_model(boosted)
-    if not hasattr(model, "save_pretrained"):
-        return
     holds_values = (
         type(booster.plugin.state_adapter(boosted, boosted.boost_context)) is ReplicatedStateAdapter
     )  # one for shards may extend it
@@ -75,9 +73,15 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
             "Call `save_pretrained` of the model that `boost` returned, on every rank, or "
             "`booster.save_model(model, folder, shard=True)`"
         )
-        for module in (model, without_adapters(model)):
-            if callable(getattr(module, "save_pretrained", None)):
-                module.save_pretrained = _Refusal(module, booster.plugin.name, remedy)  # type: ignore[assignment]
+        for module in model.modules():
+            if not callable(getattr(type(module), "save_pretrained", None)):
+                continue
+            call = "save_lora_as_pretrained" if is_adapted(module) else "save_model"
+            of_part = f"Call `booster.{call}(part, folder)` with this module as `part`, on every rank"
+            text = remedy if module in (model, without_adapters(model)) else of_part
+            module.save_pretrained = _Refusal(module, booster.plugin.name, text)  # type: ignore[assignment]
+    if not hasattr(model, "save_pretrained"):
+        return
     if save is not None:
         # Made when it is asked for: a method that the model kept would keep the model alive.
         boosted.replace_method("save_pretrained", functools.partial(functools.partial, save, booster))

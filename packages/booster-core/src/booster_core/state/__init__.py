@@ -52,7 +52,7 @@ from booster_core.state.replica_digests import check_equal_replicas, replica_dig
 from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
 from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
-from booster_core.state.view import ModelView
+from booster_core.state.view import ModelView, PartView
 
 __all__ = [
     "MASTER",
@@ -63,6 +63,7 @@ __all__ = [
     "NamedTensors",
     "OptimizerInfo",
     "ParamGroup",
+    "PartView",
     "Region",
     "Replica",
     "ReplicatedStateAdapter",
