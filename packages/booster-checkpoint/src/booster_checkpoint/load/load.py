@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from contextlib import ExitStack
 
+    from torch import nn
+
     from booster_checkpoint.files.checksums import CheckedReads
+    from booster_checkpoint.files.composed import ComposedTensors
     from booster_checkpoint.load.fill import ReadableTensors
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
@@ -102,16 +105,43 @@ class ModelLoad:
         assert source is not None, "opened on every rank, or on none"
         with session.together(request.call, self._path):
             known = (*expected.tensors, *expected.aliases, *expected.extra)
-            self._named = as_model_names(source, state.module, known, rename=request.rename, exclude=request.exclude)
+            self._named: ComposedTensors = as_model_names(
+                source, state.module, known, rename=request.rename, exclude=request.exclude
+            )
         self.report, homes = compare(self._named.tensors, self._named.values, expected)
+        if request.call == "load_model":  # a training state was not written by way of a state dict
+            self._run_load_hooks(state.module, expected)
+            self.report, homes = compare(self._named.tensors, self._named.values, expected)
         if request.strict and not self.report.is_complete:
-            msg = f"'{path}' does not fit the model. {self.report.problems()} Pass `strict=False` to load what fits."
+            msg = f"'{path}' does not fit the model. {self.report.problems()} {_remedy(self.report, request.call)}"
             raise CheckpointError(msg)
         self._metas = {name: self._named.tensors[key] for name, key in homes.items()}
         stored = {name: single for name, key in homes.items() if (single := self._named.layouts[key].single)}
         self._fill = Fill(
             session, request.call, path, source, self._named, homes, stored, request.num_threads, bucket_bytes
         )
+
+    def _run_load_hooks(self, module: nn.Module | None, expected: Expectation) -> None:
+        """Name tensors as the load hooks of the user's modules do, and compute what they compute.
+
+        Collective: every rank.
+        """
+        from booster_checkpoint.load.load_hooks import HookedTensors, Renaming, computed_by, hooked_modules, renaming_by
+
+        call, path, named, fits = self._request.call, self._path, self._named, self.report.is_complete
+        hooked = hooked_modules(module)
+        own = Renaming()
+
+        def look() -> Renaming:
+            nonlocal own
+            own = renaming_by(hooked, named, expected, fits=fits) if hooked else own
+            return own
+
+        renamings = self._session.gather(call, path, look)
+        if any(each != Renaming() for each in renamings):
+            with self._session.together(call, path, for_long=True):
+                values = computed_by(hooked, named, expected, own, fits=fits)
+            self._named = HookedTensors(named, renamings, values)
 
     def run(self) -> LoadReport:
         """Read the values.
@@ -190,6 +220,17 @@ class OptimizerLoad:
         check_states(self._path, tensors, told)
         self._fill.run(adapter.optimizer_shards, keeps_values=adapter.keeps_values)
         adapter.finish_load(model=False, optimizer=True)
+
+
+def _remedy(report: LoadReport, call: str) -> str:
+    if call != "load_model":
+        return "Build the model as in the run that saved it, or pass `strict=False` to load what fits."
+    if report.missing and report.unexpected:
+        return (
+            "If names differ, pass `rename=` ({pattern: replacement}), or load the file into the model before `boost` "
+            "by its own means. `strict=False` would leave what is missing as it is."
+        )
+    return "Pass `strict=False` to load what fits, and leave the rest as it is."
 
 
 @contextmanager
