@@ -1,10 +1,13 @@
 """``save_pretrained`` under every plugin: stock ``from_pretrained`` loads what was trained, or an error says why."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from isolated_libraries import FOLDER, missing_libraries
 from matrix import matrix
+from model_zoo import get_model
 from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
 from safetensors.torch import load_file
 from torch import nn
@@ -22,6 +25,7 @@ from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra 'transformers'")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -318,3 +322,61 @@ def save_other(folder):
 def test_a_model_of_another_library_does_not_save_a_part_of_itself(tmp_path):
     match = r"`\w*Saves.save_pretrained` would write what this rank holds.* `booster.save_model"
     expect_on_ranks(ConfigError, match, save_other, 2, str(tmp_path))
+
+
+class WithMixin(nn.Module, huggingface_hub.PyTorchModelHubMixin):
+    """A model that the Hub's mixin saves and loads, with its arguments as configuration."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def make_of_library(library):
+    torch.manual_seed(0)
+    if library == "huggingface_hub":
+        return WithMixin(width=5)
+    return get_model("diffusers/unet2d").build()
+
+
+def save_for_library(library, plugin, folder):
+    """Save in each way, and return which of them the library's own ``from_pretrained`` loads otherwise."""
+    booster, model = Booster(plugin=plugin), make_of_library(library)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kind = type(model)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = booster.context.coordinator.rank
+    booster.save_model(model, f"{folder}/single")
+    model.save_pretrained(f"{folder}/own" if plugin != "ddp" else f"{folder}/own-{rank}")
+    ways = {"single": {}, "own" if plugin != "ddp" else "own-0": {}}
+    if library == "diffusers":
+        booster.save_model(model, f"{folder}/numbered", shard=True, size_per_shard=1)
+        booster.save_model(model, f"{folder}/ema", shard=True, prefix="ema")
+        booster.save_model(model, f"{folder}/bin", use_safetensors=False)
+        booster.save_checkpoint(f"{folder}/run", step=1, model=model, optimizer=optimizer)
+        ways |= {"numbered": {}, "ema": {"variant": "ema"}, "bin": {"use_safetensors": False}}
+        ways["run/step-00000001/model"] = {}
+    booster.context.coordinator.block_all()
+    for way, options in ways.items():
+        loaded = kind.from_pretrained(f"{folder}/{way}", **options)
+        assert_same_tensors(loaded.state_dict(), expected, EXACT)
+        assert booster.load_model(model, f"{folder}/{way}").is_complete
+    if library == "diffusers":
+        config = json.loads(Path(f"{folder}/single/config.json").read_text())
+        assert config["_class_name"] == kind.__name__
+
+
+@pytest.mark.parametrize(
+    ("library", "plugin"),
+    [("diffusers", "ddp"), ("diffusers", "fsdp"), ("huggingface_hub", "zero"), ("huggingface_hub", "gemini")],
+)
+def test_a_librarys_own_from_pretrained_loads_what_is_written(library, plugin, tmp_path):
+    if missing_libraries([library]):
+        pytest.skip(f"{library} is not installed, nor in {FOLDER}")
+    run_on_ranks(save_for_library, 2, library, plugin, str(tmp_path))

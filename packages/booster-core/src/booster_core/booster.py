@@ -527,10 +527,11 @@ class Booster(_Entry):
         Args:
             model: The model that `boost` returned, a module of it (``model.encoder``, with its own names), or a plain
                 model that every rank holds whole.
-            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers or diffusers is written into a
-                folder also without ``shard``, as one file with its ``config.json``, unless the path ends in
-                ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders are made
-                as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is written.
+            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers, diffusers or the Hub's mixin
+                is written into a folder also without ``shard``, as one file with its configuration, unless the path
+                ends in ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders
+                are made as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is
+                written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``. With ``gather_dtensor=False``,

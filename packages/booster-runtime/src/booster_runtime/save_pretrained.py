@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_checkpoint.files.libraries import library_of
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import ReplicatedStateAdapter, is_adapted, own_class, without_adapters
@@ -67,11 +68,13 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     if is_adapted(model):
         save: Callable[..., None] | None = _save_adapters
     else:
-        save = _save_model if _is_of_transformers(model) else None
+        # Where each rank holds the values, other libraries' own methods are right.
+        library = library_of(model)
+        save = _save_model if library == "transformers" or (library is not None and not holds_values) else None
     if not holds_values:
         remedy = (
             "Call `save_pretrained` of the model that `boost` returned, on every rank, or "
-            "`booster.save_model(model, folder, shard=True)`"
+            "`booster.save_model(model, folder)`"
         )
         for module in model.modules():
             if not callable(getattr(type(module), "save_pretrained", None)):
@@ -87,7 +90,10 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
         boosted.replace_method("save_pretrained", functools.partial(functools.partial, save, booster))
         boosted.replace_method("push_to_hub", functools.partial(functools.partial, _push, save, booster))
     elif not holds_values:
-        remedy = "Call `booster.save_model(model, folder, shard=True)` on every rank"
+        remedy = (
+            "Call `booster.save_model(model, 'model.safetensors')` on every rank, and load that file's tensors by "
+            "`load_state_dict`"
+        )
         refusal = _Refusal(model, booster.plugin.name, remedy)
         boosted.replace_method("save_pretrained", lambda _: refusal)
 
@@ -117,7 +123,7 @@ def _save_model(
     safe_serialization: bool = True,
     **others: Any,
 ) -> None:
-    """Write the model as `Booster.save_model` does with ``shard=True``, so that ``from_pretrained`` loads it.
+    """Write the model as `Booster.save_model` does, so that its library's ``from_pretrained`` loads it.
 
     Args:
         booster: The Booster.
@@ -154,7 +160,7 @@ def _save_model(
     booster.save_model(
         model,
         save_directory,
-        shard=True,
+        shard=library_of(unwrap_model(model)) != "huggingface_hub",  # whose models are one file
         prefix=variant,
         size_per_shard=size_per_shard,
         use_safetensors=safe_serialization,
@@ -300,11 +306,3 @@ def _mebibytes(size: int | str) -> int:
         msg = f"`max_shard_size={size!r}` is below 1 MiB, the smallest size of a file here. Use a larger one."
         raise ConfigError(msg)
     return mebibytes
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is of transformers, told without importing it: FSDP gives models classes of its own."""
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(model).__mro__
-    )

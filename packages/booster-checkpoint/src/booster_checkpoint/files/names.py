@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
 MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
+DIFFUSERS = "diffusion_pytorch_model"
 INTERRUPTED = ".interrupted"
 """Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
 _LONGEST_NAME = 255
@@ -32,7 +33,7 @@ class FileNames:
     """The names of one checkpoint's files.
 
     Args:
-        base: ``"model"``, ``"pytorch_model"`` or ``"optimizer"``.
+        base: ``"model"``, ``"pytorch_model"``, ``"diffusion_pytorch_model"`` or ``"optimizer"``.
         suffix: ``".safetensors"`` or ``".bin"``.
         prefix: Put between base and suffix, as Hugging Face does with a ``variant``: ``model.ema.safetensors``.
     """
@@ -55,6 +56,8 @@ class FileNames:
     def index(self) -> str:
         """The name of the index of a divided checkpoint."""
         middle = "" if not self.prefix else f".{self.prefix}"
+        if self.base == DIFFUSERS:
+            return f"{self.base}{self.suffix}{middle}.index.json"
         return f"{self.base}{self.suffix}.index{middle}.json"
 
     @property
@@ -65,6 +68,9 @@ class FileNames:
     @property
     def other_forms(self) -> tuple[FileNames, ...]:
         """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
+        if self.base == DIFFUSERS:
+            other = TORCH if self.suffix == SAFETENSORS else SAFETENSORS
+            return (FileNames(base=DIFFUSERS, suffix=other, prefix=self.prefix),)
         if self.base == TORCH_MODEL:
             return (FileNames(base=MODEL, prefix=self.prefix),)
         return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()

@@ -10,6 +10,7 @@ import weakref
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from booster_checkpoint.files.libraries import file_names
 from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
 from booster_checkpoint.run.frozen import frozen_part
 from booster_checkpoint.run.manifest import FileEntry, Manifest
@@ -109,7 +110,7 @@ def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> l
     parts: list[Part] = [
         ModelPart(
             model.adapter,
-            FileNames(base=MODEL),
+            file_names(model.module),
             max_bytes=max_bytes,
             folder=MODEL,
             dtype=model.dtype,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from booster_checkpoint.files.libraries import config_of, library_of
 from booster_core.state import (
     NamedTensors,
     OptimizerInfo,
@@ -189,7 +190,10 @@ class ModelPart(Part):
     def is_pretrained(self) -> bool:
         """Whether the model is of a library whose ``from_pretrained`` reads a folder; not one with adapters."""
         has_method = callable(getattr(self._module, "save_pretrained", None))
-        return self._module is not None and has_method and not has_adapters(self._module) and _has_config(self._module)
+        has_config = library_of(self._module) is not None or hasattr(
+            getattr(self._module, "config", None), "to_json_string"
+        )
+        return self._module is not None and has_method and not has_adapters(self._module) and has_config
 
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
@@ -221,7 +225,7 @@ class ModelPart(Part):
             check_model_is_saved_whole(self._module)
             if self.has_folder and not self._left_out:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
-                if _is_of_transformers(self._module):
+                if library_of(self._module) == "transformers":
                     from booster_checkpoint.files.transformers import PretrainedNames
 
                     self._names_in_files = PretrainedNames.of(self._module)
@@ -321,24 +325,15 @@ class OptimizerPart(Part):
         return MergedPart(values={"optimizer": info})
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-
-
-def _has_config(model: nn.Module) -> bool:
-    config: Any = getattr(model, "config", None)
-    return hasattr(config, "to_json_string") or (isinstance(config, dict) and hasattr(model, "save_config"))
-
-
 def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a model that has them, by name.
+    """Return the configuration files of a model that has some, by name.
 
     Args:
         model: The user's own model. It is not changed.
         dtype: The dtype that its weights are written in, where it is not their own.
     """
-    files = {}
     model = without_adapters(model)
+    files = config_of(model)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
@@ -349,9 +344,6 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
             if kept is not None:
                 config.dtype = str(kept).removeprefix("torch.")
         files["config.json"] = config.to_json_string()
-    elif isinstance(config, dict) and hasattr(model, "save_config"):  # diffusers
-        content = {**config, "_class_name": own_class(model).__name__}
-        files["config.json"] = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
         files["generation_config.json"] = generation.to_json_string()
