@@ -358,7 +358,7 @@ def load_other_optimizer(path, width):
 @pytest.mark.parametrize(
     ("width", "match"),
     [
-        (16, "group 0 lists other parameters. It lacks 2: '2.weight', '2.bias'."),
+        (16, "group 0 lists other parameters. It lacks 2: '2.weight', '2.bias'. List those that were saved, or"),
         (12, "3 parameters have other shapes: '0.bias ((16,) in the checkpoint, (12,) here)'"),
     ],
 )

@@ -151,14 +151,11 @@ class CheckpointEngine(CheckpointIO):
         self._saver.background.follow(call)
 
     def close(self) -> None:
-        """Wait, and give back the memory that snapshots are kept in.
+        """Wait, which gives back the memory that snapshots are kept in.
 
         Collective: every rank.
         """
-        try:
-            self.wait()
-        finally:
-            self._saver.buffers.release()
+        self.wait()
 
     def _place_of(self, request: SaveRequest) -> Location:
         """Return where to save; what has no storage raises on every rank."""

@@ -97,13 +97,16 @@ def local_path(path: str | Path) -> str | Path:
 
 
 def resolved(path: str | Path) -> str | Path:
-    """Return a URL as it is, and any other path absolute, ``file://`` taken off.
+    """Return a URL as it is, and any other path absolute, ``file://`` taken off and ``~`` expanded.
 
     Raises:
         CheckpointError: As `local_path`.
     """
     path = local_path(path)
-    return path if scheme_of(path) is not None else Path(path).absolute()
+    if scheme_of(path) is not None:
+        return path
+    is_of_home = Path(path).parts[:1] == ("~",)
+    return (Path(path).expanduser() if is_of_home else Path(path)).absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ def add_adapters(
             raise ConfigError(msg)
         quantize_linears(model, quantization)
     if pretrained_dir is not None:
-        return _load(model, Path(pretrained_dir))
+        return _load(model, Path(pretrained_dir).expanduser())
     if not isinstance(lora_config, peft.LoraConfig):
         msg = f"`lora_config` must be a peft.LoraConfig; got `{type(lora_config).__name__}`."
         raise TypeError(msg)

@@ -63,7 +63,7 @@ def save_step(
     """
     coordinator, call, options = session.coordinator, request.call, request.step
     assert options is not None, "of a call that saves a step"
-    saver.begin(call)
+    saver.begin(call, use_async=request.use_async)
     with session.together(call, request.path):
         options.check()
         if request.size_per_shard < 1:

@@ -80,16 +80,19 @@ class Saver:
         self.background = BackgroundWriter()
         self.buffers = SnapshotBuffers(bucket_bytes)
 
-    def begin(self, call: str, check: Callable[[], None] | None = None) -> None:
+    def begin(self, call: str, check: Callable[[], None] | None = None, *, use_async: bool = False) -> None:
         """Meet all ranks, when the save before has ended.
 
         Args:
             call: What the user called; appears in messages.
             check: Raises, on rank 0, what stands in the way.
+            use_async: The call takes a snapshot; others give its memory back.
 
         Collective: every rank.
         """
         error = self.background.join() if self.background.is_started else None
+        if not use_async:
+            self.buffers.release()
         if error is None and check is not None and self.session.rank == 0:
             try:
                 check()
@@ -132,7 +135,7 @@ class Saver:
 
         Collective: every rank.
         """
-        self.begin(call, target.check)
+        self.begin(call, target.check, use_async=use_async)
         session, values = self.session, _OwnedValues(parts)
         job = _Save(
             call=call,
@@ -232,7 +235,7 @@ class Saver:
         on_all = [target.reveal] if target.reveals_on_all else []
         beats = [target.announce, target.reveal, target.settle, commit]
         for is_on_all, together in itertools.groupby(beats, lambda beat: beat in on_all):
-            with session.together(f"{save.call} (commit)", target.path, for_long=True):
+            with session.together(f"{save.call} (commit)", target.path, for_long=True, nbytes=plan.total_bytes):
                 for beat in together:
                     if is_on_all or session.rank == 0:
                         beat(plan, sums)

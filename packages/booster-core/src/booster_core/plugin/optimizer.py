@@ -239,7 +239,7 @@ class OptimizerWrapper(Optimizer):
             CheckpointError: If it is of another rank, number of ranks or plugin, of which each rank holds a part.
         """
         found, part = state_dict.get(_PART), self._part()
-        # torch's `set_optimizer_state_dict` brings DTensors, each cut for this rank, and drops what says whose they are.
+        # torch's `set_optimizer_state_dict` brings DTensors that are cut for this rank, and drops what says so.
         listed = chain.from_iterable(group["params"] for group in self.param_groups)
         is_cut = found is None and any(hasattr(each, "placements") for each in listed)
         if found != part and not is_cut:
