@@ -118,7 +118,8 @@ def check_same_parameters(path: object, saved: OptimizerInfo, here: OptimizerInf
     if len(saved.groups) != len(here.groups):
         msg = (
             f"'{path}' has {len(saved.groups)} parameter groups, this optimizer has {len(here.groups)}. Build it "
-            "alike, with `add_param_group` for those that were added during the run, before you load; or load the model alone."
+            "alike, with `add_param_group` for those that were added during the run, before you load; or load the "
+            "model alone."
         )
         raise CheckpointError(msg)
     for index, (theirs, ours) in enumerate(zip(saved.groups, here.groups, strict=True)):
