@@ -12,8 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.libraries import file_names
-from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, FileNames
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, FileNames, file_names
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster_checkpoint.files.libraries import library_of
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
-from booster_core.state import ReplicatedStateAdapter, is_adapted, own_class, without_adapters
+from booster_core.state import ReplicatedStateAdapter, is_adapted, library_of, own_class, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError
-from booster_core.state import parse_json
+from booster_core.state import library_of, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from torch import nn
 
     from booster_checkpoint.files.frame import TensorSpec
     from booster_checkpoint.storage import Location
@@ -91,6 +93,19 @@ class FileNames:
     def includes(self, name: str) -> bool:
         """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
         return name in (self.single, self.index) or self.is_part(name)
+
+
+def file_names(model: nn.Module | None, prefix: str | None = None, *, use_safetensors: bool = True) -> FileNames:
+    """Return how the files of a model are called, by the library that reads it.
+
+    Args:
+        model: The user's own model.
+        prefix: As for `FileNames`.
+        use_safetensors: Whether they are safetensors.
+    """
+    suffix = SAFETENSORS if use_safetensors else TORCH
+    of_others = MODEL if use_safetensors else TORCH_MODEL
+    return FileNames(base=DIFFUSERS if library_of(model) == "diffusers" else of_others, suffix=suffix, prefix=prefix)
 
 
 def mark_of(index: str) -> str:

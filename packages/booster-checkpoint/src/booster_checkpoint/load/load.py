@@ -23,7 +23,7 @@ from booster_core.matching import (
     listed_states,
     states_by_parameter,
 )
-from booster_core.state import OptimizerInfo, parse_json
+from booster_core.state import OptimizerInfo, may_have_load_hooks, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from booster_checkpoint.files.checksums import CheckedReads
     from booster_checkpoint.files.composed import ComposedTensors
     from booster_checkpoint.load.fill import ReadableTensors
+    from booster_checkpoint.load.load_hooks import Renaming
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import LoadReport, LoadRequest, ModelState
@@ -126,22 +127,27 @@ class ModelLoad:
 
         Collective: every rank.
         """
-        from booster_checkpoint.load.load_hooks import HookedTensors, Renaming, computed_by, hooked_modules, renaming_by
-
         call, path, named, fits = self._request.call, self._path, self._named, self.report.is_complete
-        hooked = hooked_modules(module)
-        own = Renaming()
+        hooked: Mapping[str, nn.Module] = {}
+        own: Renaming | None = None
 
-        def look() -> Renaming:
-            nonlocal own
-            own = renaming_by(hooked, named, expected, fits=fits) if hooked else own
+        def look() -> Renaming | None:
+            nonlocal hooked, own
+            if module is not None and may_have_load_hooks(module):
+                from booster_checkpoint.load.load_hooks import hooked_modules, renaming_by
+
+                hooked = hooked_modules(module)
+                own = renaming_by(hooked, named, expected, fits=fits) if hooked else None
             return own
 
-        renamings = self._session.gather(call, path, look)
-        if any(each != Renaming() for each in renamings):
-            with self._session.together(call, path, for_long=True):
-                values = computed_by(hooked, named, expected, own, fits=fits)
-            self._named = HookedTensors(named, renamings, values)
+        renamings = [each for each in self._session.gather(call, path, look) if each is not None and each.changes]
+        if not renamings:
+            return
+        from booster_checkpoint.load.load_hooks import HookedTensors, computed_by
+
+        with self._session.together(call, path, for_long=True):
+            values = {} if own is None else computed_by(hooked, named, expected, own, fits=fits)
+        self._named = HookedTensors(named, renamings, values)
 
     def run(self) -> LoadReport:
         """Read the values.

@@ -17,7 +17,7 @@ from torch import nn
 
 from booster_checkpoint.files.composed import ComposedTensors, Layout
 from booster_core.errors import CheckpointError
-from booster_core.state import TensorMeta, named_modules, slices_of
+from booster_core.state import TensorMeta, named_modules, overrides_load, slices_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +44,11 @@ class Renaming:
     sources: dict[str, str] = field(default_factory=dict)
     computed: dict[str, TensorMeta] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
+
+    @property
+    def changes(self) -> bool:
+        """Whether hooks do anything."""
+        return bool(self.sources or self.computed or self.gone)
 
 
 class HookedTensors(ComposedTensors):
@@ -73,13 +78,11 @@ class HookedTensors(ComposedTensors):
             super().read(key, box, out)
 
 
-def hooked_modules(module: nn.Module | None) -> dict[str, nn.Module]:
+def hooked_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model that have load hooks of their own, by the prefix of their names."""
-    if module is None:
-        return {}
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, _, each in named_modules(module):
-        if _own_hooks(each) or _overrides(each):
+        if _own_hooks(each) or overrides_load(each):
             found.setdefault(id(each), (f"{name}." if name else "", each))
     return dict(found.values())
 
@@ -150,7 +153,7 @@ def _after_hooks(
         metadata = {"version": getattr(module, "_version", 1)} if fits else {}
         problems: tuple[list[str], list[str], list[str]] = ([], [], [])
         try:
-            if _overrides(module):
+            if overrides_load(module):
                 with _stripped(module, prefix, expected) as landed:
                     metadata["assign_to_params_buffers"] = True
                     module._load_from_state_dict(inside, prefix, metadata, True, *problems)  # noqa: FBT003, SLF001 - what torch calls
@@ -205,11 +208,6 @@ def _is_of_strategies(hook: Any) -> bool:
         hook = inner or hook.func
     where = getattr(inspect.unwrap(hook), "__module__", None) or type(hook).__module__
     return where.startswith(("torch.distributed.", "booster_"))
-
-
-def _overrides(module: nn.Module) -> bool:
-    """Whether a class has a ``_load_from_state_dict`` of its own; torch's own ones only mend old versions of files."""
-    return not type(module)._load_from_state_dict.__module__.startswith("torch.")  # noqa: SLF001 - what torch has authors override
 
 
 def _identity(tensor: Tensor) -> object:

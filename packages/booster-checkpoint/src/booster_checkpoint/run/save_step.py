@@ -10,8 +10,7 @@ import weakref
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.libraries import file_names
-from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames, file_names
 from booster_checkpoint.run.frozen import frozen_part
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.run_folder import METRIC, open_run

@@ -7,16 +7,16 @@ ranks own together is found in `booster_checkpoint.save.tables`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from booster_checkpoint.files.libraries import config_of, library_of
 from booster_core.state import (
     NamedTensors,
     OptimizerInfo,
@@ -26,6 +26,7 @@ from booster_core.state import (
     encode_json,
     full_box,
     has_adapters,
+    library_of,
     own_class,
     without_adapters,
 )
@@ -333,7 +334,7 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
         dtype: The dtype that its weights are written in, where it is not their own.
     """
     model = without_adapters(model)
-    files = config_of(model)
+    files = _config_of(model)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
@@ -348,3 +349,16 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
         files["generation_config.json"] = generation.to_json_string()
     return files
+
+
+def _config_of(model: nn.Module) -> dict[str, str]:
+    """Return the configuration file of a model of diffusers or with the Hub's mixin, by its name."""
+    library, of_library = library_of(model), cast("Any", model)
+    content: Any = None
+    if library == "diffusers":
+        content = {**json.loads(of_library.to_json_string()), "_class_name": own_class(model).__name__}
+    elif library == "huggingface_hub":
+        content = of_library._hub_mixin_config  # noqa: SLF001 - what its `save_pretrained` writes
+        content = dataclasses.asdict(content) if dataclasses.is_dataclass(content) else content  # type: ignore[arg-type]
+    name: str = getattr(model, "config_name", None) or "config.json"
+    return {} if content is None else {name: json.dumps(content, indent=2, sort_keys=True) + "\n"}

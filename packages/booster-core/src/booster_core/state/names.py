@@ -25,6 +25,7 @@ _EXTRA_STATE = "_extra_state"
 _COMPILED = "_orig_mod"
 _BASE_LAYER = "base_layer"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+_BASES = {"PreTrainedModel": "transformers", "ModelMixin": "diffusers", "PyTorchModelHubMixin": "huggingface_hub"}
 _T = TypeVar("_T")
 
 
@@ -238,6 +239,19 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def library_of(model: nn.Module | None) -> str | None:
+    """Return whose ``from_pretrained`` reads a model: transformers', diffusers', that of huggingface_hub's mixin."""
+    for base in type(model).__mro__:
+        library = _BASES.get(base.__name__)
+        if library is not None and base.__module__.startswith(f"{library}."):
+            # A class that says itself how it is saved is read by its own counterpart.
+            writes_itself = getattr(type(model), "_save_pretrained", None) is not getattr(
+                base, "_save_pretrained", None
+            )
+            return None if writes_itself else library
+    return None
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Return whether a user's own model is one of peft's."""
     if "peft" not in sys.modules:
@@ -290,3 +304,13 @@ def check_model_is_saved_whole(model: nn.Module) -> None:
 def _adds_entries(module: nn.Module) -> bool:
     own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
     return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
+
+
+def may_have_load_hooks(model: nn.Module) -> bool:
+    """Return whether modules may change what is loaded into them, by hooks or an own ``_load_from_state_dict``."""
+    return any(module._load_state_dict_pre_hooks or overrides_load(module) for module in model.modules())  # noqa: SLF001 - torch lists them nowhere else
+
+
+def overrides_load(module: nn.Module) -> bool:
+    """Whether a class has a ``_load_from_state_dict`` of its own; torch's own ones only mend old versions of files."""
+    return not type(module)._load_from_state_dict.__module__.startswith("torch.")  # noqa: SLF001 - what torch has authors override
