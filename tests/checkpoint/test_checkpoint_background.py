@@ -77,17 +77,22 @@ def test_the_next_call_waits(then, tmp_path, monkeypatch):
     assert path.exists()
 
 
-def test_buffers_are_used_again(tmp_path):
+@pytest.mark.parametrize("end", ["wait", "close", "a save that is not in the background", "a load"])
+def test_buffers_are_used_again_and_given_back(end, tmp_path):
     io, adapter, _ = make(bucket_bytes=4096)
     sizes = []
     for index in range(3):
         io.save_model(adapter, tmp_path / f"{index}.safetensors", use_async=True)
-        io.wait()
         sizes.append(io.saver.buffers.nbytes)
     state = sum(shard.data.nbytes for shard in adapter.model_shards())
     assert len(set(sizes)) == 1
     assert state <= sizes[0] <= state + 4096
-    io.close()
+    if end == "a load":
+        io.load_model(adapter, tmp_path / "0.safetensors")
+    elif end in ("wait", "close"):
+        getattr(io, end)()
+    else:
+        io.save_model(adapter, tmp_path / "last.safetensors")
     assert io.saver.buffers.nbytes == 0
 
 

@@ -215,3 +215,16 @@ def rename_badly_on_one_rank(path):
 def test_a_function_that_fails_on_one_rank_raises_on_all(tmp_path):
     path = write(tmp_path / "m.safetensors")
     expect_on_ranks(KeyError, "0.bias", rename_badly_on_one_rank, 2, str(path))
+
+
+def test_a_path_below_home_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    booster, model = Booster("cpu"), nn.Linear(2, 2)
+    booster.save_model(model, "~/out/model.safetensors")
+    booster.save_checkpoint("~/run", step=1, model=model)
+    assert booster.has_checkpoint(tmp_path / "home" / "run")
+    assert booster.load_checkpoint("~/run", model=model).step == 1
+    assert booster.load_model(model, tmp_path / "home" / "out" / "model.safetensors").is_complete
+    assert not (tmp_path / "~").exists()

@@ -438,3 +438,23 @@ def test_several_threads_read_at_a_time(s3, storage):
         list(pool.map(read, range(8)))
     assert s3.most_at_once == 8
     assert time.monotonic() - begin < 8 * 0.2
+
+
+class Refusing:
+    """Stands for obstore: refuses every part."""
+
+    def open_writer(self, *_, **__):
+        return self
+
+    def write(self, part):
+        raise ConnectionError(len(part))
+
+
+def test_errors_that_are_kept_keep_no_upload_waiting():
+    kept = []
+    for _ in range(2 * obstore_storage.PARTS_IN_FLIGHT):
+        stream = obstore_storage._ObjectStream(Refusing(), None, "key", 2 * obstore_storage.PART_BYTES)
+        with pytest.raises(ConnectionError) as caught:
+            stream.write(memoryview(bytes(obstore_storage.PART_BYTES)))
+        kept.append(caught)
+    assert len(kept) == 2 * obstore_storage.PARTS_IN_FLIGHT

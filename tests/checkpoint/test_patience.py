@@ -1,12 +1,15 @@
 """A rank that reads for long: the others wait for it, as they wait for each other's disks in a save."""
 
+import contextlib
 import time
 from unittest import mock
 
+import pytest
 from matrix import matrix
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.load.fill import ShardReader
+from booster_core import Booster
 from booster_core.errors import MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -60,3 +63,19 @@ def meet_late():
 
 def test_other_calls_keep_the_limit():
     expect_on_ranks(MissingRanksError, "meet", meet_late, 2)
+
+
+def test_a_large_checkpoint_is_waited_for_longer_and_none_for_ever():
+    session = Booster("cpu").checkpoint_io._session
+    limits = []
+
+    def noted(_, __, *, timeout_seconds):
+        limits.append(timeout_seconds)
+        return contextlib.nullcontext()
+
+    with mock.patch.object(DistCoordinator, "together", noted):
+        for nbytes in (0, 200 << 30):
+            with session.together("save", "path", for_long=True, nbytes=nbytes):
+                pass
+    assert limits[0] == 3600.0
+    assert limits[1] == pytest.approx(3600 + (200 << 30) / 20e6)

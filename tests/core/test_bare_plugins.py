@@ -3,14 +3,17 @@
 import peft
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from booster_core import Booster
-from booster_core.errors import ConfigError, PluginError
+from booster_core.errors import CheckpointError, ConfigError, PluginError
 from booster_core.plugin import Capability, ModelWrapper, OptimizerWrapper, Plugin
 from booster_core.ranks import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import EXACT, assert_same_tensors
 
 
 class Bare(Plugin):
@@ -71,3 +74,52 @@ def boost_with_split_loader():
 
 def test_a_loader_that_is_split_is_left_to_the_user():
     assert run_on_ranks(boost_with_split_loader, 2) == [4, 4]
+
+
+class Averaging(Bare):
+    """Averages parameters and momentum before a save."""
+
+    def prepare_save(self, model, context):
+        tensors = [*model.parameters(), *(state["momentum_buffer"] for state in model.boosted_optimizer.state.values())]
+        for tensor in tensors:
+            dist.all_reduce(tensor.detach())
+            tensor.detach().div_(dist.get_world_size())
+
+
+def train_apart_and_save(plugin, save, folder):
+    torch.manual_seed(0)
+    model = nn.Linear(600, 600)  # of more than one MiB: each rank writes a part
+    booster = Booster("cpu", plugin=plugin)
+    boosted = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(2):
+        booster.backward(boosted.model(torch.full((2, 600), 1.0 + dist.get_rank())).square().mean(), boosted.optimizer)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    save(booster, boosted, folder)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def save_model(booster, boosted, folder):
+    booster.save_model(boosted.model, f"{folder}/model.safetensors")
+
+
+def save_optimizer(booster, boosted, folder):
+    booster.save_optimizer(boosted.optimizer, f"{folder}/optimizer.safetensors")
+
+
+def save_checkpoint(booster, boosted, folder):
+    booster.save_checkpoint(folder, step=1, model=boosted.model, optimizer=boosted.optimizer)
+
+
+@pytest.mark.parametrize("save", [save_model, save_optimizer, save_checkpoint])
+def test_replicas_that_differ_are_not_written(save, tmp_path):
+    """Each rank writes a part, so the file would be a mixture of ranks."""
+    match = rf"`{save.__name__}` would write a mixture: .*'weight'.*Plugin 'bare' .*`Plugin.prepare_save`"
+    expect_on_ranks(CheckpointError, match, train_apart_and_save, 2, Bare(), save, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_replicas_that_were_made_equal_are_written(tmp_path):
+    one, other = run_on_ranks(train_apart_and_save, 2, Averaging(), save_model, str(tmp_path))
+    assert_same_tensors(one, other, EXACT)
+    assert_same_tensors(load_file(tmp_path / "model.safetensors"), one, EXACT)

@@ -39,6 +39,7 @@ EQUAL = [
     (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")])),
     (torch.arange(4)[::2], torch.tensor([0, 2])),
     (torch.zeros(0), torch.zeros(0)),
+    (torch.ones(()).expand(1, 1), torch.ones(1, 1)),
     (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
     (Options(1, torch.ones(2)), Options(1, torch.ones(2))),
     (Plain(), Plain()),

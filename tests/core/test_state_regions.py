@@ -208,6 +208,13 @@ def test_bytes_are_the_tensor_s_own_memory(shape, dtype):
     assert not tensor.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128])
+def test_one_element_has_bytes_whatever_its_strides_are(dtype):
+    tensor = torch.zeros((), dtype=dtype).expand(1, 1)
+    as_bytes(tensor)[:] = bytes(range(1, 1 + tensor.itemsize))
+    assert bytes(as_bytes(tensor)) == bytes(tensor.untyped_storage())
+
+
 class CopyOptions(TorchFunctionMode):
     """Records whether copies may return before they have ended."""
 

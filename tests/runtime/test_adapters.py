@@ -18,7 +18,7 @@ from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import TinyMLP, tiny_llama
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'booster-runtime[lora]'")
-pytest.importorskip("transformers", reason="the models are transformers'")
+transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 pytestmark = pytest.mark.filterwarnings(
     # Where a test calls peft itself: version 0.21 reads an attribute that transformers 5.23 has renamed.
@@ -133,11 +133,34 @@ class Renamed(SingleDeviceStrategy):
     api_version = 2
 
 
-def test_what_is_written_equals_what_peft_writes(tmp_path):
-    booster, model, optimizer = boost(modules_to_save=["lm_head"])
+def resized(folder):
+    """Return a model that came from files, with tokens that these lack."""
+    make_model().save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(71, mean_resizing=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`", "ignore:Could not identify embedding")
+@pytest.mark.parametrize("options", [{}, {"save_embedding_layers": False}, {"save_embedding_layers": True}], ids=repr)
+@pytest.mark.parametrize(
+    ("is_resized", "config"),
+    [
+        (False, {"modules_to_save": ["lm_head"]}),
+        (False, {"target_modules": ["q_proj", "embed_tokens"]}),
+        (True, {}),
+        (True, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+        (True, {"trainable_token_indices": {"embed_tokens": [1, 5]}}),
+    ],
+    ids=str,
+)
+def test_what_is_written_equals_what_peft_writes(is_resized, config, options, tmp_path):
+    booster, model = Booster("cpu"), resized(tmp_path / "base") if is_resized else make_model()
+    model = perturbed(booster.enable_lora(model, lora_config=make_config(**config)))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     train(booster, model, optimizer, range(1))
-    booster.save_lora_as_pretrained(model, tmp_path / "ours")
-    model.unwrap().save_pretrained(tmp_path / "theirs")
+    booster.save_lora_as_pretrained(model, tmp_path / "ours", **options)
+    model.unwrap().save_pretrained(tmp_path / "theirs", **options)
     ours, theirs = (
         peft.utils.save_and_load.load_peft_weights(str(tmp_path / who), device="cpu") for who in ("ours", "theirs")
     )

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ IN_PARTS = {
     "hybrid-tp": (HybridParallelPlugin, {"tp_size": 2}),
     "hybrid-pp": (HybridParallelPlugin, {"pp_size": 2}),
 }
+SHARDED_OPTIMIZERS = {"zero": (LowLevelZeroPlugin, {}), "gemini": (GeminiPlugin, {})}
 WHOLE = {
     "ddp": (TorchDDPPlugin, {}),
     "zero": (LowLevelZeroPlugin, {}),
@@ -67,6 +69,51 @@ def save_and_load(name):
 @matrix(["hybrid-dp"], name=WHOLE)
 def test_whole_states_are_saved_by_torch(name):
     run_on_ranks(save_and_load, 2, name)
+
+
+def boosted_optimizer(plugin, options):
+    torch.manual_seed(0)
+    model = tiny_llama()
+    booster = Booster("cpu", plugin=plugin(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
+    if options.get("pp_size"):
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+    else:
+        booster.backward(model(**batch).loss, optimizer)
+    optimizer.step()
+    return booster, model, optimizer
+
+
+def exchange_optimizer_states(name, folder):
+    """Load this rank's own state, and then that of the first rank, as a file that it alone has written."""
+    booster, _model, optimizer = boosted_optimizer(*{**IN_PARTS, **SHARDED_OPTIMIZERS, **WHOLE}[name])
+    rank = booster.context.coordinator.rank
+    torch.save(optimizer.state_dict(), f"{folder}/{name}-{rank}.pt")
+    booster.context.coordinator.block_all()
+    optimizer.load_state_dict(torch.load(f"{folder}/{name}-{rank}.pt"))
+    try:
+        optimizer.load_state_dict(torch.load(f"{folder}/{name}-0.pt"))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", [*SHARDED_OPTIMIZERS, *IN_PARTS])
+def test_an_optimizers_state_is_loaded_by_the_rank_that_it_is_of(name, tmp_path):
+    refusals = run_on_ranks(exchange_optimizer_states, 2, name, str(tmp_path))
+    assert refusals[0] is None
+    assert re.match(
+        r"This optimizer's state is that of rank 0 of 2 .*, and here it is that of rank 1 of 2", refusals[1]
+    )
+    model = tiny_llama()
+    whole = Booster("cpu").boost(model, torch.optim.Adam(model.parameters())).optimizer
+    with pytest.raises(CheckpointError, match=r"that of rank 0 of 2 .*, and here it is whole.*booster.save_optimizer"):
+        whole.load_state_dict(torch.load(tmp_path / f"{name}-0.pt"))
+
+
+def test_an_optimizers_whole_state_is_any_ranks(tmp_path):
+    assert run_on_ranks(exchange_optimizer_states, 2, "ddp", str(tmp_path)) == [None, None]
 
 
 def names_under_ddp(asked):

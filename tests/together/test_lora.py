@@ -7,6 +7,7 @@ import pytest
 import torch
 from adapted_models import perturbed
 from matrix import matrix, named
+from safetensors.torch import load_file
 
 from booster_core import Booster
 from booster_core.errors import CheckpointError
@@ -17,7 +18,7 @@ from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
 from booster_runtime import full_gradient
 from booster_runtime.single import SingleDeviceStrategy
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import EXACT, assert_same_tensors, tolerance_for
 from booster_testing.models import tiny_llama
 from booster_testing.training import whole_model
@@ -39,6 +40,11 @@ RUNS = {
     "zero2": (LowLevelZeroPlugin, {"stage": 2, "bucket_bytes": 256}, 3),
     "gemini": (GeminiPlugin, {"min_chunk_bytes": 4096}, 2),
     "zero3": (HybridParallelPlugin, {"zero_stage": 3}, 2),
+}
+MESHES = {
+    **RUNS,
+    "tp2": (HybridParallelPlugin, {"tp_size": 2}, 2),
+    "pp2": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2}, 2),
 }
 CONFIG = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
 MAX_SAMPLES = 12
@@ -75,11 +81,17 @@ def boost(plugin_class, options, *, precision=None, changes: Mapping = {}, confi
 
 def train(booster, model, optimizer, steps):
     losses = []
-    coordinator = DistCoordinator()
+    index, size = booster.plugin.data_parallel_coordinates(DistCoordinator())
+    in_stages = isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.config.pipeline.size > 1
     for step in steps:
-        tokens = tokens_of(step)[coordinator.rank :: coordinator.world_size]
-        loss = loss_of(model, tokens)
-        booster.backward(loss, optimizer)
+        tokens = tokens_of(step)[index::size]
+        if in_stages:
+            batch = iter([{"input_ids": tokens, "labels": tokens}])
+            loss = booster.execute_pipeline(batch, model, lambda outputs, _: outputs.loss, optimizer)["loss"]
+            loss = booster.context.coordinator.broadcast_object(loss, src=1)
+        else:
+            loss = loss_of(model, tokens)
+            booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -272,6 +284,54 @@ def train_and_save(plugin_class, options, folder):
     booster.save_checkpoint(folder, step=2, model=model, optimizer=optimizer)
     booster.save_model(model, f"{folder}/model", shard=True)
     return train(booster, model, optimizer, range(2, 5))
+
+
+def train_and_save_adapters_alone(plugin_class, options, folder, precision=None):
+    booster, model, optimizer = boost(plugin_class, options, precision=precision, changes={"tie_word_embeddings": True})
+    train(booster, model, optimizer, range(2))
+    booster.save_checkpoint(folder, step=2, model=model, optimizer=optimizer, save_frozen=False)
+    return train(booster, model, optimizer, range(2, 5))
+
+
+def resume_adapters(plugin_class, options, folder, precision=None, changed=None):
+    booster = Booster("cpu", precision, plugin_class(**options))
+    model = booster.enable_lora(make_model(tie_word_embeddings=True), lora_config=make_config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or name.endswith(changed or "nothing"):
+                parameter.view(-1)[-1] += 0.5
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+    return train(booster, model, optimizer, range(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "precision"),
+    [
+        ("single", "fsdp", None),
+        ("fsdp", "zero2", None),
+        ("zero2", "gemini", "bf16"),
+        ("gemini", "ddp", "bf16"),
+        ("ddp", "tp2", None),
+        ("tp2", "pp2", None),
+        ("pp2", "zero3", None),
+    ],
+)
+def test_a_step_without_frozen_parameters_goes_on_over_the_same_base(saved, loaded, precision, tmp_path):
+    """A base holds other formats under other plugins, and ranks other parts of it."""
+    plugin_class, options, world_size = MESHES[saved]
+    expected = run_on_ranks(train_and_save_adapters_alone, world_size, plugin_class, options, str(tmp_path), precision)
+    files = list((tmp_path / "step-00000002" / "model").iterdir())
+    assert all("lora_" in name for file in files if file.suffix == ".safetensors" for name in load_file(file))
+    assert not [file for file in files if file.name == "config.json"], "`from_pretrained` would draw the base"
+    plugin_class, options, world_size = MESHES[loaded]
+    found = run_on_ranks(resume_adapters, world_size, plugin_class, options, str(tmp_path), precision)
+    relative = tolerance_for(torch.float32 if precision is None else torch.bfloat16).relative
+    assert mean_losses(found) == pytest.approx(mean_losses(expected), rel=relative)
+    for changed in ("layers.1.mlp.down_proj.weight", "embed_tokens.weight"):
+        match = r"saved without its \d+ frozen parameters .*other values"
+        arguments = (plugin_class, options, str(tmp_path), precision, changed)
+        expect_on_ranks(CheckpointError, match, resume_adapters, world_size, *arguments)
 
 
 def load_and_train(plugin_class, options, folder):

@@ -124,13 +124,28 @@ def test_a_forward_that_was_replaced_raises_where_layers_are_split(tmp_path):
     )
 
 
-def _train_adapters(name, folder, resume=None):
+def _make_adapted():
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads a name that transformers deprecates
-        model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+        return get_peft_model(make_model(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+
+
+def _make_trainer_of_best_adapters(folder):
+    best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    make_trainer("zero", folder, model=_make_adapted(), **best)
+
+
+def test_the_best_adapters_are_not_promised(tmp_path):
+    pytest.importorskip("peft", reason="adapters are peft's")
+    match = r"can't be followed for adapters.*best_model_checkpoint.*enable_lora\(base, pretrained_dir"
+    expect_on_ranks(ConfigError, match, _make_trainer_of_best_adapters, 2, tmp_path)
+
+
+def _train_adapters(name, folder, resume=None):
+    model = _make_adapted()
     trainer = make_trainer(name, folder, model=model, stopped_after=None if resume else 4)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "out"))

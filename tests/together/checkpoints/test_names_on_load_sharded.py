@@ -1,7 +1,8 @@
 """Names that are changed on load, and optimizers' files of torch, under a strategy that shards."""
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from booster_core import Booster
@@ -25,6 +26,46 @@ def test_a_boosted_model_takes_the_same(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({f"model.{name}": tensor for name, tensor in make().state_dict().items()}, path)
     assert run_on_ranks(load_sharded, 2, str(path)) == [{"0.weight", "0.bias", "1.weight"}] * 2
+
+
+class Hooked(nn.Linear):
+    """Reads a file in which its weight has another name and is transposed."""
+
+    def __init__(self, width):
+        super().__init__(width, width + 1)
+        self._register_load_state_dict_pre_hook(self._of_old_file)
+
+    @staticmethod
+    def _of_old_file(state, prefix, *_):
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel").t()
+
+
+def make_hooked(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(Hooked(4), nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)))
+
+
+def load_by_hooks(plugin, path):
+    booster, model = Booster("cpu", None, plugin), make_hooked(1)
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert booster.load_model(model, path).is_complete
+    booster.save_model(model, f"{path}.{plugin}.safetensors")
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini", "hybrid"])
+def test_the_load_hooks_of_modules_run(plugin, tmp_path):
+    expected = make_hooked(0).state_dict()
+    old = {
+        name.replace("parametrizations.", "").replace(".original0", "_g").replace(".original1", "_v"): tensor
+        for name, tensor in expected.items()
+    }
+    old["0.kernel"] = old.pop("0.weight").t().contiguous()
+    save_file(old, path := tmp_path / "m.safetensors")
+    run_on_ranks(load_by_hooks, 2, plugin, str(path))
+    found = load_file(f"{path}.{plugin}.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def groups_of(model):

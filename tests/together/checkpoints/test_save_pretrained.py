@@ -1,10 +1,13 @@
 """``save_pretrained`` under every plugin: stock ``from_pretrained`` loads what was trained, or an error says why."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from isolated_libraries import FOLDER, missing_libraries
 from matrix import matrix
+from model_zoo import get_model
 from pretrained_models import Saves, load, make_model, tokens, trained_in_one_process
 from safetensors.torch import load_file
 from torch import nn
@@ -22,6 +25,7 @@ from booster_testing.models import tiny_llama
 from booster_zero import LowLevelZeroPlugin
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra 'transformers'")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -115,6 +119,80 @@ def test_save_model_by_default_replaces_other_forms_in_the_folder(tmp_path):
     variant, model = tmp_path / "variant", models[-1]
     booster.save_model(model, variant, prefix="ema")
     assert_same_tensors(load(variant, variant="ema").state_dict(), model.state_dict(), EXACT)
+
+
+class WithValue(nn.Module):
+    """A policy and a head that takes its embeddings, under one name more."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.value = nn.Linear(policy.config.hidden_size, 1)
+        self.embeddings = policy.get_input_embeddings()
+        self.policy = policy
+
+    def forward(self, input_ids, labels):
+        return (
+            self.policy(input_ids=input_ids, labels=labels).loss
+            + self.value(self.embeddings(input_ids)).square().mean()
+        )
+
+
+def make_with_value(policy):
+    torch.manual_seed(1)
+    model = WithValue(policy)
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+def save_part(run, folder, lora=None):
+    plugin_class, options, _ = RUNS[run]
+    booster, policy = Booster(plugin=plugin_class(**options)), make_model()
+    if lora is not None:
+        policy = booster.enable_lora(policy, lora_config=lora)
+    model, optimizer, *_ = booster.boost(*make_with_value(policy))
+
+    def step():
+        booster.backward(model(input_ids=tokens(), labels=tokens()), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if lora is not None:
+        booster.save_lora_as_pretrained(model.policy, folder)
+        return
+    booster.save_model(model.policy, folder)
+    booster.save_model(model.policy.model, f"{folder}/body.safetensors")
+    step()
+    assert booster.load_model(model.policy, folder).is_complete
+    booster.save_model(model.policy, f"{folder}/again.safetensors")
+    if run in SHARDED:
+        with pytest.raises(ConfigError, match=r"Call `booster.save_model\(part, folder\)` with this module as `part`"):
+            model.policy.save_pretrained(f"{folder}/native")
+    else:
+        model.policy.save_pretrained(f"{folder}/native-{booster.context.coordinator.rank}")
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if not run.startswith("hybrid")])
+def test_a_part_is_written_and_read_like_a_model(run, tmp_path):
+    run_on_ranks(save_part, RUNS[run][2], run, str(tmp_path))
+    model, optimizer = make_with_value(make_model())
+    model(input_ids=tokens(), labels=tokens()).backward()
+    optimizer.step()
+    expected, found = model.policy.state_dict(), load(tmp_path).state_dict()
+    assert_same_tensors(found, expected, tolerance_for(torch.float32))
+    assert_same_tensors(load_file(tmp_path / "again.safetensors"), found, EXACT)
+    body = {name.removeprefix("model."): each for name, each in found.items() if name.startswith("model.")}
+    assert_same_tensors(load_file(tmp_path / "body.safetensors"), body, EXACT)
+    if run not in SHARDED:
+        assert_same_tensors(load(tmp_path / "native-0").state_dict(), expected, tolerance_for(torch.float32))
+
+
+def test_adapters_of_a_part_are_written_as_those_of_a_model(tmp_path):
+    run_on_ranks(save_part, 2, "fsdp", str(tmp_path), lora_config())
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.PeftModel.from_pretrained(make_model(), tmp_path)
+    assert any(tensor.any() for name, tensor in model.state_dict().items() if "lora_B" in name)
 
 
 class OfNoLibrary(nn.Linear):
@@ -244,3 +322,61 @@ def save_other(folder):
 def test_a_model_of_another_library_does_not_save_a_part_of_itself(tmp_path):
     match = r"`\w*Saves.save_pretrained` would write what this rank holds.* `booster.save_model"
     expect_on_ranks(ConfigError, match, save_other, 2, str(tmp_path))
+
+
+class WithMixin(nn.Module, huggingface_hub.PyTorchModelHubMixin):
+    """A model that the Hub's mixin saves and loads, with its arguments as configuration."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def make_of_library(library):
+    torch.manual_seed(0)
+    if library == "huggingface_hub":
+        return WithMixin(width=5)
+    return get_model("diffusers/unet2d").build()
+
+
+def save_for_library(library, plugin, folder):
+    """Save in each way, and return which of them the library's own ``from_pretrained`` loads otherwise."""
+    booster, model = Booster(plugin=plugin), make_of_library(library)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kind = type(model)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = booster.context.coordinator.rank
+    booster.save_model(model, f"{folder}/single")
+    model.save_pretrained(f"{folder}/own" if plugin != "ddp" else f"{folder}/own-{rank}")
+    ways = {"single": {}, "own" if plugin != "ddp" else "own-0": {}}
+    if library == "diffusers":
+        booster.save_model(model, f"{folder}/numbered", shard=True, size_per_shard=1)
+        booster.save_model(model, f"{folder}/ema", shard=True, prefix="ema")
+        booster.save_model(model, f"{folder}/bin", use_safetensors=False)
+        booster.save_checkpoint(f"{folder}/run", step=1, model=model, optimizer=optimizer)
+        ways |= {"numbered": {}, "ema": {"variant": "ema"}, "bin": {"use_safetensors": False}}
+        ways["run/step-00000001/model"] = {}
+    booster.context.coordinator.block_all()
+    for way, options in ways.items():
+        loaded = kind.from_pretrained(f"{folder}/{way}", **options)
+        assert_same_tensors(loaded.state_dict(), expected, EXACT)
+        assert booster.load_model(model, f"{folder}/{way}").is_complete
+    if library == "diffusers":
+        config = json.loads(Path(f"{folder}/single/config.json").read_text())
+        assert config["_class_name"] == kind.__name__
+
+
+@pytest.mark.parametrize(
+    ("library", "plugin"),
+    [("diffusers", "ddp"), ("diffusers", "fsdp"), ("huggingface_hub", "zero"), ("huggingface_hub", "gemini")],
+)
+def test_a_librarys_own_from_pretrained_loads_what_is_written(library, plugin, tmp_path):
+    if missing_libraries([library]):
+        pytest.skip(f"{library} is not installed, nor in {FOLDER}")
+    run_on_ranks(save_for_library, 2, library, plugin, str(tmp_path))

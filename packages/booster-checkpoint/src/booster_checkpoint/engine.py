@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, TORCH_MODEL, FileNames
+from booster_checkpoint.files.names import MODEL, OPTIMIZER, SAFETENSORS, TORCH, FileNames, file_names
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.load.model_files import SourceModelFiles
 from booster_checkpoint.run.lease import Leases
@@ -81,9 +81,7 @@ class CheckpointEngine(CheckpointIO):
         self._leases = Leases()
 
     def save_model(self, state: ModelState, request: SaveRequest) -> None:
-        names = FileNames(base=MODEL, prefix=request.prefix)
-        if not request.use_safetensors:
-            names = FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=request.prefix)
+        names = file_names(state.module, request.prefix, use_safetensors=request.use_safetensors)
         self._save(ModelPart(state.adapter, names, dtype=state.dtype, module=state.module), request)
 
     def load_model(self, state: ModelState, request: LoadRequest) -> LoadReport:
@@ -152,14 +150,11 @@ class CheckpointEngine(CheckpointIO):
         self._saver.background.follow(call)
 
     def close(self) -> None:
-        """Wait, and give back the memory that snapshots are kept in.
+        """Wait, which gives back the memory that snapshots are kept in.
 
         Collective: every rank.
         """
-        try:
-            self.wait()
-        finally:
-            self._saver.buffers.release()
+        self.wait()
 
     def _place_of(self, request: SaveRequest) -> Location:
         """Return where to save; what has no storage raises on every rank."""

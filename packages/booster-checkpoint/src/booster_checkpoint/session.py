@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _LINGER_SECONDS = 10.0
-_WRITE_TIMEOUT_SECONDS = 24 * 3600.0
+_DISK_TIMEOUT_SECONDS = 3600.0
 """How long ranks wait for each other's disks. That all take part is known by then; a rank that dies ends the run."""
+_SLOW_BYTES_PER_SECOND = 20e6
+"""What a storage that all ranks write to, or read from, manages at least: larger checkpoints are waited for longer."""
 _PATIENCE_SECONDS = 1.0
 
 
@@ -104,7 +106,7 @@ class Session:
                 raise error
 
     @contextmanager
-    def together(self, name: str, path: object, *, for_long: bool = False) -> Iterator[None]:
+    def together(self, name: str, path: object, *, for_long: bool = False, nbytes: int = 0) -> Iterator[None]:
         """Run the body, then raise on every rank what it raised on any. The body contains no collectives.
 
         Only the store is used, so this serves threads too.
@@ -113,10 +115,12 @@ class Session:
             name: What the user called, and which step of it this is.
             path: What it works on.
             for_long: The body may write or read all of a checkpoint, and ranks wait for each other's disks.
+            nbytes: How much that is, of all ranks together.
 
         Collective: every rank.
         """
-        limit = max(self.coordinator.timeout_seconds, _WRITE_TIMEOUT_SECONDS) if for_long else None
+        patience = _DISK_TIMEOUT_SECONDS + nbytes / _SLOW_BYTES_PER_SECOND
+        limit = max(self.coordinator.timeout_seconds, patience) if for_long else None
         with self.coordinator.together(name, timeout_seconds=limit):
             try:
                 yield
@@ -313,7 +317,7 @@ class Session:
         world = dist.group.WORLD
         if self._group is None or self._group[0] is not world:
             # Ranks wait here for the disks of those that write.
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_WRITE_TIMEOUT_SECONDS))
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_DISK_TIMEOUT_SECONDS))
             self._group = (world, group)
         return self._group[1]
 

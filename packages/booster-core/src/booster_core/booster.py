@@ -11,6 +11,7 @@ import math
 import weakref
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -36,7 +37,7 @@ from booster_core.gradients.norm import check_finite_norm, check_norm_arguments
 from booster_core.plugin.call_guard import mark_boosted
 from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
 from booster_core.plugin.hooks import hook_relay
-from booster_core.plugin.interface import BoostContext, Boosted, PipelinePlugin, Plugin, as_tuple
+from booster_core.plugin.interface import BoostContext, Boosted, Capability, PipelinePlugin, Plugin, as_tuple
 from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.placement import gradient_norm_dtype
@@ -48,8 +49,9 @@ from booster_core.ranks.calls import OBSERVERS, NamedCall, ObservedCall
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.ranks.launch import check_launched, ensure_process_group
 from booster_core.run_settings import RunSettings
-from booster_core.state.names import NamedTensors
+from booster_core.state.names import NamedTensors, named_modules
 from booster_core.state.random_state import separate_random_state
+from booster_core.state.replica_digests import check_equal_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -521,13 +523,16 @@ class Booster(_Entry):
         """Return the view of a model's (and its optimizer's) state as shards.
 
         Args:
-            model: The boosted model, or a plain one that every rank holds whole.
+            model: The boosted model, a module of it, or a plain model that every rank holds whole.
             optimizer: The boosted optimizer; that of the boosted model when left out.
         """
         boosted = self._boosted_model(model)
         if boosted is None:
-            from booster_core.state import ReplicatedStateAdapter
+            from booster_core.state import PartView, ReplicatedStateAdapter
 
+            whole, name = self._boosted_around(model)
+            if whole is not None:
+                return PartView(self.state_adapter(whole), name)
             return ReplicatedStateAdapter(model, optimizer, self.context.coordinator)
         return self.plugin.state_adapter(boosted, boosted.boost_context)
 
@@ -548,11 +553,13 @@ class Booster(_Entry):
         `PrecisionPolicy.export_dtype`. A plain one is written as it is.
 
         Args:
-            model: The model that `boost` returned, or a plain one that every rank holds whole.
-            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers or diffusers is written into a
-                folder also without ``shard``, as one file with its ``config.json``, unless the path ends in
-                ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders are made
-                as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is written.
+            model: The model that `boost` returned, a module of it (``model.encoder``, with its own names), or a plain
+                model that every rank holds whole.
+            checkpoint: A file, or with ``shard=True`` a folder. A model of transformers, diffusers or the Hub's mixin
+                is written into a folder also without ``shard``, as one file with its configuration, unless the path
+                ends in ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt``; one with adapters is not. Folders
+                are made as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is
+                written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
             gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
             prefix: Put into the file names of a folder, as Hugging Face's ``variant``. With ``gather_dtensor=False``,
@@ -636,6 +643,7 @@ class Booster(_Entry):
         use_safetensors: bool = True,  # noqa: FBT001, FBT002 - positional in the scripts that people bring
         *,
         selected_adapters: Sequence[str] | None = None,
+        save_embedding_layers: bool | str = "auto",
     ) -> None:
         """Write a model's adapters as peft does, without gathering them anywhere.
 
@@ -647,6 +655,8 @@ class Booster(_Entry):
             checkpoint: The folder, or its URL.
             use_safetensors: Write ``adapter_model.safetensors``; ``False`` writes ``adapter_model.bin``.
             selected_adapters: Names of the adapters to write; all by default.
+            save_embedding_layers: Also write the embeddings and the head. ``"auto"`` does as peft: where they have
+                adapters, or the vocabulary is not that of the files that the base came from.
 
         Raises:
             ConfigError: If the model has no adapters, or none of a selected name.
@@ -655,7 +665,12 @@ class Booster(_Entry):
         Collective: every rank of the world.
         """
         self._check_module(model, "save_lora_as_pretrained")
-        request = SaveRequest(call="save_lora_as_pretrained", path=checkpoint, use_safetensors=use_safetensors)
+        request = SaveRequest(
+            call="save_lora_as_pretrained",
+            path=checkpoint,
+            use_safetensors=use_safetensors,
+            save_embedding_layers=save_embedding_layers,
+        )
         with self._saving("lora", request, model):
             state = self._model_state(model, self.export_dtypes(model))
             self.checkpoint_io.save_lora(state, request, selected_adapters)
@@ -745,6 +760,7 @@ class Booster(_Entry):
         metric: float | None = None,
         use_async: bool = False,
         size_per_shard: int = 1024,
+        save_frozen: bool = True,
     ) -> None:
         """Write the state of a whole training run, from which it resumes exactly, into ``root/step-00000100``.
 
@@ -771,6 +787,8 @@ class Booster(_Entry):
             metric: How good this step is, the same on all ranks; negate it where large is good.
             use_async: As for `save_model`.
             size_per_shard: Largest size of a file of tensors in MiB.
+            save_frozen: ``False`` leaves frozen parameters out, such as the base of adapters, and notes a digest of
+                them. `load_checkpoint` then needs a model that has them already, and compares. ``ema`` stays whole.
 
         Raises:
             TypeError: If ``model`` or ``optimizer`` are not what `boost` returned, or ``ema`` has no `state_adapter`.
@@ -783,7 +801,12 @@ class Booster(_Entry):
             step=step, extra=extra, metric=metric, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best
         )
         request = SaveRequest(
-            call="save_checkpoint", path=root, size_per_shard=size_per_shard, use_async=use_async, step=options
+            call="save_checkpoint",
+            path=root,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+            save_frozen=save_frozen,
+            step=options,
         )
         with self._saving("checkpoint", request, model):
             with self.context.coordinator.together(request.call):
@@ -924,6 +947,14 @@ class Booster(_Entry):
                 return boosted
         return None
 
+    def _boosted_around(self, part: nn.Module) -> tuple[ModelWrapper | None, str]:
+        """Return the boosted model that a module is a part of, and its name there; ``None`` where there is none."""
+        for boosted in self._boosted:
+            for name, _, module in named_modules(boosted.unwrap()):
+                if module is part:
+                    return boosted, name
+        return None, ""
+
     def _model_state(
         self, model: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
     ) -> ModelState:
@@ -932,11 +963,17 @@ class Booster(_Entry):
 
     def export_dtypes(self, model: nn.Module) -> dict[str, torch.dtype] | None:
         """Return the format in which `save_model` writes each tensor, by name; ``None`` for a plain model, as it is."""
-        boosted = self._boosted_model(model)
+        from booster_core.state import PartView
+
+        boosted = self._boosted_model(model) or self._boosted_around(model)[0]
         if boosted is None:
             return None
         precision = boosted.boost_context.precision
-        return {name: precision.export_dtype(dtype) for name, dtype in self._boosted[boosted].items()}
+        formats = {name: precision.export_dtype(dtype) for name, dtype in self._boosted[boosted].items()}
+        adapter = self.state_adapter(model)
+        if not isinstance(adapter, PartView):
+            return formats
+        return {inside: dtype for name, dtype in formats.items() for inside in adapter.names_in_part(name)[:1]}
 
     def _model_of(self, optimizer: Optimizer | Sequence[Optimizer], call: str) -> ModelWrapper:
         """Return the model that one optimizer, or several, were boosted with; all of it must be passed.
@@ -1010,11 +1047,31 @@ class Booster(_Entry):
     def _saving(self, kind: str, request: SaveRequest, model: nn.Module) -> Iterator[None]:
         """Announce a save, and let the plugin synchronize a boosted model that is about to be saved."""
         with self._announced(kind, request):
-            boosted = self._boosted_model(model)
+            boosted = self._boosted_model(model) or self._boosted_around(model)[0]
             if boosted is not None and type(self.plugin).prepare_save is not Plugin.prepare_save:
                 with NamedCall("save"):
                     self.plugin.prepare_save(boosted, boosted.boost_context)
+            if boosted is not None and Capability.SYNCHRONOUS not in self.plugin.capabilities:
+                self._check_replicas(kind, request.call, boosted)
             yield
+
+    def _check_replicas(self, kind: str, call: str, model: ModelWrapper) -> None:
+        """Compare what a save takes from one of several ranks, under a plugin that does not say that these are equal.
+
+        Buffers are those of one rank under every plugin.
+
+        Collective: every rank of the world.
+        """
+        adapter = self.state_adapter(model)
+        shards = iter(()) if kind == "optimizer" else adapter.model_shards()
+        if kind in ("optimizer", "checkpoint") and model.boosted_optimizers:
+            shards = chain(shards, adapter.optimizer_shards())
+        remedy = (
+            f"Plugin '{self.plugin.name}' does not declare `Capability.SYNCHRONOUS`: it has to make ranks equal in "
+            "`Plugin.prepare_save`, or show one rank's values in its `state_adapter`."
+        )
+        buffers = NamedTensors.of(unwrap_model(model)).buffers
+        check_equal_replicas(shards, self.context.coordinator, call=call, remedy=remedy, but=buffers)
 
     @contextlib.contextmanager
     def _announced(self, kind: str, request: SaveRequest | LoadRequest) -> Iterator[None]:

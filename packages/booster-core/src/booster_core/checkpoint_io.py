@@ -97,13 +97,16 @@ def local_path(path: str | Path) -> str | Path:
 
 
 def resolved(path: str | Path) -> str | Path:
-    """Return a URL as it is, and any other path absolute, ``file://`` taken off.
+    """Return a URL as it is, and any other path absolute, ``file://`` taken off and ``~`` expanded.
 
     Raises:
         CheckpointError: As `local_path`.
     """
     path = local_path(path)
-    return path if scheme_of(path) is not None else Path(path).absolute()
+    if scheme_of(path) is not None:
+        return path
+    is_of_home = Path(path).parts[:1] == ("~",)
+    return (Path(path).expanduser() if is_of_home else Path(path)).absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,8 @@ class SaveRequest:
         size_per_shard: Largest size of a numbered file in MiB.
         use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
         use_async: Copy the values, return, and write in the background.
+        save_embedding_layers: Write embeddings with adapters, or ``"auto"``.
+        save_frozen: Write frozen parameters, too, in ``save_checkpoint``.
         step: The step, for ``save_checkpoint``.
 
     Raises:
@@ -202,6 +207,8 @@ class SaveRequest:
     size_per_shard: int = 1024
     use_safetensors: bool = True
     use_async: bool = False
+    save_embedding_layers: bool | str = "auto"
+    save_frozen: bool = True
     step: StepOptions | None = None
 
     def __post_init__(self) -> None:

@@ -117,7 +117,9 @@ def check_same_parameters(path: object, saved: OptimizerInfo, here: OptimizerInf
     """Raise `CheckpointError` unless groups list the same parameters, of the same shapes."""
     if len(saved.groups) != len(here.groups):
         msg = (
-            f"'{path}' has {len(saved.groups)} parameter groups, this optimizer has {len(here.groups)}. Build it alike."
+            f"'{path}' has {len(saved.groups)} parameter groups, this optimizer has {len(here.groups)}. Build it "
+            "alike, with `add_param_group` for those that were added during the run, before you load; or load the "
+            "model alone."
         )
         raise CheckpointError(msg)
     for index, (theirs, ours) in enumerate(zip(saved.groups, here.groups, strict=True)):
@@ -127,7 +129,10 @@ def check_same_parameters(path: object, saved: OptimizerInfo, here: OptimizerInf
         if lacking or surplus:
             parts = [f"It lacks {len(lacking)}: {shorten(lacking)}."] if lacking else []
             parts += [f"It has {len(surplus)} more: {shorten(surplus)}."] if surplus else []
-            msg = f"'{path}' is of another optimizer: parameter group {index} lists other parameters. {' '.join(parts)}"
+            msg = (
+                f"'{path}' is of another optimizer: parameter group {index} lists other parameters. {' '.join(parts)} "
+                "List those that were saved, or load the model alone."
+            )
             raise CheckpointError(msg)
     wrong = [
         f"{name} ({shape} in the checkpoint, {here.shapes[name]} here)"

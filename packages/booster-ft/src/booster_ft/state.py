@@ -17,7 +17,15 @@ import xxhash
 from booster_core.checkpoint_io import GlobalPosition
 from booster_core.errors import CheckpointError, ConfigError, shorten
 from booster_core.ranks import seed_everything
-from booster_core.state import OptimizerInfo, TensorMeta, TensorShard, copy_part, scheduler_from_json, scheduler_to_json
+from booster_core.state import (
+    OptimizerInfo,
+    TensorMeta,
+    TensorShard,
+    as_bytes,
+    copy_part,
+    scheduler_from_json,
+    scheduler_to_json,
+)
 from booster_runtime.whole_tensors import assembled
 
 if TYPE_CHECKING:
@@ -70,7 +78,7 @@ class GroupState:
         adapter, found = self.adapter(), xxhash.xxh3_64()
         for shard in chain(_owned(adapter.model_shards()), _owned(adapter.optimizer_shards())):
             found.update(repr((shard.key, shard.global_shape, shard.box, shard.flat)).encode())
-            found.update(shard.data.reshape(-1).view(torch.uint8).numpy().data)
+            found.update(as_bytes(shard.data.contiguous()))
         positions = [each.state_dict() for each in self._positions()]
         orders = [(each.get("num_samples"), each.get("seed")) for each in positions]
         found.update(repr((adapter.param_groups(), orders)).encode())

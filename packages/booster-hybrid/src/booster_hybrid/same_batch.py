@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_core.state import as_bytes
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def checksum_of(batch: Any, turn: int = 0) -> int:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
             found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            values = _sample(leaf.detach(), turn).cpu().contiguous().reshape(-1)
-            found = zlib.crc32(values.view(torch.uint8).numpy().data, found)
+            found = zlib.crc32(as_bytes(_sample(leaf.detach(), turn).cpu().contiguous()), found)
     return found
 
 

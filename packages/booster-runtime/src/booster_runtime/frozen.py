@@ -1,7 +1,7 @@
 """A check that parameters which were frozen at ``boost`` stay frozen: no optimizer would step them.
 
-Among them are parameters that the user's optimizer listed: `booster_runtime.lora.drop_frozen` takes out what is frozen
-in a model with adapters, such as a second adapter that is set later. On one device and under FSDP nothing else tells.
+Among them are parameters that the user's optimizer listed: `booster_runtime.lora.drop_frozen` takes the base of
+adapters out of it. On one device and under FSDP nothing else tells.
 """
 
 from __future__ import annotations

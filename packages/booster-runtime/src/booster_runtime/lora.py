@@ -74,7 +74,7 @@ def add_adapters(
             raise ConfigError(msg)
         quantize_linears(model, quantization)
     if pretrained_dir is not None:
-        return _load(model, Path(pretrained_dir))
+        return _load(model, Path(pretrained_dir).expanduser())
     if not isinstance(lora_config, peft.LoraConfig):
         msg = f"`lora_config` must be a peft.LoraConfig; got `{type(lora_config).__name__}`."
         raise TypeError(msg)
@@ -117,23 +117,28 @@ def check_adapters(model: nn.Module, optimizers: Sequence[Optimizer], plugin: Pl
 
 
 def drop_frozen(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Take the frozen parameters of a model that has adapters out of its optimizer.
+    """Take the frozen base of a model that has adapters out of its optimizer.
 
-    ``AdamW(model.parameters())`` lists the frozen base too. Strategies that shard what an optimizer lists would keep
-    master weights of it, which never change.
+    ``AdamW(model.parameters())`` lists the base too. Strategies that shard what an optimizer lists would keep master
+    weights of it, which never change. An adapter that is frozen now stays, as ``set_adapter`` may choose it later.
     """
     if optimizer is None or not has_adapters(model):
         return
+    adapters = _adapter_parameters(model)
+
+    def stays(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad or id(parameter) in adapters
+
     for group in optimizer.param_groups:
         names: list[str] | None = group.get("param_names")
         if names is not None:
             group["param_names"] = [
-                name for name, parameter in zip(names, group["params"], strict=True) if parameter.requires_grad
+                name for name, parameter in zip(names, group["params"], strict=True) if stays(parameter)
             ]
         for parameter in group["params"]:
-            if not parameter.requires_grad:
+            if not stays(parameter):
                 optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        group["params"] = [parameter for parameter in group["params"] if stays(parameter)]
 
 
 def _check_kinds(model: nn.Module, plugin: Plugin) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError, GradientError
 from booster_core.plugin import unwrap_model
 from booster_core.ranks import digest
+from booster_core.state import replica_digests
 from booster_runtime.memory import is_absent
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from booster_core import Booster
     from booster_core.plugin import ModelWrapper, OptimizerWrapper
+    from booster_core.state import TensorShard
 
 _Key = tuple[str, ...]
 _MOST_LISTED = 10
@@ -165,19 +167,21 @@ class ReplicaCheck:
         module = unwrap_model(model)
         statistics = set(_running_statistics(module))
         shapes: dict[str, tuple[int, ...]] = {}
-        for shard in adapter.model_shards():
-            shapes[shard.name] = shard.global_shape
-            if shard.name not in statistics:
-                yield ("model", shard.name, str(shard.box), str(shard.flat_range)), _digest(shard.data)
+
+        def shards() -> Iterator[TensorShard]:
+            for shard in adapter.model_shards():
+                shapes[shard.name] = shard.global_shape
+                if shard.name not in statistics:
+                    yield shard
+            yield from adapter.optimizer_shards()
+
+        yield from replica_digests(shards())
         for path, parameter in module.named_parameters():
             # What strategies compute with may be another tensor than what they save.
             if is_absent(parameter) or isinstance(parameter, DTensor):
                 continue
             if type(parameter.data) is Tensor and tuple(parameter.shape) == shapes.get(path):
                 yield ("parameter", path), _digest(parameter)
-        for shard in adapter.optimizer_shards():
-            place = (str(shard.box), str(shard.flat_range))
-            yield ("optimizer", shard.name, str(shard.state), *place), _digest(shard.data)
         index, _ = booster.plugin.data_parallel_coordinates(self._coordinator)
         yield ("random", str(index)), _digest(torch.get_rng_state())
 
@@ -194,10 +198,10 @@ def _digest(value: Any) -> int:
 
 
 def _name(key: _Key) -> str:
-    kind, *rest = key
-    if kind == "random":
-        return "torch's random state"
-    return f"'{rest[0]}'" if kind != "optimizer" else f"'{rest[1]}' of '{rest[0]}'"
+    name, *rest = key
+    if len(rest) == 1:  # a kind and what it is of
+        return "torch's random state" if name == "random" else f"'{rest[0]}'"
+    return f"'{rest[0]}' of '{name}'" if rest[0] else f"'{name}'"
 
 
 def _groups(groups: list[list[int]]) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
-from booster_core.state import ReplicatedStateAdapter, is_adapted, own_class, without_adapters
+from booster_core.state import ReplicatedStateAdapter, is_adapted, library_of, own_class, without_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,10 +44,6 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_peft_format": ((True,), "Adapters are written as peft reads them: leave `save_peft_format` out"),
     "save_original_format": ((True,), "Tensors have the names of the model's modules: leave it out"),
     "distributed_checkpoint": ((False,), "For that format call `booster.save_model(..., gather_dtensor=False)`"),
-    "save_embedding_layers": (
-        ("auto", False),
-        "Train embeddings through `modules_to_save` of the LoraConfig: these are written",
-    ),
     "path_initial_model_for_weight_conversion": ((None,), "Convert adapters from a folder, by peft"),
 }
 """Arguments of the libraries that have one meaning here: its values, and what to do instead of others."""
@@ -56,7 +52,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     """Let ``save_pretrained`` of a boosted model, where it has one, save by a Booster.
 
-    On the user's own model, and the model inside of one with adapters, it raises where that does not hold the values.
+    On the user's own model and its modules it raises where these do not hold the values.
 
     Args:
         boosted: The boosted model.
@@ -65,29 +61,38 @@ def take_over(boosted: ModelWrapper, booster: Booster) -> None:
     Collective: none; calling the method is, on every rank.
     """
     model = unwrap_model(boosted)
-    if not hasattr(model, "save_pretrained"):
-        return
     holds_values = (
         type(booster.plugin.state_adapter(boosted, boosted.boost_context)) is ReplicatedStateAdapter
     )  # one for shards may extend it
     if is_adapted(model):
         save: Callable[..., None] | None = _save_adapters
     else:
-        save = _save_model if _is_of_transformers(model) else None
+        # Where each rank holds the values, other libraries' own methods are right.
+        library = library_of(model)
+        save = _save_model if library == "transformers" or (library is not None and not holds_values) else None
     if not holds_values:
         remedy = (
             "Call `save_pretrained` of the model that `boost` returned, on every rank, or "
-            "`booster.save_model(model, folder, shard=True)`"
+            "`booster.save_model(model, folder)`"
         )
-        for module in (model, without_adapters(model)):
-            if callable(getattr(module, "save_pretrained", None)):
-                module.save_pretrained = _Refusal(module, booster.plugin.name, remedy)  # type: ignore[assignment]
+        for module in model.modules():
+            if not callable(getattr(type(module), "save_pretrained", None)):
+                continue
+            call = "save_lora_as_pretrained" if is_adapted(module) else "save_model"
+            of_part = f"Call `booster.{call}(part, folder)` with this module as `part`, on every rank"
+            text = remedy if module in (model, without_adapters(model)) else of_part
+            module.save_pretrained = _Refusal(module, booster.plugin.name, text)  # type: ignore[assignment]
+    if not hasattr(model, "save_pretrained"):
+        return
     if save is not None:
         # Made when it is asked for: a method that the model kept would keep the model alive.
         boosted.replace_method("save_pretrained", functools.partial(functools.partial, save, booster))
         boosted.replace_method("push_to_hub", functools.partial(functools.partial, _push, save, booster))
     elif not holds_values:
-        remedy = "Call `booster.save_model(model, folder, shard=True)` on every rank"
+        remedy = (
+            "Call `booster.save_model(model, 'model.safetensors')` on every rank, and load that file's tensors by "
+            "`load_state_dict`"
+        )
         refusal = _Refusal(model, booster.plugin.name, remedy)
         boosted.replace_method("save_pretrained", lambda _: refusal)
 
@@ -117,7 +122,7 @@ def _save_model(
     safe_serialization: bool = True,
     **others: Any,
 ) -> None:
-    """Write the model as `Booster.save_model` does with ``shard=True``, so that ``from_pretrained`` loads it.
+    """Write the model as `Booster.save_model` does, so that its library's ``from_pretrained`` loads it.
 
     Args:
         booster: The Booster.
@@ -154,7 +159,7 @@ def _save_model(
     booster.save_model(
         model,
         save_directory,
-        shard=True,
+        shard=library_of(unwrap_model(model)) != "huggingface_hub",  # whose models are one file
         prefix=variant,
         size_per_shard=size_per_shard,
         use_safetensors=safe_serialization,
@@ -167,6 +172,7 @@ def _save_adapters(
     save_directory: str | Path,
     safe_serialization: bool = True,  # noqa: FBT001, FBT002 - positional in peft
     selected_adapters: Sequence[str] | None = None,
+    save_embedding_layers: bool | str = "auto",  # noqa: FBT001 - positional in peft
     *,
     is_main_process: bool = True,
     **others: Any,
@@ -176,7 +182,13 @@ def _save_adapters(
     Collective: every rank of the world.
     """
     _agree(booster, lambda: _check_others(others), is_main_process=is_main_process)
-    booster.save_lora_as_pretrained(model, save_directory, safe_serialization, selected_adapters=selected_adapters)
+    booster.save_lora_as_pretrained(
+        model,
+        save_directory,
+        safe_serialization,
+        selected_adapters=selected_adapters,
+        save_embedding_layers=save_embedding_layers,
+    )
 
 
 def _push(
@@ -293,11 +305,3 @@ def _mebibytes(size: int | str) -> int:
         msg = f"`max_shard_size={size!r}` is below 1 MiB, the smallest size of a file here. Use a larger one."
         raise ConfigError(msg)
     return mebibytes
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is of transformers, told without importing it: FSDP gives models classes of its own."""
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(model).__mro__
-    )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
-from booster_core.state import TensorMeta, TensorShard, copy_part, copy_to_whole
+from booster_core.state import TensorMeta, TensorShard, byte_view, copy_part, copy_to_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -272,7 +272,7 @@ def assembled(
             copy_to_whole(shard, whole)
         if coordinator.world_size > 1 and numel:
             # Each byte is set on one rank and zero on the others, so that a sum of bytes changes no value.
-            dist.all_reduce(_bytes_of(whole))
+            dist.all_reduce(byte_view(whole))
         yield key, whole
 
 
@@ -297,8 +297,4 @@ def _send_values_of_first_rank(tensors: Iterable[Tensor], coordinator: DistCoord
     if coordinator.world_size > 1:
         for tensor in tensors:
             if tensor.numel():
-                dist.broadcast(_bytes_of(tensor), src=0)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+                dist.broadcast(byte_view(tensor), src=0)

@@ -77,6 +77,14 @@ class CheckpointConformance(OnRanks):
             assert_same_state(of_rank.snapshot, saved[0].snapshot)
         self._assert_same_next_step(loaded, saved[0], "fp32")
 
+    def test_a_file_holds_what_every_rank_holds(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Ranks train on different samples here: replicas that drift apart may not be written as a mixture."""
+        self.needs(Capability.DATA_PARALLEL)
+        folder = str(tmp_path_factory.mktemp("apart"))
+        found = self.call(runs.differing_from_file, self.checkpoint_training("fp32"), folder)
+        for rank, differ in enumerate(found):
+            assert not differ, f"rank {rank} holds other values than the file: {differ}"
+
     def _saved(self, training: Training, folders: pytest.TempPathFactory) -> tuple[list[Continued], str]:
         """Return what the run of a class that saved went on to, and the folder."""
 

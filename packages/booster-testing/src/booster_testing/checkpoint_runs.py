@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from booster_core.checkpoint_io import checkpoint_io_class
 from booster_core.plugin import SingleDevicePlugin, unwrap_model
+from booster_core.state import NamedTensors
 from booster_testing.training import BoostedRun, assembled, tensors_of, whole_model
 
 if TYPE_CHECKING:
@@ -161,6 +163,30 @@ def save_and_continue(training: Training, root: str) -> Continued:
     Collective: every rank of the world.
     """
     return _continue(save(training, root), root)
+
+
+def differing_from_file(training: Training, folder: str) -> list[str]:
+    """Train two steps, each rank on samples of its own, save, and return parameters of which this rank has others.
+
+    Collective: every rank of the world.
+    """
+    run = BoostedRun(training)
+    for step in range(_SAVED_STEP):
+        run.optimizer.backward(run.loss(step))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    path = f"{folder}/model.safetensors"
+    run.booster.save_model(run.model, path)
+    buffers = NamedTensors.of(unwrap_model(run.model)).buffers
+    differ = []
+    with checkpoint_io_class().open_model(path) as files:
+        for shard in run.booster.state_adapter(run.model).model_shards():
+            values = shard.data.detach().cpu()
+            written = replace(shard, data=torch.empty_like(values, memory_format=torch.contiguous_format))
+            if shard.name not in buffers:
+                files.read(shard.name, written)
+                differ += [] if torch.equal(written.data, values) else [shard.name]
+    return differ
 
 
 def load_and_continue(training: Training, root: str) -> Continued:

@@ -209,17 +209,17 @@ class ComposedTensors:
     """
 
     def __init__(self, source: Source, layouts: Mapping[str, Layout], values: Mapping[str, str] | None = None) -> None:
-        self._source = source
+        self.source = source
         self.layouts = layouts
         self.tensors = {name: layout.meta for name, layout in layouts.items()}
-        self._names = {name: name for name in source.values} if values is None else values
-        self.values: dict[str, Any] = {name: source.values[key] for name, key in self._names.items()}
+        self.names = {name: name for name in source.values} if values is None else values
+        self.values: dict[str, Any] = {name: source.values[key] for name, key in self.names.items()}
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor; see `booster_checkpoint.files.tensor_file.TensorFile.read`."""
         layout = self.layouts[key]
         if layout.single is not None:
-            self._source.read(layout.single, box, out)
+            self.source.read(layout.single, box, out)
             return
         target = out.view(box_shape(box))
         for piece in layout.pieces:
@@ -227,11 +227,11 @@ class ComposedTensors:
             if common is None:
                 continue
             if piece.is_ordered and target[slices_of(common, box)].is_contiguous():
-                self._source.read(piece.key, piece.stored(common), target[slices_of(common, box)].view(-1))
+                self.source.read(piece.key, piece.stored(common), target[slices_of(common, box)].view(-1))
                 continue
             for stored in _rows(piece.stored(common), out.dtype.itemsize):
                 values, part = out.new_empty(box_numel(stored)), piece.composed(stored)
-                self._source.read(piece.key, stored, values)
+                self.source.read(piece.key, stored, values)
                 target[slices_of(part, box)] = piece.arranged(values.view(box_shape(stored)), part)
 
     def read_whole(self, key: str) -> torch.Tensor:
@@ -240,7 +240,7 @@ class ComposedTensors:
 
     def extra_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the extra state of modules, decoded, as far as it is there; see `Source.extra_values`."""
-        return decode_extra_state(names, self.values, self.tensors, self.read_whole, self._source.read_whole)
+        return decode_extra_state(names, self.values, self.tensors, self.read_whole, self.source.read_whole)
 
 
 def _rows(box: Box, itemsize: int) -> Iterator[Box]:

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError
-from booster_core.state import parse_json
+from booster_core.state import library_of, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from torch import nn
 
     from booster_checkpoint.files.frame import TensorSpec
     from booster_checkpoint.storage import Location
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
 MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema"
+DIFFUSERS = "diffusion_pytorch_model"
 INTERRUPTED = ".interrupted"
 """Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
 _LONGEST_NAME = 255
@@ -32,7 +35,7 @@ class FileNames:
     """The names of one checkpoint's files.
 
     Args:
-        base: ``"model"``, ``"pytorch_model"`` or ``"optimizer"``.
+        base: ``"model"``, ``"pytorch_model"``, ``"diffusion_pytorch_model"`` or ``"optimizer"``.
         suffix: ``".safetensors"`` or ``".bin"``.
         prefix: Put between base and suffix, as Hugging Face does with a ``variant``: ``model.ema.safetensors``.
     """
@@ -55,6 +58,8 @@ class FileNames:
     def index(self) -> str:
         """The name of the index of a divided checkpoint."""
         middle = "" if not self.prefix else f".{self.prefix}"
+        if self.base == DIFFUSERS:
+            return f"{self.base}{self.suffix}{middle}.index.json"
         return f"{self.base}{self.suffix}.index{middle}.json"
 
     @property
@@ -65,6 +70,9 @@ class FileNames:
     @property
     def other_forms(self) -> tuple[FileNames, ...]:
         """The other forms of the same checkpoint, one of which a reader might take in place of this one."""
+        if self.base == DIFFUSERS:
+            other = TORCH if self.suffix == SAFETENSORS else SAFETENSORS
+            return (FileNames(base=DIFFUSERS, suffix=other, prefix=self.prefix),)
         if self.base == TORCH_MODEL:
             return (FileNames(base=MODEL, prefix=self.prefix),)
         return (FileNames(base=TORCH_MODEL, suffix=TORCH, prefix=self.prefix),) if self.base == MODEL else ()
@@ -85,6 +93,19 @@ class FileNames:
     def includes(self, name: str) -> bool:
         """Whether a name is that of any file of a checkpoint of this stem, the parameter groups left out."""
         return name in (self.single, self.index) or self.is_part(name)
+
+
+def file_names(model: nn.Module | None, prefix: str | None = None, *, use_safetensors: bool = True) -> FileNames:
+    """Return how the files of a model are called, by the library that reads it.
+
+    Args:
+        model: The user's own model.
+        prefix: As for `FileNames`.
+        use_safetensors: Whether they are safetensors.
+    """
+    suffix = SAFETENSORS if use_safetensors else TORCH
+    of_others = MODEL if use_safetensors else TORCH_MODEL
+    return FileNames(base=DIFFUSERS if library_of(model) == "diffusers" else of_others, suffix=suffix, prefix=prefix)
 
 
 def mark_of(index: str) -> str:

@@ -73,11 +73,11 @@ class Fill:
         total_bytes = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)
         with timed(self.call, self.path, total_bytes):
             if not self.path.is_cached_by_host:
-                self._run_by_requests(shards, keeps_values=keeps_values)
+                self._run_by_requests(shards, total_bytes, keeps_values=keeps_values)
                 return
             if keeps_values and self.session.world_size > 1:
                 shards = self._take_turns(shards)
-            with self.session.together(self.call, self.path, for_long=True):
+            with self.session.together(self.call, self.path, for_long=True, nbytes=total_bytes):
                 self._fill(shards())
 
     def _take_turns(self, shards: Callable[[], Iterable[TensorShard]]) -> Callable[[], Iterable[TensorShard]]:
@@ -99,7 +99,9 @@ class Fill:
         self.source.take_turns(mates.index(session.rank), len(mates))
         return lambda: listed
 
-    def _run_by_requests(self, shards: Callable[[], Iterable[TensorShard]], *, keeps_values: bool) -> None:
+    def _run_by_requests(
+        self, shards: Callable[[], Iterable[TensorShard]], total_bytes: int, *, keeps_values: bool
+    ) -> None:
         from booster_checkpoint.load.host_exchange import Exchange, digests_of, mates_by_kind
 
         session = self.session
@@ -117,7 +119,7 @@ class Fill:
             for kind, ranks in sorted(mates[session.rank].items()):
                 if len(ranks) > 1:
                     exchanges.append(Exchange(self, kinds.pop(kind), ranks))
-        with session.together(self.call, self.path, for_long=True):
+        with session.together(self.call, self.path, for_long=True, nbytes=total_bytes):
             failures = [exchange.run(group) for exchange in exchanges]
             for failure in filter(None, failures):
                 raise failure

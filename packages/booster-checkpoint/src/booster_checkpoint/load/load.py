@@ -23,14 +23,18 @@ from booster_core.matching import (
     listed_states,
     states_by_parameter,
 )
-from booster_core.state import OptimizerInfo, parse_json
+from booster_core.state import OptimizerInfo, may_have_load_hooks, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from contextlib import ExitStack
 
+    from torch import nn
+
     from booster_checkpoint.files.checksums import CheckedReads
+    from booster_checkpoint.files.composed import ComposedTensors
     from booster_checkpoint.load.fill import ReadableTensors
+    from booster_checkpoint.load.load_hooks import Renaming
     from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import LoadReport, LoadRequest, ModelState
@@ -55,6 +59,7 @@ class ModelLoad:
         bucket_bytes: Most memory to use besides the shards, in bytes.
         checks: Returns what verifies a file while it is read, by its path; a training state knows its checksums.
         listed: What the folder holds, by a manifest; it is not listed then.
+        left_out: Names of tensors that keep their values, as the checkpoint was saved without them.
 
     Attributes:
         report: What fits and what does not.
@@ -76,6 +81,7 @@ class ModelLoad:
         bucket_bytes: int,
         checks: Checks = lambda _: None,
         listed: Mapping[str, int | None] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
         self._session, self._adapter, self._path, self._request = session, state.adapter, path, request
         source: Source | None = None
@@ -86,7 +92,11 @@ class ModelLoad:
             source = stack.enter_context(
                 open_source(path, MODEL, in_memory=not request.low_cpu_mem_mode, checks=checks, listed=listed)
             )
-            is_out = excluder(request.exclude)
+            excluded, kept_names = excluder(request.exclude), frozenset(left_out)
+
+            def is_out(name: str) -> bool:
+                return name in kept_names or excluded(name)
+
             self._extra = tuple(name for name in self._adapter.extra_state() if not is_out(name))
             found = Expectation.of(self._adapter, self._extra)
             kept = {name: meta for name, meta in found.tensors.items() if not is_out(name)}
@@ -96,16 +106,48 @@ class ModelLoad:
         assert source is not None, "opened on every rank, or on none"
         with session.together(request.call, self._path):
             known = (*expected.tensors, *expected.aliases, *expected.extra)
-            self._named = as_model_names(source, state.module, known, rename=request.rename, exclude=request.exclude)
+            self._named: ComposedTensors = as_model_names(
+                source, state.module, known, rename=request.rename, exclude=request.exclude
+            )
         self.report, homes = compare(self._named.tensors, self._named.values, expected)
+        if request.call == "load_model":  # a training state was not written by way of a state dict
+            self._run_load_hooks(state.module, expected)
+            self.report, homes = compare(self._named.tensors, self._named.values, expected)
         if request.strict and not self.report.is_complete:
-            msg = f"'{path}' does not fit the model. {self.report.problems()} Pass `strict=False` to load what fits."
+            msg = f"'{path}' does not fit the model. {self.report.problems()} {_remedy(self.report, request.call)}"
             raise CheckpointError(msg)
         self._metas = {name: self._named.tensors[key] for name, key in homes.items()}
         stored = {name: single for name, key in homes.items() if (single := self._named.layouts[key].single)}
         self._fill = Fill(
             session, request.call, path, source, self._named, homes, stored, request.num_threads, bucket_bytes
         )
+
+    def _run_load_hooks(self, module: nn.Module | None, expected: Expectation) -> None:
+        """Name tensors as the load hooks of the user's modules do, and compute what they compute.
+
+        Collective: every rank.
+        """
+        call, path, named, fits = self._request.call, self._path, self._named, self.report.is_complete
+        hooked: Mapping[str, nn.Module] = {}
+        own: Renaming | None = None
+
+        def look() -> Renaming | None:
+            nonlocal hooked, own
+            if module is not None and may_have_load_hooks(module):
+                from booster_checkpoint.load.load_hooks import hooked_modules, renaming_by
+
+                hooked = hooked_modules(module)
+                own = renaming_by(hooked, named, expected, fits=fits) if hooked else None
+            return own
+
+        renamings = [each for each in self._session.gather(call, path, look) if each is not None and each.changes]
+        if not renamings:
+            return
+        from booster_checkpoint.load.load_hooks import HookedTensors, computed_by
+
+        with self._session.together(call, path, for_long=True):
+            values = {} if own is None else computed_by(hooked, named, expected, own, fits=fits)
+        self._named = HookedTensors(named, renamings, values)
 
     def run(self) -> LoadReport:
         """Read the values.
@@ -184,6 +226,17 @@ class OptimizerLoad:
         check_states(self._path, tensors, told)
         self._fill.run(adapter.optimizer_shards, keeps_values=adapter.keeps_values)
         adapter.finish_load(model=False, optimizer=True)
+
+
+def _remedy(report: LoadReport, call: str) -> str:
+    if call != "load_model":
+        return "Build the model as in the run that saved it, or pass `strict=False` to load what fits."
+    if report.missing and report.unexpected:
+        return (
+            "If names differ, pass `rename=` ({pattern: replacement}), or load the file into the model before `boost` "
+            "by its own means. `strict=False` would leave what is missing as it is."
+        )
+    return "Pass `strict=False` to load what fits, and leave the rest as it is."
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 `Source` finds out which files at a path are the checkpoint, and opens them. In a folder that holds
 several forms, the first of these wins: ``model.safetensors``, ``model.safetensors.index.json``,
-``pytorch_model.bin``, ``pytorch_model.bin.index.json``, as in Hugging Face libraries; then, where there is exactly
-one, the same with a prefix; then a complete set of numbered files without an index; then a lone file. A folder of
-``torch.distributed.checkpoint``, or one into which each rank wrote its own part, is read as one file.
+``pytorch_model.bin``, ``pytorch_model.bin.index.json``, the same four with ``diffusion_pytorch_model``, as in Hugging
+Face libraries; then, where there is exactly one, the same with a prefix; then a complete set of numbered files
+without an index; then a lone file. A folder of ``torch.distributed.checkpoint``, or one into which each rank wrote its
+own part, is read as one file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import (
+    DIFFUSERS,
     INTERRUPTED,
     MODEL,
     OPTIMIZER,
@@ -45,7 +47,12 @@ if TYPE_CHECKING:
     from booster_core.state import Box, TensorMeta
 
 _CANDIDATES = {
-    MODEL: (FileNames(base=MODEL), FileNames(base=TORCH_MODEL, suffix=TORCH)),
+    MODEL: (
+        FileNames(base=MODEL),
+        FileNames(base=TORCH_MODEL, suffix=TORCH),
+        FileNames(base=DIFFUSERS),
+        FileNames(base=DIFFUSERS, suffix=TORCH),
+    ),
     OPTIMIZER: (FileNames(base=OPTIMIZER), FileNames(base=OPTIMIZER, suffix=TORCH)),
 }
 _DCP_TABLE = ".metadata"
@@ -172,7 +179,7 @@ def _is_other_kind(name: str, kind: str) -> bool:
 def _prefixed(folder: Location, kind: str, names: list[str]) -> _Found | None:
     """Find the only checkpoint whose file names carry a prefix."""
     bases = {names.base for names in _CANDIDATES[kind]}
-    indices = [name for name in names if re.fullmatch(r"\w+\.(safetensors|bin)\.index\.\S+\.json", name)]
+    indices = [name for name in names if re.fullmatch(r"\w+\.(safetensors|bin)\.(index\.\S+|\S+\.index)\.json", name)]
     indices = [name for name in indices if name.split(".")[0] in bases]
     singles = [name for name in names if re.fullmatch(r"\w+\.\S+\.(safetensors|bin)", name)]
     singles = [name for name in singles if name.split(".")[0] in bases and not re.search(r"-\d{5,}-of-\d{5,}\.", name)]

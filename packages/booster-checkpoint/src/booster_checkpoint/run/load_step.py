@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
+from booster_checkpoint.run.frozen import check_frozen
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, ReadChecks, damaged, required
 from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.run.save_step import forget_model
@@ -200,8 +201,12 @@ def _restore(
                 saved = SavedTraining(folder)
                 saved.check(state.objects, session.world_size, strict=request.strict)
                 saved.read(session.rank, state.objects.data_index)
+            left_out = () if saved.frozen is None else saved.frozen["names"]
+            if saved.frozen is not None and request.strict:
+                check_frozen(session, request.call, state.model.adapter, folder, saved.frozen)
+            listed = manifest.folder(MODEL)
             model = ModelLoad(
-                session, state.model, folder / MODEL, request, stack, listed=manifest.folder(MODEL), **options
+                session, state.model, folder / MODEL, request, stack, listed=listed, left_out=left_out, **options
             )
             loads: list[ModelLoad | OptimizerLoad] = [model]
             if state.optimizer is not None:

@@ -10,7 +10,8 @@ import weakref
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames, file_names
+from booster_checkpoint.run.frozen import frozen_part
 from booster_checkpoint.run.manifest import FileEntry, Manifest
 from booster_checkpoint.run.run_folder import METRIC, open_run
 from booster_checkpoint.run.training_part import TrainingPart
@@ -18,7 +19,8 @@ from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.storage import locate
 from booster_core.errors import ConfigError
-from booster_core.state import encode_json
+from booster_core.log import log
+from booster_core.state import encode_json, has_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +62,7 @@ def save_step(
     """
     coordinator, call, options = session.coordinator, request.call, request.step
     assert options is not None, "of a call that saves a step"
-    saver.begin(call)
+    saver.begin(call, use_async=request.use_async)
     with session.together(call, request.path):
         options.check()
         if request.size_per_shard < 1:
@@ -70,6 +72,15 @@ def save_step(
         _check_is_same_model(run, options.step, state.model.module)
         training = TrainingPart(state.objects, rank=coordinator.rank, step=options.step, extra=options.extra)
     coordinator.agree(call, {**request.agreed(), "ema": state.ema is not None})
+    module = state.model.module
+    if not request.save_frozen and module is not None:
+        training.frozen = frozen_part(session, call, state.model.adapter, module)
+    elif module is not None and has_adapters(module) and run.root.identity not in _last_saved:
+        log.warning(
+            "Each step in '%s' also holds the frozen base. `save_checkpoint(..., save_frozen=False)` leaves it out, "
+            "and `load_checkpoint` then checks that the model has the same base.",
+            run,
+        )
     written_in = ""
     with session.together(call, request.path, for_long=True):
         if coordinator.rank == 0:
@@ -89,19 +100,20 @@ def save_step(
     parts = _parts_of(state, training, request.size_per_shard << 20)
     target = target_at(folder, is_fresh=True)
     saver.save(parts, target, call, use_async=request.use_async, checksums=True, commit=commit)
-    if state.model.module is not None:
-        _last_saved[run.root.identity] = options.step, weakref.ref(state.model.module)
+    if module is not None:
+        _last_saved[run.root.identity] = options.step, weakref.ref(module)
 
 
 def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> list[Part]:
-    model = state.model
+    model, frozen = state.model, training.frozen
     parts: list[Part] = [
         ModelPart(
             model.adapter,
-            FileNames(base=MODEL),
+            file_names(model.module),
             max_bytes=max_bytes,
             folder=MODEL,
             dtype=model.dtype,
+            left_out=() if frozen is None else frozen["names"],
             module=model.module,
         )
     ]

@@ -60,6 +60,9 @@ class TrainingPart(Part):
         step: The step that is saved.
         extra: The user's JSON values and tensors; those of rank 0 are written.
 
+    Attributes:
+        frozen: What is noted of frozen parameters that the step leaves out; the same on every rank.
+
     Raises:
         CheckpointError: If something has no JSON form (its path is named), or the loader has no position.
     """
@@ -84,6 +87,7 @@ class TrainingPart(Part):
             "dataloader": None if position is None else encode_json(position, "dataloader"),
         }
         self._step = step
+        self.frozen: Mapping[str, Any] | None = None
 
     @property
     def keeps_values(self) -> bool:
@@ -114,6 +118,7 @@ class TrainingPart(Part):
             "random": [own for _, _, own, *_ in facts],
             **_random_of([index for *_, index, _ in facts]),
             "registered": RegisteredStates.merge([states for *_, states in facts]),
+            **({} if self.frozen is None else {"frozen": self.frozen}),
         }
         return MergedPart(texts={VALUES: json.dumps(content, indent=1) + "\n"})
 
@@ -134,6 +139,7 @@ class SavedTraining:
 
     Attributes:
         extra: The user's own values, tensors on the CPU, once they are read.
+        frozen: What is noted of frozen parameters that the step was saved without; ``None`` where it has all.
 
     Raises:
         CheckpointError: If the files are not a training state's.
@@ -159,6 +165,7 @@ class SavedTraining:
                 f"'{self._where}' is damaged: it lacks {', '.join(absent) or 'lists of schedulers and random states'}."
             )
             raise CheckpointDamagedError(msg)
+        self.frozen: Mapping[str, Any] | None = self._content.get("frozen")
         self._tensors = folder / TENSORS
         self._states: Mapping[str, Sequence[Any]] = {}
         self.extra: Any = None

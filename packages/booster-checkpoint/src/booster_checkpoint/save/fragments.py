@@ -127,7 +127,7 @@ class DeviceCopies:
 
 
 class SnapshotBuffers:
-    """Host memory for one copy of the state, kept from save to save.
+    """Host memory for one copy of the state, kept between saves in the background that follow each other.
 
     Args:
         bucket_bytes: Size of one buffer in bytes.

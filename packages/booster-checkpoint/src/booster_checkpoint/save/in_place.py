@@ -54,11 +54,11 @@ def write_in_place(job: WriteJob, target: FolderTarget) -> Sums:
     def path_of(name: str) -> Path:
         return target.written(plan, name)
 
-    with session.together(f"{job.call} (write)", target.path, for_long=True):
+    with session.together(f"{job.call} (write)", target.path, for_long=True, nbytes=job.plan.total_bytes):
         paths = write_ranges(job, path_of)
     sums: Sums = {}
     with (
-        session.together(f"{job.call} (sync)", target.path, for_long=True),
+        session.together(f"{job.call} (sync)", target.path, for_long=True, nbytes=job.plan.total_bytes),
         ThreadPoolExecutor(1, "checkpoint sync") as pool,
     ):
         syncing = pool.submit(_sync_files, paths)

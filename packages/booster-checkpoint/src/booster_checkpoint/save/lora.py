@@ -20,7 +20,7 @@ from booster_checkpoint.save.parts import ModelPart
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.storage import leaves_folder
 from booster_core.errors import ConfigError
-from booster_core.state import ModelView, NamedTensors, is_adapted, own_class
+from booster_core.state import ModelView, NamedTensors, call_with_tensors, is_adapted, own_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from booster_checkpoint.save.save import Saver
+    from booster_checkpoint.session import Session
     from booster_checkpoint.storage import Location
     from booster_core.checkpoint_io import ModelState, SaveRequest
     from booster_core.state import StateAdapter, TensorShard
@@ -85,7 +86,12 @@ def save_adapters(
             msg = f"The adapter's name '{name}' leads out of '{folder}', where its files go. Rename the adapter."
             raise ConfigError(msg)
         home = folder if name == "default" else folder / name
-        names, files, dtype = FileNames(base=_FILE, suffix=suffix), _file_names(model, name), state.dtype
+        embeddings = _saves_embeddings(saver.session, model, name, home, request)
+        names, files, dtype = (
+            FileNames(base=_FILE, suffix=suffix),
+            _file_names(model, name, embeddings=embeddings),
+            state.dtype,
+        )
         part = ModelPart(
             _AdapterView(state.adapter, files, dtype if isinstance(dtype, Mapping) else {}),
             names,
@@ -131,24 +137,42 @@ class _Asked(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tensors: dict[str, torch.Tensor], adapter: str) -> dict[str, Any]:
+    def forward(self, tensors: dict[str, torch.Tensor], adapter: str, *, embeddings: bool | str) -> dict[str, Any]:
         """Return the tensors of an adapter by the names that they have in its file."""
         from peft import get_peft_model_state_dict
 
         found: dict[str, Any] = get_peft_model_state_dict(
-            self.model, state_dict=tensors, adapter_name=adapter, save_embedding_layers=False
+            self.model,
+            state_dict=tensors,
+            adapter_name=adapter,
+            save_embedding_layers=embeddings,  # type: ignore[arg-type]
         )
         return found
 
 
-def _file_names(model: PeftModel, adapter: str) -> dict[str, list[str]]:
+def _saves_embeddings(session: Session, model: PeftModel, adapter: str, path: Location, request: SaveRequest) -> bool:
+    """Whether an adapter's file gets the embeddings; rank 0 lets peft look where that is asked for.
+
+    It compares the vocabulary with that of the files that the base came from, which other hosts may not have.
+
+    Collective: every rank.
+    """
+    asked: bool | str = request.save_embedding_layers
+    with session.together(request.call, path):
+        if asked == "auto" and session.rank == 0:
+            sizes = [sum(map(len, _file_names(model, adapter, embeddings=way).values())) for way in (False, "auto")]
+            asked = sizes[0] != sizes[1]
+    return bool(session.coordinator.broadcast_object(asked))
+
+
+def _file_names(model: PeftModel, adapter: str, *, embeddings: bool | str) -> dict[str, list[str]]:
     """Return for the first name of each of an adapter's tensors the names that it has in peft's file."""
     named = NamedTensors.of(model)
     # peft is given tensors without memory, and tells by them which it would write under which name. It also asks some
     # modules themselves, whose values may not be here.
     marks = {path: torch.empty(0, device="meta") for path in named.paths.values()}
-    held = {f"model.{path}": mark for path, mark in marks.items()}
-    marked: dict[str, Any] = torch.func.functional_call(_Asked(model), held, (marks, adapter), tie_weights=False)
+    held = {key: marks[named.paths[name]] for key, name in named.name_of.items()}
+    marked: dict[str, Any] = call_with_tensors(_Asked(model), held, (marks, adapter), {"embeddings": embeddings})
     name_of = {id(marks[path]): named.aliases.get(name, name) for name, path in named.paths.items()}
     names: dict[str, list[str]] = {}
     first_key: dict[str, str] = {}

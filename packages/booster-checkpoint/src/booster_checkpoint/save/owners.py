@@ -77,7 +77,7 @@ def write_by_owners(job: WriteJob, target: Target, buffers: SnapshotBuffers | No
         with session.together(f"{call} (list values)", target.path, for_long=True):
             fragments = job.fragments if buffers is None else buffers.take(job.fragments)
             write = OwnerWrite(job, fragments, owners, functools.partial(target.open, job.plan))
-        with session.together(f"{call} (write)", target.path, for_long=True):
+        with session.together(f"{call} (write)", target.path, for_long=True, nbytes=job.plan.total_bytes):
             told = write.run(own_group)
     finally:
         if buffers is not None:

@@ -7,12 +7,13 @@ ranks own together is found in `booster_checkpoint.save.tables`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
@@ -25,6 +26,7 @@ from booster_core.state import (
     encode_json,
     full_box,
     has_adapters,
+    library_of,
     own_class,
     without_adapters,
 )
@@ -152,6 +154,7 @@ class ModelPart(Part):
         dtype: Element type that floating tensors are written in, for all or by their names in the model; those without
             one are written as they are.
         texts: Further files and their content.
+        left_out: Names of tensors that are not written.
         module: The user's own model. State that only its ``state_dict`` shows is refused. Into a folder goes its
             ``config.json``, and a model of transformers gets the names and shapes of its published files.
     """
@@ -166,6 +169,7 @@ class ModelPart(Part):
         folder: str = "",
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         texts: Mapping[str, str] | None = None,
+        left_out: Collection[str] = (),
         module: nn.Module | None = None,
     ) -> None:
         super().__init__(names, max_bytes=max_bytes, file_name=file_name, folder=folder)
@@ -174,6 +178,7 @@ class ModelPart(Part):
         self._dtype = dtype
         self._dtype_of: dict[str, torch.dtype] = {}  # by the names in files
         self._texts = dict(texts or {})
+        self._left_out = frozenset(left_out)
         self._extra_tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._names_in_files: PretrainedNames | None = None
 
@@ -186,13 +191,16 @@ class ModelPart(Part):
     def is_pretrained(self) -> bool:
         """Whether the model is of a library whose ``from_pretrained`` reads a folder; not one with adapters."""
         has_method = callable(getattr(self._module, "save_pretrained", None))
-        return self._module is not None and has_method and not has_adapters(self._module) and _has_config(self._module)
+        has_config = library_of(self._module) is not None or hasattr(
+            getattr(self._module, "config", None), "to_json_string"
+        )
+        return self._module is not None and has_method and not has_adapters(self._module) and has_config
 
     @override
     def owned_shards(self) -> Iterator[TensorShard]:
         by_name = self._dtype if isinstance(self._dtype, Mapping) else None
         for shard in self._adapter.model_shards() if by_name is None else self._adapter.export_shards(by_name):
-            if shard.is_owner:
+            if shard.is_owner and shard.name not in self._left_out:
                 for part in [shard] if self._names_in_files is None else self._names_in_files.shards(shard):
                     self._dtype_of[part.name] = self._dtype_in_file(shard)
                     yield part
@@ -216,9 +224,9 @@ class ModelPart(Part):
     def facts(self) -> list[Any]:
         if self._module is not None:
             check_model_is_saved_whole(self._module)
-            if self.has_folder:
+            if self.has_folder and not self._left_out:
                 self._texts |= pretrained_files(self._module, self._first_dtype())
-                if _is_of_transformers(self._module):
+                if library_of(self._module) == "transformers":
                     from booster_checkpoint.files.transformers import PretrainedNames
 
                     self._names_in_files = PretrainedNames.of(self._module)
@@ -318,24 +326,15 @@ class OptimizerPart(Part):
         return MergedPart(values={"optimizer": info})
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-
-
-def _has_config(model: nn.Module) -> bool:
-    config: Any = getattr(model, "config", None)
-    return hasattr(config, "to_json_string") or (isinstance(config, dict) and hasattr(model, "save_config"))
-
-
 def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a model that has them, by name.
+    """Return the configuration files of a model that has some, by name.
 
     Args:
         model: The user's own model. It is not changed.
         dtype: The dtype that its weights are written in, where it is not their own.
     """
-    files = {}
     model = without_adapters(model)
+    files = _config_of(model)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
@@ -346,10 +345,20 @@ def pretrained_files(model: nn.Module, dtype: torch.dtype | None = None) -> dict
             if kept is not None:
                 config.dtype = str(kept).removeprefix("torch.")
         files["config.json"] = config.to_json_string()
-    elif isinstance(config, dict) and hasattr(model, "save_config"):  # diffusers
-        content = {**config, "_class_name": own_class(model).__name__}
-        files["config.json"] = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string") and getattr(model, "can_generate", lambda: False)():
         files["generation_config.json"] = generation.to_json_string()
     return files
+
+
+def _config_of(model: nn.Module) -> dict[str, str]:
+    """Return the configuration file of a model of diffusers or with the Hub's mixin, by its name."""
+    library, of_library = library_of(model), cast("Any", model)
+    content: Any = None
+    if library == "diffusers":
+        content = {**json.loads(of_library.to_json_string()), "_class_name": own_class(model).__name__}
+    elif library == "huggingface_hub":
+        content = of_library._hub_mixin_config  # noqa: SLF001 - what its `save_pretrained` writes
+        content = dataclasses.asdict(content) if dataclasses.is_dataclass(content) else content  # type: ignore[arg-type]
+    name: str = getattr(model, "config_name", None) or "config.json"
+    return {} if content is None else {name: json.dumps(content, indent=2, sort_keys=True) + "\n"}

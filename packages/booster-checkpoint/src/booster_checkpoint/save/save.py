@@ -74,28 +74,31 @@ class Saver:
     """
 
     def __init__(self, session: Session, bucket_bytes: int) -> None:
-        self._session = session
+        self.session = session
         self._bucket_bytes = bucket_bytes
         self._tables = SpecTables(session)
         self.background = BackgroundWriter()
         self.buffers = SnapshotBuffers(bucket_bytes)
 
-    def begin(self, call: str, check: Callable[[], None] | None = None) -> None:
+    def begin(self, call: str, check: Callable[[], None] | None = None, *, use_async: bool = False) -> None:
         """Meet all ranks, when the save before has ended.
 
         Args:
             call: What the user called; appears in messages.
             check: Raises, on rank 0, what stands in the way.
+            use_async: The call takes a snapshot; others give its memory back.
 
         Collective: every rank.
         """
         error = self.background.join() if self.background.is_started else None
-        if error is None and check is not None and self._session.rank == 0:
+        if not use_async:
+            self.buffers.release()
+        if error is None and check is not None and self.session.rank == 0:
             try:
                 check()
             except (CheckpointError, OSError) as found:
                 error = found
-        self._session.begin(call, error)
+        self.session.begin(call, error)
 
     def save(
         self,
@@ -132,8 +135,8 @@ class Saver:
 
         Collective: every rank.
         """
-        self.begin(call, target.check)
-        session, values = self._session, _OwnedValues(parts)
+        self.begin(call, target.check, use_async=use_async)
+        session, values = self.session, _OwnedValues(parts)
         job = _Save(
             call=call,
             target=target,
@@ -164,7 +167,7 @@ class Saver:
 
     def _write(self, save: _Save) -> list[WrittenFile]:
         """Plan a save with all ranks, write, show the files, and commit."""
-        session, target = self._session, save.target
+        session, target = self.session, save.target
         try:
             plan = self._plan(save)
             is_one_host = len(set(session.hosts(save.group))) == 1
@@ -195,7 +198,7 @@ class Saver:
 
     def _plan(self, save: _Save) -> SavePlan:
         """Tell all ranks what each writes, and compute the same layout on each."""
-        session, folder = self._session, save.target.path
+        session, folder = self.session, save.target.path
         told, owned = list[list[Any]](), list[OwnedTensors]()
 
         def tell() -> list[Any]:
@@ -220,7 +223,7 @@ class Saver:
 
     def _publish(self, save: _Save, plan: SavePlan, sums: Sums) -> list[WrittenFile]:
         """Show the files and commit them. What rank 0 alone does one after the other takes one meeting."""
-        session, target, written = self._session, save.target, list[WrittenFile]()
+        session, target, written = self.session, save.target, list[WrittenFile]()
 
         def commit(plan: SavePlan, sums: Sums) -> None:
             written.extend(WrittenFile(name=name, nbytes=sums[name][0], blocks=sums[name][1]) for name in plan.names)
@@ -232,7 +235,7 @@ class Saver:
         on_all = [target.reveal] if target.reveals_on_all else []
         beats = [target.announce, target.reveal, target.settle, commit]
         for is_on_all, together in itertools.groupby(beats, lambda beat: beat in on_all):
-            with session.together(f"{save.call} (commit)", target.path, for_long=True):
+            with session.together(f"{save.call} (commit)", target.path, for_long=True, nbytes=plan.total_bytes):
                 for beat in together:
                     if is_on_all or session.rank == 0:
                         beat(plan, sums)

@@ -303,12 +303,17 @@ class _ObjectStream:
                 self._store, self._key, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
             )
         part, self._part = self._part, _Part()
-        if (
-            len(part) == self._part_bytes
-        ):  # not the few bytes that are left, which obstore keeps until the file is closed
-            _room.acquire()
-            weakref.finalize(part, _room.release).atexit = False
-        self._writer.write(part)
+        if len(part) < self._part_bytes:  # the few bytes that are left, which obstore keeps until the file is closed
+            self._writer.write(part)
+            return
+        _room.acquire()
+        release = weakref.finalize(part, _room.release)
+        release.atexit = False
+        try:
+            self._writer.write(part)
+        except BaseException:
+            release()  # now: whoever keeps the error keeps this frame, and the part
+            raise
 
 
 class _Part(bytearray):

@@ -7,13 +7,14 @@ object. A strategy subclasses it where its backward or step differs.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from booster_core.errors import ConfigError, GradientError
+from booster_core.errors import CheckpointError, ConfigError, GradientError
 from booster_core.gradients.clip import clip_by_norm, clip_by_value, scale_by_norm
 from booster_core.gradients.norm import check_norm_arguments
 from booster_core.plugin.call_guard import guard_step, share_zero_grad, zero_grad_inside
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 
     from booster_core.plugin.interface import BoostContext
     from booster_core.precision.loss_scaler import DynamicLossScaler
+
+
+_PART = "booster_part"
+"""In a state dict: whose part of the optimizer's state it is."""
+
+
+def _described(part: Mapping[str, Any] | None) -> str:
+    if part is None:
+        return "whole"
+    return f"that of rank {part['rank']} of {part['world_size']} under plugin '{part['plugin']}'"
 
 
 def _shared(name: str) -> Any:
@@ -171,12 +182,44 @@ class OptimizerWrapper(Optimizer):
         return {id(parameter) for group in self.param_groups for parameter in group["params"]}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside as this rank holds it; see `Booster.save_optimizer` for files."""
-        return self.optim.state_dict()
+        """Return the state of the optimizer inside as this rank holds it; see `Booster.save_optimizer` for files.
+
+        Where that is a part of the state, it says whose.
+        """
+        part = self._part()
+        return self.optim.state_dict() | ({} if part is None else {_PART: part})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the optimizer inside as this rank holds it; see `Booster.load_optimizer` for files."""
+        """Load a state into the optimizer inside as this rank holds it; see `Booster.load_optimizer` for files.
+
+        Raises:
+            CheckpointError: If it is of another rank, number of ranks or plugin, of which each rank holds a part.
+        """
+        found, part = state_dict.get(_PART), self._part()
+        # torch's `set_optimizer_state_dict` brings DTensors that are cut for this rank, and drops what says so.
+        listed = chain.from_iterable(group["params"] for group in self.param_groups)
+        is_cut = found is None and any(hasattr(each, "placements") for each in listed)
+        if found != part and not is_cut:
+            msg = (
+                f"This optimizer's state is {_described(found)}, and here it is {_described(part)}: torch would load "
+                "it in the wrong places. Save by `booster.save_optimizer` or `save_checkpoint`, and load by "
+                "`load_optimizer` or `load_checkpoint`, on every rank."
+            )
+            raise CheckpointError(msg)
         self.optim.load_state_dict(state_dict)
+
+    def _part(self) -> dict[str, Any] | None:
+        """Return whose part of the state this rank holds; ``None`` where it holds all of it."""
+        from booster_core.state import ReplicatedStateAdapter
+
+        booster = None if self._context is None else self._context.booster
+        if booster is None or booster.context.coordinator.world_size == 1:
+            return None
+        model = next((each for each in booster.boosted_models if self in each.boosted_optimizers), None)
+        if model is None or type(booster.state_adapter(model)) is ReplicatedStateAdapter:
+            return None
+        coordinator = booster.context.coordinator
+        return {"plugin": booster.plugin.name, "rank": coordinator.rank, "world_size": coordinator.world_size}
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients of the model."""

@@ -85,11 +85,12 @@ def _text_of(value: Any) -> str:
 def _bits_digest(tensor: Tensor) -> str:
     import torch
 
+    from booster_core.state.regions import as_bytes
+
     found = xxhash.xxh3_128()
     if not tensor.is_meta:
         dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-        flat = dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy().data)
+        found.update(as_bytes(dense.resolve_conj().resolve_neg().cpu().contiguous()))
     return str(found.hexdigest())
 
 

@@ -17,6 +17,7 @@ from booster_core.state.json_values import (
 )
 from booster_core.state.names import (
     NamedTensors,
+    call_with_tensors,
     check_model_is_saved_whole,
     compiled_module,
     distinct,
@@ -24,8 +25,11 @@ from booster_core.state.names import (
     frozen_base,
     has_adapters,
     is_adapted,
+    library_of,
+    may_have_load_hooks,
     named_modules,
     natural_order,
+    overrides_load,
     own_class,
     without_adapters,
 )
@@ -40,6 +44,7 @@ from booster_core.state.random_state import (
 from booster_core.state.regions import (
     Region,
     as_bytes,
+    byte_view,
     copy_part,
     copy_to_whole,
     intersect,
@@ -51,10 +56,11 @@ from booster_core.state.regions import (
     span_of,
     unpack,
 )
+from booster_core.state.replica_digests import check_equal_replicas, replica_digests
 from booster_core.state.replicated import Replica, ReplicatedStateAdapter, balanced_shards
 from booster_core.state.scheduler import scheduler_from_json, scheduler_state, scheduler_to_json
 from booster_core.state.shard import Box, TensorShard, box_numel, box_shape, full_box
-from booster_core.state.view import ModelView
+from booster_core.state.view import ModelView, PartView
 
 __all__ = [
     "MASTER",
@@ -65,6 +71,7 @@ __all__ = [
     "NamedTensors",
     "OptimizerInfo",
     "ParamGroup",
+    "PartView",
     "Region",
     "Replica",
     "ReplicatedStateAdapter",
@@ -75,7 +82,10 @@ __all__ = [
     "balanced_shards",
     "box_numel",
     "box_shape",
+    "byte_view",
+    "call_with_tensors",
     "capture_random_state",
+    "check_equal_replicas",
     "check_model_is_saved_whole",
     "check_optimizer_is_saved_whole",
     "check_plain_tensors",
@@ -97,14 +107,18 @@ __all__ = [
     "intersect",
     "is_adapted",
     "is_contiguous",
+    "library_of",
+    "may_have_load_hooks",
     "named_modules",
     "natural_order",
+    "overrides_load",
     "own_class",
     "pack",
     "parse_json",
     "read_json",
     "refuse_parts",
     "regions_of",
+    "replica_digests",
     "restore_random_state",
     "runs_of",
     "scheduler_from_json",

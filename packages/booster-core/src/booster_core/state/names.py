@@ -8,15 +8,16 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import CheckpointError, ConfigError, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -24,6 +25,7 @@ _EXTRA_STATE = "_extra_state"
 _COMPILED = "_orig_mod"
 _BASE_LAYER = "base_layer"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+_BASES = {"PreTrainedModel": "transformers", "ModelMixin": "diffusers", "PyTorchModelHubMixin": "huggingface_hub"}
 _T = TypeVar("_T")
 
 
@@ -139,6 +141,29 @@ class NamedTensors:
         return {name for name, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
 
+def call_with_tensors(
+    model: nn.Module, instead: Mapping[int, Tensor], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a module with other tensors in the places of its own, which are back afterwards.
+
+    Whatever calls ``torch.func.functional_call`` does it through this: given both names of a module that has two, torch
+    puts the substitute in the place of the module's tensor for good.
+
+    Args:
+        model: The module.
+        instead: For each tensor that is replaced, by ``id``, what takes its place wherever it is used.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+    places = {
+        _join(path, name): instead[id(tensor)]
+        for path, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if id(tensor) in instead
+    }
+    return torch.func.functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
+
+
 def _refuse(name: str, *paths: str) -> NoReturn:
     both = " and ".join(map(repr, paths))
     msg = (
@@ -214,6 +239,19 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def library_of(model: nn.Module | None) -> str | None:
+    """Return whose ``from_pretrained`` reads a model: transformers', diffusers', that of huggingface_hub's mixin."""
+    for base in type(model).__mro__:
+        library = _BASES.get(base.__name__)
+        if library is not None and base.__module__.startswith(f"{library}."):
+            # A class that says itself how it is saved is read by its own counterpart.
+            writes_itself = getattr(type(model), "_save_pretrained", None) is not getattr(
+                base, "_save_pretrained", None
+            )
+            return None if writes_itself else library
+    return None
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Return whether a user's own model is one of peft's."""
     if "peft" not in sys.modules:
@@ -266,3 +304,13 @@ def check_model_is_saved_whole(model: nn.Module) -> None:
 def _adds_entries(module: nn.Module) -> bool:
     own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001 - what torch has authors override
     return own or bool(module._state_dict_hooks)  # noqa: SLF001 - torch lists them nowhere else
+
+
+def may_have_load_hooks(model: nn.Module) -> bool:
+    """Return whether modules may change what is loaded into them, by hooks or an own ``_load_from_state_dict``."""
+    return any(module._load_state_dict_pre_hooks or overrides_load(module) for module in model.modules())  # noqa: SLF001 - torch lists them nowhere else
+
+
+def overrides_load(module: nn.Module) -> bool:
+    """Whether a class has a ``_load_from_state_dict`` of its own; torch's own ones only mend old versions of files."""
+    return not type(module)._load_from_state_dict.__module__.startswith("torch.")  # noqa: SLF001 - what torch has authors override

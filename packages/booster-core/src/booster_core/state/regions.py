@@ -140,9 +140,18 @@ def intersect(a: Box, b: Box) -> Box | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as ``torch.uint8``, without a copy.
+
+    A tensor of one element counts as contiguous whatever its strides are (0, where it was expanded).
+    """
+    flat = tensor.detach().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return byte_view(tensor).numpy().data
 
 
 def pack(data: torch.Tensor, start: int, stop: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:

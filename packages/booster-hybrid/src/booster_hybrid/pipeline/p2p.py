@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import ConfigError
+from booster_core.state import byte_view
 from booster_runtime.collectives import WAITS, new_groups
 
 if TYPE_CHECKING:
@@ -323,4 +324,4 @@ def _disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 def _as_sent(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's bytes where a backend may lack its format, as NCCL has no int16 and no complex."""
-    return tensor if tensor.device.type == "cpu" else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.device.type == "cpu" else byte_view(tensor)

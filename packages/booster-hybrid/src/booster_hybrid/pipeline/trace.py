@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_core.state import call_with_tensors
 from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.fakes import Fakes
@@ -440,23 +441,6 @@ def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, 
     return state
 
 
-def at_every_place(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors by the names of all places that take them: tied parameters have several.
-
-    A module that has two names itself counts once: torch would put its tensors back in the wrong order.
-
-    Args:
-        model: The model.
-        tensors: What to put in the place of each parameter and buffer, by its first name.
-    """
-    instead = {id(tensor): tensors[name] for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    return {
-        f"{prefix}.{key}" if prefix else key: instead[id(tensor)]
-        for prefix, module in model.named_modules()
-        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
-
-
 def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -> Any:
     """Return what a model returns for a batch, with other tensors in the places of its own.
 
@@ -465,9 +449,9 @@ def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -
         tensors: As `stand_ins` returns them.
         batch: See `call_with`.
     """
-    every = at_every_place(model, tensors)
+    instead = {id(tensor): tensors[name] for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(model, every, args, kwargs, tie_weights=False)
+        return call_with_tensors(model, instead, args, kwargs)
 
     return call_with(call, batch)

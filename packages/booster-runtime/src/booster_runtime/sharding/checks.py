@@ -66,7 +66,8 @@ def check_distinct_memory(model: nn.Module) -> None:
         if other is not parameter and (other.requires_grad or parameter.requires_grad):
             msg = (
                 f"Parameters '{other_name}' and '{name}' are two objects over the same memory. Tie them by assigning "
-                "one Parameter to both modules."
+                "one Parameter to both modules; if they are adapters of tied embeddings (`ensure_weight_tying`), train "
+                "the embedding by `modules_to_save` of the LoraConfig instead."
             )
             raise ConfigError(msg)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_core.errors import ConfigError
-from booster_core.state import without_adapters
+from booster_core.state import is_adapted, without_adapters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -55,6 +55,13 @@ def check_arguments(args: TrainingArguments, booster: Booster, model: nn.Module)
         if not any(value is each or value == each for each in values):
             msg = f"`TrainingArguments({name}={value!r})` can't be followed under a Booster. {remedy}."
             raise ConfigError(msg)
+    if args.load_best_model_at_end and is_adapted(model):
+        msg = (
+            "`load_best_model_at_end=True` can't be followed for adapters, which aren't read into a boosted model. "
+            "Leave it out, and after training load the best ones from `trainer.state.best_model_checkpoint` by "
+            "`booster.enable_lora(base, pretrained_dir=...)`."
+        )
+        raise ConfigError(msg)
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     computes_in = booster.precision.for_model(model).name
     if asked is not None and asked != computes_in:

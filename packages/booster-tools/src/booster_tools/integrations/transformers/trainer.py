@@ -210,18 +210,10 @@ class _Boosting(WeightedLosses):
             self.accelerator.part_draws()
 
     def _load_best_model(self) -> None:
-        """Read the best checkpoint into the boosted model.
-
-        Raises:
-            ConfigError: If the checkpoint holds adapters, which are not read into a boosted model.
+        """Read the best checkpoint into the boosted model; the arguments of one with adapters ask for none.
 
         Collective: every rank of the world.
         """
-        if is_adapted(unwrap_model(self.model)):
-            msg = (
-                f"Load the best adapters from {self.state.best_model_checkpoint}: they aren't read into boosted models."
-            )
-            raise ConfigError(msg)
         self.booster.load_model(self.model_wrapped, self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
