@@ -291,10 +291,12 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if hybrid.gatherer is not None:  # a forward gathers over the data parallel ranks, too
             hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
         hybrid.streams = split.streams
+        if hybrid.replica.size > 1 and plan is None:
+            hybrid.trained_alike = TrainedAlike(hybrid.unwrap(), hybrid.replica, context.device)
         engine = engine_of(boosted.optimizers)
         if isinstance(engine, HybridEngine):
             engine.local = local
-            self._compare_training(hybrid, boosted.optimizers, context)
+            self._compare_training(hybrid, boosted.optimizers)
             if self.config.expert.size > 1:
                 # Tokens travel in backward, between ranks that may have come less far in their buckets.
                 engine.reducer.waits_in_backward = False
@@ -310,14 +312,10 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             fill_model(objects.model, recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
         return boosted
 
-    def _compare_training(
-        self, model: HybridModel, optimizers: Sequence[HybridOptimizer], context: BoostContext
-    ) -> None:
+    def _compare_training(self, model: HybridModel, optimizers: Sequence[HybridOptimizer]) -> None:
         """Let ranks that work on the same batches find out whether they train alike."""
         module, local, replica = model.unwrap(), model.local, model.replica
         sizes = self.config.tensor.size, self.config.pipeline.size
-        if replica.size > 1 and local.pipeline is None:
-            model.trained_alike = TrainedAlike(module, replica, context.device)
         if self.unchecked == "raise" and local.pipeline is None and (parts := parts_of(module, local)):
             model.outside_reads = OutsideReads(parts)
 

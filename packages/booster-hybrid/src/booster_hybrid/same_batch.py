@@ -2,7 +2,8 @@
 
 A loader that deals samples out by rank, or a collator that draws random numbers of its own, gives them different ones:
 they would train on a mixture of both without a sign. Batches are compared by a checksum of their tensors, large ones by
-a sample of their values, so that it takes less than a millisecond.
+a sample of their values, so that it takes less than a millisecond, and what is compared goes with what ranks send each
+other anyway.
 """
 
 from __future__ import annotations
@@ -35,12 +36,64 @@ def checksum_of(batch: Any, turn: int = 0) -> int:
         turn: The number of the batch: of large tensors, other values are looked at in each.
     """
     found = 0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            values = _sample(leaf.detach(), turn).cpu().contiguous().reshape(-1)
-            found = zlib.crc32(values.view(torch.uint8).numpy().data, found)
+    for leaf in _tensors_of(batch):
+        found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
+        found = zlib.crc32(_bytes_of(leaf, turn).cpu().numpy().data, found)
     return found
+
+
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+
+
+def _bytes_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    return _sample(tensor.detach(), turn).contiguous().reshape(-1).view(torch.uint8)
+
+
+class BatchNumbers:
+    """Numbers each batch of a rank, without a wait for a device.
+
+    Values on a device are on their way to the host meanwhile, so that they count in the number of the batch that
+    follows.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._values: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+
+    def take(self, batch: Any) -> int:
+        """Return the number of the next batch.
+
+        Args:
+            batch: As for `checksum_of`.
+        """
+        self._turn += 1
+        tensors = _tensors_of(batch)
+        here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        others = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        form = repr([(leaf.dtype, tuple(leaf.shape)) for leaf in others])
+        number = zlib.crc32(form.encode(), self._values_before())
+        if others:
+            sums = torch.stack([_sum_of(leaf, self._turn) for leaf in others])
+            self._values, self._arrived = sums.to("cpu", non_blocking=True), torch.Event(sums.device)
+            self._arrived.record()
+        return zlib.crc32(checksum_of(here, self._turn).to_bytes(4, "little"), number)
+
+    def _values_before(self) -> int:
+        """Return the number of the values that the batch before had on a device."""
+        if self._values is None or self._arrived is None:
+            return 0
+        self._arrived.synchronize()  # recorded before that batch's forward
+        values, self._values = self._values, None
+        return zlib.crc32(values.numpy().data)
+
+
+def _sum_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Return a sum of a tensor's bytes that depends on their order, on its device."""
+    values = _bytes_of(tensor, turn).long()
+    return (values * torch.arange(1, 1 + values.numel(), device=values.device)).sum()
 
 
 def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:

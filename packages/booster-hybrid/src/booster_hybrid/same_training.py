@@ -1,4 +1,4 @@
-"""Whether ranks that compute the same train the same: the same parameters, to the same values, from whole ones.
+"""Whether ranks that compute the same train the same: batches, parameters, their values, from whole ones.
 
 A script may freeze a parameter on one rank, give ranks other random numbers, or put a penalty on parameters of which
 each rank has a part. Ranks would diverge, or wait for each other, without a sign of why.
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import digest
 from booster_core.state import NamedTensors
+from booster_hybrid.same_batch import BatchNumbers, different_batches
 from booster_runtime import collectives
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import between_hosts
@@ -26,16 +27,14 @@ if TYPE_CHECKING:
 
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
-    from booster_runtime.collectives import Pending
 
 _MOST_LISTED = 4
 
 
 class TrainedAlike:
-    """Compares, in each forward of training, which parameters ranks train that work on one batch together.
+    """Compares, in each forward, the batches of ranks that share one, and which parameters they train.
 
-    What is compared travels during the forward, and is looked at before backward, where ranks would wait for each
-    other's sums.
+    The ranks' hosts exchange four numbers before the forward: those with other shapes would wait in its layers.
 
     Args:
         model: The user's model.
@@ -47,43 +46,35 @@ class TrainedAlike:
         self._parameters = dict(model.named_parameters())
         self._replica = replica
         self._device = between_hosts(device, replica.group)
-        self._flags = b""
-        self._pending: tuple[Pending, Tensor] | None = None
+        self._batches = BatchNumbers()
 
-    def begin(self) -> None:
-        """Begin to compare.
+    def check(self, batch: Any) -> None:
+        """Raise on all ranks if they have different batches, or some train a parameter that others have frozen.
+
+        Args:
+            batch: What the model is called with; values on a device are compared in the next forward.
 
         Raises:
-            ConfigError: As `check`, of a forward that had no backward.
+            ConfigError: If so, naming the ranks, or the first parameter.
 
         Collective: the ranks.
         """
-        self.check()
-        self._flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
-        number = zlib.crc32(self._flags)
-        told = torch.tensor([number, -number], device=self._device)
-        self._pending = collectives.all_reduce(told, dist.ReduceOp.MAX, self._replica.group), told
+        flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
+        number, trained = self._batches.take(batch), zlib.crc32(flags)
+        told = torch.tensor([number, -number, trained, -trained], device=self._device)
+        collectives.all_reduce(told, dist.ReduceOp.MAX, self._replica.group).wait()
+        most, least, most_trained, least_trained = told.tolist()
+        if most != -least:
+            raise different_batches(list(self._replica.ranks))
+        if most_trained != -least_trained:
+            self._refuse_frozen(flags)
 
-    def check(self) -> None:
-        """Raise on all ranks if some train a parameter that others have frozen.
-
-        Raises:
-            ConfigError: If so, naming the first one.
-
-        Collective: the ranks, if so.
-        """
-        if self._pending is None:
-            return
-        (pending, told), self._pending = self._pending, None
-        pending.wait()
-        most, least = told.tolist()
-        if most == -least:
-            return
-        of_ranks = collectives.all_gather_object(self._flags, self._replica.group)
-        for name, flags in zip(self._parameters, zip(*of_ranks, strict=True), strict=True):
-            if len(set(flags)) > 1:
+    def _refuse_frozen(self, flags: bytes) -> None:
+        of_ranks = collectives.all_gather_object(flags, self._replica.group)
+        for name, flags_of in zip(self._parameters, zip(*of_ranks, strict=True), strict=True):
+            if len(set(flags_of)) > 1:
                 frozen, trained = (
-                    ", ".join(str(rank) for rank, own in zip(self._replica.ranks, flags, strict=True) if own == flag)
+                    ", ".join(str(rank) for rank, own in zip(self._replica.ranks, flags_of, strict=True) if own == flag)
                     for flag in (0, 1)
                 )
                 msg = (
