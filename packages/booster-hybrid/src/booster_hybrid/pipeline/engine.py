@@ -183,7 +183,7 @@ class PipelineEngine:
                 **self._run_options,
             )
             if optimizer is not None:
-                optimizer.begin_batch()
+                run.loss_factor = optimizer.begin_batch(most)
             with self.gathered(), self._kept_generators():
                 run.run()
             if optimizer is not None:

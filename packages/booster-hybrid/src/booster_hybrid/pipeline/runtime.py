@@ -67,6 +67,8 @@ class PipelineRun:
         error: What went wrong on this rank, if anything; what is left of its work is not done then, but what others
             wait for is sent all the same.
         peak_live: The largest number of forwards whose activations were kept for backward at one time.
+        loss_factor: What losses are multiplied by for backward, whose gradients are divided by it where they are
+            reduced.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class PipelineRun:
         self.error: Exception | None = None
         self._has_failed = False
         self.peak_live = 0
+        self.loss_factor = 1
 
     def run(self) -> None:
         """Do this rank's part of the batch; look at `error` afterwards.
@@ -164,9 +167,9 @@ class PipelineRun:
         with context, self._acting_for(key, received):
             outputs, payload = self._staged.run(batch)
             if stage == self._schedule.placement.num_stages - 1:
-                loss = self._loss(outputs, batch, microbatch) * self._weights[microbatch]
-                payload = {"": loss}
-                self.losses[microbatch] = loss.detach()
+                loss = self._loss(outputs, batch, microbatch)
+                payload = {"": loss * (self._weights[microbatch] * self.loss_factor)}
+                self.losses[microbatch] = loss.detach() * self._weights[microbatch]
                 if self._keeps_outputs:
                     self.outputs[microbatch] = outputs
         if self._backward is not None:
