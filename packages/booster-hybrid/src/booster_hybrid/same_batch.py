@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
+from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ class BatchNumbers:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._values: torch.Tensor | None = None
-        self._arrived: torch.Event | None = None
+        self._before: ToHost | None = None
 
     def take(self, batch: Any) -> int:
         """Return the number of the next batch.
@@ -74,20 +74,10 @@ class BatchNumbers:
         here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
         others = [leaf for leaf in tensors if leaf.device.type != "cpu"]
         form = repr([(leaf.dtype, tuple(leaf.shape)) for leaf in others])
-        number = zlib.crc32(form.encode(), self._values_before())
-        if others:
-            sums = torch.stack([_sum_of(leaf, self._turn) for leaf in others])
-            self._values, self._arrived = sums.to("cpu", non_blocking=True), torch.Event(sums.device)
-            self._arrived.record()
+        before = 0 if self._before is None else zlib.crc32(self._before.wait().numpy().data)
+        self._before = ToHost(torch.stack([_sum_of(leaf, self._turn) for leaf in others])) if others else None
+        number = zlib.crc32(form.encode(), before)
         return zlib.crc32(checksum_of(here, self._turn).to_bytes(4, "little"), number)
-
-    def _values_before(self) -> int:
-        """Return the number of the values that the batch before had on a device."""
-        if self._values is None or self._arrived is None:
-            return 0
-        self._arrived.synchronize()  # recorded before that batch's forward
-        values, self._values = self._values, None
-        return zlib.crc32(values.numpy().data)
 
 
 def _sum_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
 from booster_hybrid.pipeline.forms import checksum_of_cuts
 from booster_hybrid.pipeline.itinerary import Itinerary
+from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
 from booster_hybrid.pipeline.microbatches import (
     count_samples,
     join_outputs,
@@ -26,8 +27,10 @@ from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
+from booster_runtime.label_means import are_parts_weighed
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
@@ -107,6 +110,7 @@ class PipelineEngine:
         self._schedules: dict[int, Schedule] = {}
         self._itineraries: dict[tuple[int, bool], Itinerary] = {}
         self._num_batches = 0
+        self._means_before: ToHost | None = None
         self._has_warned = False
         self._rehearses = False
 
@@ -167,19 +171,22 @@ class PipelineEngine:
             parts, sizes, most, seed = self._split_together(batches)
             schedule, cuts = self.schedule(len(parts)), [self._forms.for_batch(part) for part in parts]
             self._warn_if_idle(schedule)
+            shares = [size / sum(sizes) for size in sizes]
+            means = None if are_parts_weighed() or len(parts) == 1 else LabelMeans(parts, shares)
             run = PipelineRun(
                 self.staged,
                 schedule,
                 self._index,
                 self._link,
                 parts,
-                [size / sum(sizes) for size in sizes],
+                shares,
                 criterion,
                 None if optimizer is None else _Backward(optimizer),
                 keeps_outputs=return_outputs,
                 itinerary=self.itinerary(len(parts), trains=optimizer is not None),
                 streams=self._streams(seed, len(parts)),
                 cuts=cuts,
+                means=means,
                 **self._run_options,
             )
             if optimizer is not None:
@@ -190,6 +197,8 @@ class PipelineEngine:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
             error, outputs = run.error or self.written(), None
+            if means is not None and error is None:
+                error = self._check_means(means)
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]
@@ -246,6 +255,15 @@ class PipelineEngine:
             with self._coordinator.together("generate", process_group=self._replica.group):
                 if error is not None:
                     raise error
+
+    def _check_means(self, means: LabelMeans) -> Exception | None:
+        """Return an error if losses of this batch were means over other labels; on a device, of the one before."""
+        differs = means.differs()
+        now = None if differs is None else ToHost(differs)
+        before, self._means_before = self._means_before, now
+        if now is not None and now.is_here:
+            before, self._means_before = now, None
+        return other_mean() if before is not None and bool(before.wait()) else None
 
     def _streams(self, seed: int, num_microbatches: int) -> list[MicrobatchStreams]:
         return [

@@ -11,7 +11,9 @@ import torch
 from booster_core.errors import BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import is_absent, refuse
 from booster_hybrid.pipeline.itinerary import Itinerary
+from booster_hybrid.pipeline.label_means import CountedLoss
 from booster_hybrid.pipeline.schedule import Work
+from booster_runtime.label_means import counting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.pipeline.cut import Cuts, StagedModel
+    from booster_hybrid.pipeline.label_means import LabelMeans
     from booster_hybrid.pipeline.p2p import Link, Sent
     from booster_hybrid.pipeline.record import PipelineRecord
     from booster_hybrid.pipeline.schedule import Action, Schedule
@@ -60,6 +63,7 @@ class PipelineRun:
         itinerary: This rank's way through the schedule, where it is known from a batch before.
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
         cuts: What stages need for each microbatch; ``None`` for what they need for the example.
+        means: Divides means over labels; ``None`` leaves them those of microbatches.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
@@ -88,7 +92,9 @@ class PipelineRun:
         itinerary: Itinerary | None = None,
         streams: Sequence[MicrobatchStreams] | None = None,
         cuts: Sequence[Cuts] | None = None,
+        means: LabelMeans | None = None,
     ) -> None:
+        self._means = means
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
@@ -164,9 +170,12 @@ class PipelineRun:
         context = torch.no_grad() if self._backward is None else contextlib.nullcontext()
         if self._split is not None:
             self._pending[key] = self._split.begin(stage)
-        with context, self._acting_for(key, received):
+        is_end = stage == self._schedule.placement.num_stages - 1
+        if self._means is not None:
+            self._means.begin(microbatch)
+        with context, self._acting_for(key, received), counting(self._means if is_end else None):
             outputs, payload = self._staged.run(batch)
-            if stage == self._schedule.placement.num_stages - 1:
+            if is_end:
                 loss = self._loss(outputs, batch, microbatch)
                 payload = {"": loss * (self._weights[microbatch] * self.loss_factor)}
                 self.losses[microbatch] = loss.detach() * self._weights[microbatch]
@@ -180,7 +189,8 @@ class PipelineRun:
     def _loss(self, outputs: Any, batch: Any, microbatch: int) -> Tensor:
         if self._streams is not None:
             self._streams[microbatch].begin_criterion()
-        with self._staged.showing_absent_state():
+        counted = contextlib.nullcontext() if self._means is None else CountedLoss()
+        with self._staged.showing_absent_state(), counted:
             return self._checked(self._criterion(outputs, batch))
 
     @contextlib.contextmanager
