@@ -425,6 +425,7 @@ class HybridSetup:
             forms,
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],
+            sharing=[self._axes[name,] for name in ("tp", "sp", "ep")],
             coordinator=self._context.coordinator,
             device=device,
             exchanges_tokens=bool(self._experts),

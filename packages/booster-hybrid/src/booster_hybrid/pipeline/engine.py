@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
 from booster_hybrid.pipeline.forms import checksum_of_cuts
 from booster_hybrid.pipeline.itinerary import Itinerary
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.per_sample import SampleEntries
     from booster_hybrid.pipeline.schedule import Schedule
 
+_MOST_WAIT = 5.0
+"""Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""
 _REHEARSED = 2
 """Microbatches of a rehearsed batch: two messages of a kind are what a rank knows the next one's layout from."""
 
@@ -67,6 +69,7 @@ class PipelineEngine:
         forms: What stages need for batches of each form.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
+        sharing: The ranks that compute each stage together, along each axis.
         coordinator: Carries errors to all ranks.
         device: Where batches are moved.
         exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
@@ -91,6 +94,7 @@ class PipelineEngine:
         *,
         replica: Axis,
         data: Axis,
+        sharing: Sequence[Axis],
         coordinator: DistCoordinator,
         device: torch.device,
         exchanges_tokens: bool = False,
@@ -106,7 +110,8 @@ class PipelineEngine:
         self._config, self._index, self._link = config, index, link
         self._entries, self._forms = entries, forms
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
-        self._run_options = run_options or {}
+        self._sharing = [axis for axis in sharing if axis.size > 1]
+        self._run_options = {**(run_options or {}), "failed_alone": self._has_failed_alone}
         self._schedules: dict[int, Schedule] = {}
         self._itineraries: dict[tuple[int, bool], Itinerary] = {}
         self._num_batches = 0
@@ -255,6 +260,15 @@ class PipelineEngine:
             with self._coordinator.together("generate", process_group=self._replica.group):
                 if error is not None:
                     raise error
+
+    def _has_failed_alone(self) -> bool:
+        """Return whether ranks that share the stage of this one, which has failed, don't come to say so, too."""
+        try:
+            for axis in self._sharing:
+                self._coordinator.block_all(axis.group, name="failed pipeline stage", timeout_seconds=_MOST_WAIT)
+        except BoosterError:
+            return True
+        return False
 
     def _check_means(self, means: LabelMeans) -> Exception | None:
         """Return an error if losses of this batch were means over other labels; on a device, of the one before."""

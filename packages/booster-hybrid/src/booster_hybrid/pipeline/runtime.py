@@ -64,6 +64,7 @@ class PipelineRun:
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
         cuts: What stages need for each microbatch; ``None`` for what they need for the example.
         means: Divides means over labels; ``None`` leaves them those of microbatches.
+        failed_alone: Returns whether another rank, with which this one computes its stages, has not failed as well.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
@@ -93,8 +94,9 @@ class PipelineRun:
         streams: Sequence[MicrobatchStreams] | None = None,
         cuts: Sequence[Cuts] | None = None,
         means: LabelMeans | None = None,
+        failed_alone: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._means = means
+        self._means, self._failed_alone = means, failed_alone
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
@@ -154,12 +156,20 @@ class PipelineRun:
 
     @contextlib.contextmanager
     def _unless_failed(self, arrived: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Note an error that comes up inside. The caller goes on with what it owes to others."""
+        """Note an error that comes up inside. The caller goes on with what it owes to others.
+
+        It is raised at once if others wait for this rank in a collective of the stage: they end when this one does.
+        """
         self._has_failed = self._has_failed or arrived is None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised on every rank once nobody waits for this one
-            self._has_failed, self.error = True, self.error or _explained(error)
+        except Exception as caught:
+            error = _explained(caught)
+            if not self._has_failed and self._failed_alone():
+                if error is caught:
+                    raise
+                raise error from caught
+            self._has_failed, self.error = True, self.error or error
 
     def _forward(self, key: tuple[int, int], received: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Run a stage, and return what the next one gets; ``None`` after a failure."""
