@@ -33,7 +33,7 @@ class HybridModel(ShardedModel):
         callers: The ranks that take part in a forward together: these, and those that experts are spread over.
         streams: Lets tensor parallel ranks draw alike what they compute alike; ``None`` without such.
         trained_alike: Compares batches, and what ranks train that work on the same; ``None`` where nobody else does.
-        outside_reads: Looks at the first loss; ``None`` afterwards, and where each rank has whole parameters.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
         engine: Takes batches through the pipeline; ``None`` where there is none.
         stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
     """
@@ -87,21 +87,22 @@ class HybridModel(ShardedModel):
         with NamedCall("forward", self.callers.ranks):
             if self.trained_alike is not None:
                 self.trained_alike.check((args, kwargs))
-            return self._train(*args, **kwargs) if self.module.training else self._forward(*args, **kwargs)
+            reads = self.outside_reads if torch.is_grad_enabled() else None
+            if reads is not None:
+                reads.begin()
+            outputs = self._train(*args, **kwargs) if self.module.training else self._forward(*args, **kwargs)
+            if reads is not None:
+                reads.end()
+            return outputs
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training mode.
 
         Collective: the ranks that work on the same batches.
         """
-        reads = self.outside_reads if torch.is_grad_enabled() else None
         if self.streams is not None:
             self.streams.begin()
-        if reads is not None:
-            reads.begin()
         outputs = self._forward(*args, **kwargs)
-        if reads is not None:
-            reads.end()
         if self.streams is not None:
             self.streams.end()
         return outputs
@@ -119,7 +120,6 @@ class HybridModel(ShardedModel):
         """Raise if a loss reads parts of parameters outside of the model; see `OutsideReads`."""
         if self.outside_reads is not None:
             self.outside_reads.check(loss)
-            self.outside_reads = None
 
     @through_guard
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

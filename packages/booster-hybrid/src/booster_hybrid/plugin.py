@@ -111,8 +111,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
         unchecked: What `boost` does about layers of which it can't find out whether they compute the same when
-            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy. The first backward likewise does
-            about a loss that reads a part of a parameter, such as a penalty on split weights.
+            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy. Backward likewise does about
+            a loss that reads a part of a parameter, such as a penalty on split weights.
         max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
         cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 to 3.
         custom_policy: A `ShardingPolicy` for a model that is not known.
@@ -304,6 +304,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
+            hybrid.engine.outside_reads = hybrid.outside_reads
         replace_generate(hybrid, context.device, splits_sequences=self.config.sequence.mode is not None)
         if recording is not None:
             hybrid.attach(boosted.optimizers, context)
@@ -316,8 +317,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """Let ranks that work on the same batches find out whether they train alike."""
         module, local, replica = model.unwrap(), model.local, model.replica
         sizes = self.config.tensor.size, self.config.pipeline.size
-        if self.unchecked == "raise" and local.pipeline is None and (parts := parts_of(module, local)):
-            model.outside_reads = OutsideReads(parts)
+        if self.unchecked == "raise" and (parts := parts_of(module, local)):
+            model.outside_reads = OutsideReads(module, parts)
 
         def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
             if not metrics["skipped"]:

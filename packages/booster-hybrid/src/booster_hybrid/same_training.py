@@ -6,11 +6,13 @@ each rank has a part. Ranks would diverge, or wait for each other, without a sig
 
 from __future__ import annotations
 
+import bisect
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import digest
@@ -21,9 +23,10 @@ from booster_runtime.memory import is_absent
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
@@ -85,16 +88,47 @@ class TrainedAlike:
 
 
 class OutsideReads:
-    """Finds what a loss reads, outside of the model's forward, of parameters of which each rank has a part.
+    """Finds what a loss reads of parameters of which each rank has a part, elsewhere than where they are split.
+
+    The graph of the first loss is looked at as a whole: the model's forward may read them, tables alone the module that
+    has them. Of later losses it is what was computed outside of the model's forward.
 
     Args:
+        model: The user's model, split.
         parts: Names of such parameters, by ``id``.
     """
 
-    def __init__(self, parts: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
         self._parts = parts
+        self._tables: set[int] = set()
         self._spans: list[tuple[int, int]] = []
+        self._own: dict[int, list[tuple[int, int]]] = {}
         self._start = 0
+        self._num_checked = 0
+        self._hooks: list[RemovableHandle] = []
+        for module in model.modules():
+            held = [id(each) for each in module.parameters(recurse=False) if id(each) in parts]
+            if held and (isinstance(module, nn.Embedding) or getattr(module.forward, "vocabulary", None) is not None):
+                self._tables.update(held)
+            if held:
+                self._watch(module, held)
+
+    def _watch(self, module: nn.Module, held: Sequence[int]) -> None:
+        """Note, until the first loss, when a module runs."""
+        starts: list[int] = []
+
+        def enter(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                starts.append(_next_number())
+
+        def leave(*_: Any) -> None:
+            if starts:
+                span = starts.pop(), _next_number()
+                for each in held:
+                    self._own.setdefault(each, []).append(span)
+
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave))
 
     def begin(self) -> None:
         """Begin a forward of the model."""
@@ -103,42 +137,67 @@ class OutsideReads:
     def end(self) -> None:
         """End it."""
         self._spans.append((self._start, _next_number()))
+        del self._spans[:-_MOST_SPANS]
 
     def check(self, loss: Tensor) -> None:
-        """Raise if something in the graph of a loss reads such a parameter elsewhere than in a forward.
+        """Raise if something in the graph of a loss reads such a parameter where it is not split.
 
         Raises:
             ConfigError: If so, on all ranks.
         """
-        if not self._spans or loss.grad_fn is None:
+        is_first, self._num_checked = not self._num_checked, self._num_checked + 1
+        if loss.grad_fn is None or not (is_first or self._spans):
             return
-        for node, name in self._readers(loss.grad_fn):
+        for node, key in self._readers(loss.grad_fn, are_all=is_first):
             number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
-            if not (_is_ours(node) or any(start < number < stop for start, stop in self._spans)):
+            spans = [*self._own.get(key, ()), *(() if key in self._tables and is_first else self._spans)]
+            if not (_is_ours(node) or any(start < number < stop for start, stop in spans)):
                 msg = (
-                    f"The loss reads parameter '{name}' outside of the model's forward ({node.name()}), and each rank "
-                    "has a part of it: a penalty on it would be that of a part. Use the optimizer's `weight_decay`, or "
-                    "leave what `model.local.splits` and `model.local.expert_splits` name out of the penalty; "
+                    f"The loss reads parameter '{self._parts[key]}' outside of the layer that has it ({node.name()}), "
+                    "and each rank has a part of it: a penalty on it, or logits made of it, would be those of a part. "
+                    "Call the layer, or `linear_cross_entropy` with it; for a penalty use the optimizer's "
+                    "`weight_decay`, or leave out what `model.local.splits` and `model.local.expert_splits` name. "
                     "`unchecked='allow'` takes parts for whole."
                 )
                 raise ConfigError(msg)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._own.clear()
 
-    def _readers(self, root: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the nodes of a graph that read such parameters, with a parameter's name."""
+    def _readers(self, root: Any, *, are_all: bool) -> Iterator[tuple[Any, int]]:
+        """Yield the nodes of a graph that read such parameters, with a parameter's ``id``.
+
+        Args:
+            root: The loss's node.
+            are_all: Whether to look at nodes of the model's forward as well.
+        """
         waiting, seen = [root], {root}
         while waiting:
             node = waiting.pop()
             for following, _ in node.next_functions:
-                name = self._parts.get(id(getattr(following, "variable", None)))
-                if name is not None:
-                    yield node, name
-                elif following is not None and following not in seen:
+                key = id(getattr(following, "variable", None))
+                if key in self._parts:
+                    yield node, key
+                elif following is not None and following not in seen and (are_all or not self._is_inside(following)):
                     seen.add(following)
                     waiting.append(following)
 
+    def _is_inside(self, node: Any) -> bool:
+        """Return whether a node was made in a forward of the model."""
+        number = node._sequence_nr()  # noqa: SLF001 - as above
+        place = bisect.bisect_left(self._spans, (number, 0)) - 1
+        return place >= 0 and number < self._spans[place][1]
+
+
+_MOST_SPANS = 4096
+"""Forwards that a loss may come of."""
+
 
 def _is_ours(node: Any) -> bool:
-    """Return whether a node is of a function of Booster's, which takes a part for a part, as a loss by chunks does."""
+    """Return whether a node is of a function that takes a part for a part: Booster's, or what it has compiled."""
+    if node.name().startswith("CompiledFunction"):
+        return True
     function = getattr(type(node), "_forward_cls", None)
     return function is not None and function.__module__.startswith("booster_")
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.p2p import Link
     from booster_hybrid.pipeline.per_sample import SampleEntries
     from booster_hybrid.pipeline.schedule import Schedule
+    from booster_hybrid.same_training import OutsideReads
 
 _MOST_WAIT = 5.0
 """Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""
@@ -81,6 +82,7 @@ class PipelineEngine:
         staged: As above.
         gathered: Makes a context in which the stages' parameters can be read.
         written: Returns an error if stages have written into these parameters there, where that is lost.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class PipelineEngine:
         self.staged = staged
         self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.written: Callable[[], Exception | None] = lambda: None
+        self.outside_reads: OutsideReads | None = None
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
         self._config, self._index, self._link = config, index, link
@@ -192,6 +195,7 @@ class PipelineEngine:
                 streams=self._streams(seed, len(parts)),
                 cuts=cuts,
                 means=means,
+                reads=None if optimizer is None else self.outside_reads,
                 **self._run_options,
             )
             if optimizer is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
     from booster_hybrid.random_streams import MicrobatchStreams
+    from booster_hybrid.same_training import OutsideReads
 
 _REASONS = {
     "more than one element of the written-to tensor": (
@@ -64,6 +65,7 @@ class PipelineRun:
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
         cuts: What stages need for each microbatch; ``None`` for what they need for the example.
         means: Divides means over labels; ``None`` leaves them those of microbatches.
+        reads: Looks at what losses read; ``None`` for nobody.
         failed_alone: Returns whether another rank, with which this one computes its stages, has not failed as well.
 
     Attributes:
@@ -94,9 +96,10 @@ class PipelineRun:
         streams: Sequence[MicrobatchStreams] | None = None,
         cuts: Sequence[Cuts] | None = None,
         means: LabelMeans | None = None,
+        reads: OutsideReads | None = None,
         failed_alone: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._means, self._failed_alone = means, failed_alone
+        self._means, self._reads, self._failed_alone = means, reads, failed_alone
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
@@ -184,6 +187,8 @@ class PipelineRun:
         if self._means is not None:
             self._means.begin(microbatch)
         with context, self._acting_for(key, received), counting(self._means if is_end else None):
+            if self._reads is not None and is_end:
+                self._reads.begin()
             outputs, payload = self._staged.run(batch)
             if is_end:
                 loss = self._loss(outputs, batch, microbatch)
@@ -199,9 +204,14 @@ class PipelineRun:
     def _loss(self, outputs: Any, batch: Any, microbatch: int) -> Tensor:
         if self._streams is not None:
             self._streams[microbatch].begin_criterion()
+        if self._reads is not None:
+            self._reads.end()
         counted = contextlib.nullcontext() if self._means is None else CountedLoss()
         with self._staged.showing_absent_state(), counted:
-            return self._checked(self._criterion(outputs, batch))
+            loss = self._checked(self._criterion(outputs, batch))
+        if self._reads is not None:
+            self._reads.check(loss)
+        return loss
 
     @contextlib.contextmanager
     def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
