@@ -128,6 +128,34 @@ def test_all_ranks_end_when_one_of_a_stage_fails(failing, style, scripts, tmp_pa
     assert max(map(int, ends.values())) < 30, run.output
 
 
+class FirstOfNothing(torch.nn.Module):
+    """Asks a part for its format, which has no parameters on the second stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.tower(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.to(next(self.tower.parameters()).dtype) if self.layers[1].weight.sum() else x
+
+
+def ask_for_the_first():
+    from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(4, 4)}
+    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), FirstOfNothing()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.sum(), optimizer)
+
+
+def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
+    expect_on_ranks(ConfigError, r"`forward` .* took the first of nothing", ask_for_the_first, 2)
+
+
 def test_a_batch_that_cannot_be_split_raises_on_every_rank():
     expect_on_ranks(
         ConfigError, r"batch of 3 sample\(s\) can't be split into `num_microbatches=4`", execute, 2, own_loss, 3,

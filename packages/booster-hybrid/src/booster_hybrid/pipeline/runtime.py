@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -318,6 +319,16 @@ class PipelineRun:
 
 def _explained(error: Exception) -> Exception:
     """Return an error of torch as one that says what it means here; others as they are."""
+    if isinstance(error, StopIteration):  # which would be taken for the end of the data
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        ended = ConfigError(
+            f"`{place.name}` ({place.filename}, line {place.lineno}) took the first of nothing: in a pipeline stage a "
+            "part of the model may have no parameters, as another stage has them, and `next(part.parameters())` or the "
+            "`dtype` and `device` of a model of transformers take the first one. Take the format from a tensor that "
+            "the stage has, such as the part's input, or use `pp_size=1`."
+        )
+        ended.__cause__ = error
+        return ended
     reason = next((reason for text, reason in _REASONS.items() if text in str(error)), None)
     if not isinstance(error, RuntimeError) or isinstance(error, BoosterError) or reason is None:
         return error
