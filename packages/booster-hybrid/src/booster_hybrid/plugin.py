@@ -95,8 +95,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             given.
         microbatch_size: Samples in each microbatch, instead.
         pp_style: Order of the microbatches' forward and backward passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``,
-            ``"zbv"`` or ``"dualpipev"``.
-        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"``, ``"zbv"`` and ``"dualpipev"``.
+            or ``"zbv"``.
+        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"`` and ``"zbv"``.
         num_layers_per_stage: Number of layers of each stage; balanced by default.
         checkpoint_ratio: Fraction of each stage's layers that store only their inputs and are recomputed in backward:
             one number, or one for each stage (early stages hold more microbatches). ``None`` leaves it to the model.
