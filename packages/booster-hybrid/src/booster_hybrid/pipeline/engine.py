@@ -34,11 +34,10 @@ from booster_runtime.label_means import are_parts_weighed
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from booster_core.ranks import DistCoordinator
     from booster_hybrid.axes import Axis
@@ -222,49 +221,6 @@ class PipelineEngine:
             result["outputs"] = outputs
         return result
 
-    def forward(self, batch: Mapping[str, Any]) -> tuple[PipelineRun, int]:
-        """Take a batch through the stages as one microbatch, without gradients.
-
-        Args:
-            batch: Keyword arguments of the model's forward, the same on every rank of the pipeline.
-
-        Returns:
-            What has run, with the outputs on the rank of the last stage; and that rank's position.
-
-        Collective: the ranks that work on one batch together; with ``zero_stage=3``, every rank of the world.
-        """
-        schedule = self.schedule(1)
-        with kept_streams(self._device):
-            seed = next_seed()  # the ranks draw alike here, and what `generate` draws is that of one process
-        run = PipelineRun(
-            self.staged,
-            schedule,
-            self._index,
-            self._link,
-            [move_batch(batch, self._device)],
-            [1.0],
-            lambda outputs, batch: torch.zeros(()),  # noqa: ARG005 - no loss is asked for
-            None,
-            keeps_outputs=True,
-            itinerary=self.itinerary(1, trains=False),
-            streams=self._streams(seed, 1),
-            **self._run_options,
-        )
-        with self.gathered(), self._kept_generators():
-            run.run()
-        placement = schedule.placement
-        return run, placement.rank_of(placement.num_stages - 1)
-
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks that work on one batch together if one of them brings an error.
-
-        Collective: these ranks.
-        """
-        if self._has_any(error, self._replica.group):
-            with self._coordinator.together("generate", process_group=self._replica.group):
-                if error is not None:
-                    raise error
-
     def _has_failed_alone(self) -> bool:
         """Return whether ranks that share the stage of this one, which has failed, don't come to say so, too."""
         try:
@@ -369,7 +325,7 @@ class PipelineEngine:
         )
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
-        if self._has_any(error, None):
+        if self._has_any(error):
             if optimizer is not None:
                 for each in optimizer.scaling.optimizers:
                     each.zero_grad()  # of a part of the batch, and of some ranks only
@@ -377,10 +333,10 @@ class PipelineEngine:
                 if error is not None:
                     raise error
 
-    def _has_any(self, error: Exception | None, group: ProcessGroup | None) -> bool:
-        """Return whether a rank of a group (``None`` for all) brings an error."""
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=between_hosts(self._device, group))
-        collectives.all_reduce(flag, dist.ReduceOp.MAX, group).wait()
+    def _has_any(self, error: Exception | None) -> bool:
+        """Return whether any rank brings an error."""
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=between_hosts(self._device))
+        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
         return bool(flag.item())
 
     def _warn_if_idle(self, schedule: Schedule) -> None:
