@@ -8,20 +8,14 @@ from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_hybrid import HybridParallelPlugin
+from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_runtime import train_batch
-from booster_testing import RankError, run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 
 PROMPT = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 DRAWN = {"max_new_tokens": 12, "do_sample": True, "pad_token_id": 0}
 SETTINGS = {
-    "pp2": (2, {"pp_size": 2}),
-    "pp2, zbv": (2, {"pp_size": 2, "pp_style": "zbv"}),
-    "pp2, interleaved": (2, {"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}),
-    "pp4": (4, {"pp_size": 4}),
-    "pp2 tp2": (4, {"pp_size": 2, "tp_size": 2}),
-    "pp2 sp2": (4, {"pp_size": 2, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
     "tp2": (2, {"tp_size": 2}),
     "split_gather": (2, {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}),
     "ulysses": (2, {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
@@ -50,7 +44,7 @@ def greedy_on_ranks(options):
     return tokens.tolist(), beams.tolist()
 
 
-@matrix(["pp2, interleaved", "pp2 tp2", "split_gather", "ulysses"], name=SETTINGS)
+@matrix(["tp2", "split_gather", "ulysses"], name=SETTINGS)
 def test_tokens_are_those_of_one_process(name):
     world_size, options = SETTINGS[name]
     mask = torch.ones_like(PROMPT)
@@ -61,55 +55,6 @@ def test_tokens_are_those_of_one_process(name):
     assert run_on_ranks(greedy_on_ranks, world_size, options) == [expected] * world_size
 
 
-def mistral():
-    """A model whose layers see the last four tokens alone."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
-    return MistralForCausalLM(MistralConfig(**sizes, **heads, initializer_range=0.3, eos_token_id=1)).eval()
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, initializer_range=0.3, eos_token_id=1)
-    return GPT2LMHeadModel(config).eval()
-
-
-def counted(options, make):
-    """Return tokens, and how many of them each forward of the first layer on this rank took."""
-    model = boosted(options, make())
-    layer = next(each for each in model.unwrap().modules() if isinstance(each, nn.ModuleList))
-    taken = []
-    handle = layer[0].register_forward_pre_hook(lambda _, args: taken.append(args[0].shape[1]))
-    mask = torch.ones_like(PROMPT)
-    mask[0, :2] = 0  # padding on the left
-    outputs = model.generate(PROMPT, attention_mask=mask, use_cache=True, return_dict_in_generate=True, **GREEDY)
-    handle.remove()
-    assert outputs.past_key_values is None
-    return outputs.sequences.tolist(), taken
-
-
-@matrix(
-    ["pp2-mistral", "pp2, interleaved-llama", "pp2-gpt2"],
-    name=["pp2", "pp2, zbv", "pp2, interleaved", "pp2 tp2"],
-    make=[llama, mistral, gpt2],
-)
-def test_stages_keep_keys_and_values(name, make):
-    world_size, options = SETTINGS[name]
-    mask = torch.ones_like(PROMPT)
-    mask[0, :2] = 0
-    expected = make().generate(PROMPT, attention_mask=mask, **GREEDY).tolist()
-    for tokens, taken in run_on_ranks(counted, world_size, options, make):
-        assert tokens == expected
-        num_stages = taken.count(PROMPT.shape[1])  # on this rank
-        assert num_stages in (1, 2)
-        assert taken[num_stages:] == [1] * num_stages * (GREEDY["max_new_tokens"] - 1)
-
-
 def drawn_on_ranks(options, rank_seeds):
     model = boosted(options)
     torch.manual_seed(rank_seeds[torch.distributed.get_rank()])
@@ -118,7 +63,7 @@ def drawn_on_ranks(options, rank_seeds):
     return first, second, torch.rand(()).item()
 
 
-@matrix(["pp2"], name=["pp2", "tp2", "ring"])
+@matrix(["tp2"], name=["tp2", "ring"])
 def test_ranks_of_a_replica_draw_the_same_tokens_whatever_their_seeds(name):
     torch.manual_seed(5)
     model = llama()
@@ -133,7 +78,7 @@ def test_ranks_of_a_replica_draw_the_same_tokens_whatever_their_seeds(name):
 
 def prompts_of_replicas(options):
     model = boosted(options)
-    replica = torch.distributed.get_rank() // (options.get("pp_size", 1) * options.get("sp_size", 1))
+    replica = torch.distributed.get_rank() // (options.get("sp_size", 1))
     prompt, new = PROMPT[:, : 3 + replica], 3 + 2 * replica
     mask = torch.ones_like(prompt)
     mask[0, 0] = 0  # texts without padding need no mask
@@ -145,12 +90,10 @@ def prompts_of_replicas(options):
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        pytest.param(4, {"pp_size": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.slow),
-        (4, {"pp_size": 2, "zero_stage": 3}),
         (4, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 3}),
     ],
-    ids=["pp2 dp2", "dp2 zero 3", "pp2 dp2 zero 3", "ring dp2 zero 3"],
+    ids=["dp2 zero 3", "ring dp2 zero 3"],
 )
 def test_replicas_may_generate_texts_of_other_lengths(world_size, options):
     for prompt, mask, new, tokens in run_on_ranks(prompts_of_replicas, world_size, options):
@@ -187,19 +130,6 @@ class Bigram(nn.Module):
         return tokens
 
 
-def own_loop():
-    torch.manual_seed(0)
-    plain = Bigram()
-    expected = plain.generate(PROMPT, 5)
-    torch.manual_seed(0)
-    model = boosted({"pp_size": 2, "example_batch": (PROMPT, 2.0)}, Bigram())
-    return torch.equal(model.generate(PROMPT, 5), expected)
-
-
-def test_a_loop_of_the_users_own_runs_through_all_stages():
-    assert run_on_ranks(own_loop, 2) == [True, True]
-
-
 def adapted():
     from peft import LoraConfig, get_peft_model
 
@@ -211,7 +141,7 @@ def with_adapters():
     torch.manual_seed(1)
     expected = adapted().generate(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
     torch.manual_seed(1)
-    model = boosted({"pp_size": 2}, adapted())
+    model = boosted({"tp_size": 2}, adapted())
     tokens = model.generate(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
     return torch.equal(tokens, expected)
 
@@ -236,7 +166,7 @@ def train_between(options, generates):
 
 
 def test_training_goes_on_as_without_it():
-    options = {"pp_size": 2, "num_microbatches": 2}
+    options = {"tp_size": 2}
     assert run_on_ranks(train_between, 2, options, True) == run_on_ranks(train_between, 2, options, False)
 
 
@@ -253,16 +183,7 @@ def test_keys_and_values_of_parts_can_not_be_kept():
         assert "Leave out `use_cache`" in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [({"cache_implementation": "static"}, "StaticCache"), ({"past_key_values": "any"}, "whole text")],
-)
-def test_stages_refuse_other_caches(arguments, text):
-    for message in run_on_ranks(refused, 2, SETTINGS["pp2"][1], arguments, [7, 7]):
-        assert text in message
-
-
-@pytest.mark.parametrize("name", ["pp2", "tp2"])
+@pytest.mark.parametrize("name", ["ring", "tp2"])
 def test_other_prompts_in_a_replica_are_refused(name):
     for message in run_on_ranks(refused, 2, SETTINGS[name][1], {}, [7, 6]):
         assert "were given different ones" in message
@@ -300,13 +221,15 @@ def test_encoder_decoder_models_generate(name):
     run_on_ranks(run_or_refused, 2, with_encoder, "t5", SETTINGS[name][1], start, expected)
 
 
-def calls_an_encoder():
-    with pytest.raises(ConfigError, match="calls a part of T5ForConditionalGeneration by itself"):
-        boosted({"pp_size": 2}, t5()).generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+def generate_in_a_pipeline(make, *arguments):
+    options = {"pp_size": 2} if make is not Bigram else {"pp_size": 2, "example_batch": (PROMPT, 2.0)}
+    boosted(options, make()).generate(PROMPT, *arguments)
 
 
-def test_encoders_are_not_called_alone_under_a_pipeline():
-    run_on_ranks(calls_an_encoder, 2)
+@pytest.mark.parametrize(("make", "arguments"), [(llama, ()), (t5, ()), (Bigram, (5,))])
+def test_models_that_are_cut_into_stages_do_not_generate(make, arguments):
+    message = "cut into pipeline stages, through which `generate` does not run"
+    expect_on_ranks(ConfigError, message, generate_in_a_pipeline, 2, make, *arguments)
 
 
 def other_options(options, arguments):
@@ -330,7 +253,7 @@ def other_options(options, arguments):
             joint=True,
         )
     },
-    name=["pp2", "ring"],
+    name=["tp2", "ring"],
 )
 def test_other_options_in_a_replica_are_refused_on_every_rank(name, arguments, words):
     for message in run_on_ranks(other_options, 2, SETTINGS[name][1], arguments):
@@ -371,7 +294,7 @@ def other_objects(options, kind):
             ("processors", "`logits_processor`: "),
         ]
     },
-    name=["pp2", "tp2"],
+    name=["ring", "tp2"],
 )
 def test_other_objects_in_a_replica_are_refused_on_every_rank(name, kind, words):
     for message in run_on_ranks(other_objects, 2, SETTINGS[name][1], kind):
@@ -393,7 +316,7 @@ def same_objects():
         def end(self):
             pass
 
-    model = boosted({"pp_size": 2})
+    model = boosted({"tp_size": 2})
     model.unwrap().generation_config.max_new_tokens = 3 + torch.distributed.get_rank()  # an argument takes its place
     streamer = Shown() if torch.distributed.get_rank() == 0 else None
     processors = LogitsProcessorList([MinLengthLogitsProcessor(9, eos_token_id=torch.tensor([1]))])
@@ -412,7 +335,8 @@ def test_what_each_rank_made_for_itself_is_the_same_option():
 
 def other_counts():
     torch.manual_seed(0)
-    model = boosted({"pp_size": 2, "example_batch": (PROMPT, 2.0)}, Bigram())
+    policy = ShardingPolicy(rules=(ModuleRule("head", Style.COLUMN_GATHER),))
+    model = boosted({"tp_size": 2, "custom_policy": policy, "example_batch": (PROMPT, 2.0)}, Bigram())
     with pytest.raises(ConfigError, match="`count`: 5 on rank 0, 6 on rank 1"):
         model.generate(PROMPT, 5 + torch.distributed.get_rank())
 
@@ -422,25 +346,10 @@ def test_other_arguments_of_a_loop_of_the_users_own_are_refused():
 
 
 def ended_by_a_clock(arguments):
-    model = boosted({"pp_size": 2})
+    model = boosted({"tp_size": 2})
     with pytest.raises(ConfigError, match="`max_time` ends the loop by a clock"):
         model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY, **arguments)
 
 
 def test_no_clock_ends_the_loop():
     run_on_ranks(ended_by_a_clock, 2, {"max_time": 100.0})
-
-
-def fails_in_a_stage():
-    model = boosted({"pp_size": 2})
-    if torch.distributed.get_rank() == 1:
-        model.unwrap().lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("no head today")))
-    model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
-
-
-def test_an_error_of_one_stage_is_raised_on_every_rank():
-    with pytest.raises(RankError) as caught:
-        run_on_ranks(fails_in_a_stage, 2)
-    errors = caught.value.exceptions
-    assert sorted(errors) == [0, 1]
-    assert all(isinstance(each, ValueError) and "no head today" in str(each) for each in errors.values())

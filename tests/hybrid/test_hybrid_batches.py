@@ -112,6 +112,32 @@ def test_each_batch_of_a_pipeline_is_compared():
     expect_on_ranks(ConfigError, "Ranks 0, 1 work on one batch", draw_apart_in_the_second_step, 2)
 
 
+def draw_apart_after_the_first_batch(options, more, has_gradients):
+    """Take batches of which the second differs, in its values alone or in its rows as well."""
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model = llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        rank = torch.distributed.get_rank() * step
+        tokens = torch.randint(64, (4 + more * rank, 8), generator=torch.Generator().manual_seed(rank))
+        with torch.set_grad_enabled(has_gradients):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        if has_gradients:
+            booster.backward(loss, optimizer)
+            optimizer.step()
+
+
+@matrix(
+    1,
+    options=named([{"tp_size": 2}, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}], ["tp", "ring"]),
+    more=[0, 1],
+    has_gradients=[True, False],
+)
+def test_each_batch_of_a_loop_is_compared(options, more, has_gradients):
+    message = "Ranks 0, 1 work on one batch"
+    expect_on_ranks(ConfigError, message, draw_apart_after_the_first_batch, 2, options, more, has_gradients)
+
+
 def data_parallel_ranks_differ():
     booster, model, optimizer = boosted()
     replica = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 import torch
+from forked_scripts import torchrun_variables
 from matrix import matrix, named
 from model_zoo import get_model
 
@@ -76,6 +78,82 @@ def broken(outputs, _):
 )
 def test_an_error_in_the_criterion_raises_on_every_rank(criterion, kind, message, options):
     expect_on_ranks(kind, message, execute, 4, criterion, 4, options)
+
+
+ONE_FAILS = """
+import sys, time
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from booster_core import Booster, launch_from_torch
+from booster_hybrid import HybridParallelPlugin
+
+failing, style = int(sys.argv[1]), sys.argv[2]
+rank = launch_from_torch(timeout_seconds=120.0).rank
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes))
+booster = Booster(plugin=HybridParallelPlugin(pp_size=2, tp_size=2, pp_style=style))
+model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def fail(module, args):
+    if rank == failing and step == 1:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def tell(kind, error, trace):
+    print(f"rank {rank}, {time.monotonic() - began:.0f} s: {error}", flush=True)
+
+
+for layer in model.unwrap().model.layers:
+    layer.mlp.register_forward_pre_hook(fail)
+sys.excepthook = tell
+tokens = torch.ones(4, 8, dtype=torch.long)
+batch = {"input_ids": tokens, "labels": tokens}
+for step in range(3):
+    began = time.monotonic()
+    booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer)
+    print(f"rank {rank} has done step {step}", flush=True)
+"""
+
+
+@matrix(1, failing=[1, 2], style=["1f1b", "zbv"])
+def test_all_ranks_end_when_one_of_a_stage_fails(failing, style, scripts, tmp_path):
+    (tmp_path / "fails.py").write_text(ONE_FAILS)
+    run = scripts.run(tmp_path / "fails.py", [[failing, style]] * 4, torchrun_variables(4))
+    assert all(run.codes), run.output
+    assert "step 1" not in run.output
+    assert f"rank {failing} failed: OutOfMemoryError: no memory" in run.output
+    ends = dict(re.findall(r"^rank (\d), (\d+) s: ", run.output, re.MULTILINE))
+    assert ends.keys() == set("0123"), run.output
+    assert max(map(int, ends.values())) < 30, run.output
+
+
+class FirstOfNothing(torch.nn.Module):
+    """Asks a part for its format, which has no parameters on the second stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.tower(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.to(next(self.tower.parameters()).dtype) if self.layers[1].weight.sum() else x
+
+
+def ask_for_the_first():
+    from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": torch.ones(4, 4)}
+    booster, model = Booster(plugin=HybridParallelPlugin(pp_size=2, **example)), FirstOfNothing()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([torch.ones(4, 4)]), model, lambda outputs, _: outputs.sum(), optimizer)
+
+
+def test_the_first_parameter_of_a_part_without_any_raises_on_every_rank():
+    expect_on_ranks(ConfigError, r"`forward` .* took the first of nothing", ask_for_the_first, 2)
 
 
 def test_a_batch_that_cannot_be_split_raises_on_every_rank():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, itself
+from matrix import matrix, named
 from model_zoo import get_model
 
 from booster_core import Booster
@@ -180,3 +181,54 @@ def test_hooks_may_change_what_modules_inside_of_layers_return():
     example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
     setting = Setting(HybridParallelPlugin, {"pp_size": 2, **example})
     assert_equals_one_process(Case(build=Widened, batch=samples, loss=itself, steps=2), setting)
+
+
+class Attach(torch.autograd.Function):
+    """Lets a loss take part in backward without being in the loss, as DeepSeek's remote code does."""
+
+    @staticmethod
+    def forward(_ctx, hidden, _loss):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class Attaching(torch.nn.Module):
+    """Layers that attach the loss of their router, and a decay that a hook on a parameter adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([AttachingLayer() for _ in range(4)]).double()
+        weight = self.layers[0].out.weight
+        weight.register_hook(lambda gradient: gradient + 0.1 * weight.detach())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.double())
+        return x.square().mean()
+
+
+class AttachingLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.out = torch.nn.Linear(4, 3), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        return x + Attach.apply(self.out(x) * shares[..., :1], shares.square().sum(-1).mean())
+
+
+@matrix(
+    ["1f1b-0", "zbv-1", "1f1b-2"],
+    style=named(
+        [{"pp_style": style} for style in ("1f1b", "gpipe", "interleaved", "zbv")], lambda each: each["pp_style"]
+    ),
+    stage=[0, 1, 2, 3],
+)
+def test_what_joins_backward_without_the_loss_counts_once(style, stage):
+    example = {"custom_policy": ShardingPolicy(layers=("layers",)), "example_batch": samples(0, 0)[:2]}
+    options = {"pp_size": 2, "num_microbatches": 4, "zero_stage": stage, **style, **example}
+    case = Case(build=Attaching, batch=samples, loss=itself, steps=2, micro_batches=2)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, options))

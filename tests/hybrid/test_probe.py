@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 from rank_sums import Summed
@@ -174,8 +176,62 @@ def test_right_rules_are_undone():
     assert picture(model) == before
 
 
-def test_layers_that_differ_by_an_attribute_are_all_checked():
-    model = Model(blocks=[Block(), Block(True)])
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def __bool__(self):
+        return self.value
+
+
+class Hidden(Slotted):
+    """Tells what it is by nothing that can be looked into."""
+
+    __slots__ = ()
+
+    def __init__(self, value):
+        super().__init__({}.get if value else [].append)
+
+    def __bool__(self):
+        return self.value.__name__ == "get"
+
+
+class Called:
+    """Asks a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __bool__(self):
+        return bool(self.function())
+
+
+def closed_over(value):
+    return Called(lambda: value)
+
+
+def defaulted(value):
+    return Called(lambda it=value: it)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        bool,
+        Slotted,
+        Hidden,
+        closed_over,
+        defaulted,
+        lambda value: Called(functools.partial(bool, value)),
+        lambda value: Called(Slotted(value).__bool__),
+        np.array,
+    ],
+    ids=["plain", "slots", "hidden", "closure", "default", "partial", "method", "numpy"],
+)
+def test_layers_that_differ_by_an_attribute_are_all_checked(switch):
+    model = Model(blocks=[Block(switch(False)), Block(switch(True))])
     with pytest.raises(ConfigError, match=r"changes what layer 'blocks\.1' computes"):
         check(model, RIGHT.values())
 

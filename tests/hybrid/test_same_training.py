@@ -106,17 +106,69 @@ def test_what_is_frozen_and_thawed_on_all_ranks_trains():
     run_on_ranks(freeze_and_thaw, 2)
 
 
-def penalize(names, options):
+def penalize(names, options, begins_at=0):
     booster, boosted, model, tokens = boost({**TENSOR, **options})
-    step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names))
+    for index in range(begins_at + 1):
+        step(booster, boosted, tokens, sum(model.get_parameter(name).norm() for name in names) * (index == begins_at))
 
 
-def test_a_penalty_on_a_part_of_a_parameter_raises():
+@pytest.mark.parametrize("begins_at", [0, 2])
+def test_a_penalty_on_a_part_of_a_parameter_raises(begins_at):
     message = r"reads parameter 'blocks\.0\.attention\.out\.weight' outside .*`weight_decay`"
     names = ["tokens.weight", "blocks.0.attention.out.weight"]
-    expect_on_ranks(ConfigError, message, penalize, 2, names, {})
-    run_on_ranks(penalize, 2, names[:1], {})
-    run_on_ranks(penalize, 2, names, {"unchecked": "allow"})
+    expect_on_ranks(ConfigError, message, penalize, 2, names, {}, begins_at)
+    run_on_ranks(penalize, 2, names[:1], {}, begins_at)
+    run_on_ranks(penalize, 2, names, {"unchecked": "allow"}, begins_at)
+
+
+def penalize_in_criterion(name, begins_at):
+    booster, boosted, model, tokens = boost({**TENSOR, "pp_size": 2})
+    for index in range(begins_at + 1):
+
+        def criterion(outputs, _, index=index):
+            loss = outputs.square().mean()
+            return loss + 0.1 * model.get_parameter(name).norm() if index == begins_at else loss
+
+        booster.execute_pipeline(iter([{"tokens": tokens}]), boosted.model, criterion, boosted.optimizer)
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+
+
+def test_a_penalty_in_the_criterion_of_a_pipeline_raises():
+    message = r"reads parameter 'blocks\.1\.attention\.out\.weight' outside"
+    expect_on_ranks(ConfigError, message, penalize_in_criterion, 4, "blocks.1.attention.out.weight", 1)
+    run_on_ranks(penalize_in_criterion, 4, "blocks.1.norm.weight", 1)
+
+
+class Tied(nn.Module):
+    """Uses its table for words and for logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(16, SIZE), nn.Linear(SIZE, SIZE)
+
+    def hidden(self, tokens):
+        return self.layer(self.tokens(tokens))
+
+    def forward(self, tokens):
+        return functional.linear(self.hidden(tokens), self.tokens.weight)
+
+
+def train_tied(is_inside):
+    """Make logits of a split table, in forward, or outside of it of what a part of the model returned."""
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.arange(24).view(2, 12) % 16
+    policy = ShardingPolicy(rules=(ModuleRule("tokens", Style.VOCABULARY),))
+    booster = Booster("cpu", plugin=HybridParallelPlugin(tp_size=2, custom_policy=policy))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    logits = boosted(tokens) if is_inside else functional.linear(model.hidden(tokens), model.tokens.weight)
+    booster.backward(functional.cross_entropy(logits.flatten(0, 1)[:, :8], tokens.flatten() % 8), optimizer)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_logits_of_a_part_of_a_table_raise(is_inside):
+    message = r"reads parameter 'tokens\.weight' outside of the layer .*`linear_cross_entropy`"
+    expect_on_ranks(ConfigError, message, train_tied, 2, is_inside)
 
 
 def change_on_one():

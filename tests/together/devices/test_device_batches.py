@@ -1,12 +1,17 @@
-"""Data loaders hand out batches on the device, nested and from pinned memory, unless they are told not to."""
+"""Data loaders hand out batches on the device, nested and from pinned memory, unless they are told not to.
+
+Batches there are told apart as those on the host are, without a wait for the device.
+"""
 
 import pytest
 import torch
+from host_waits import HostWaits
 from simulated_device import NAME, run_on_devices
 from torch import nn
 from torch.utils.data import DataLoader
 
 from booster_core import Booster
+from booster_hybrid.same_batch import BatchNumbers
 
 
 def placed_by(is_wanted):
@@ -27,3 +32,21 @@ def test_loaders_hand_out_batches_on_the_device(simulated_device, is_wanted):
     device = NAME if is_wanted else "cpu"
     for rank, found in enumerate(run_on_devices(placed_by, 2, simulated_device, is_wanted)):
         assert found == [(device, device, float(index), index, ("text",)) for index in (rank, rank + 2)] * 2
+
+
+def numbers_of(seeds):
+    """Return the numbers of batches with values on the device, and what the host waited for."""
+    numbers = BatchNumbers()
+    batches = [torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    batches = [{"input_ids": batch.to(NAME), "mask": torch.ones(4, 8)} for batch in batches]
+    with HostWaits(NAME) as waits:
+        return [numbers.take(batch) for batch in batches], waits.found
+
+
+def test_values_on_the_device_count_in_the_next_number(simulated_device):
+    (first, waits), (second, _) = (
+        run_on_devices(numbers_of, 1, simulated_device, seeds)[0] for seeds in ([1, 2, 2], [1, 3, 2])
+    )
+    assert [each for each in waits if "item" in each or "scalar" in each] == []
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]

@@ -14,7 +14,6 @@ DRAWN = {"max_new_tokens": 5, "do_sample": True, "pad_token_id": 0}
 SETTINGS = {
     "tp": {"tp_size": 2},
     "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
-    "pp": {"pp_size": 2},
     "ulysses": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
     "ring": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
     "zero 3": {"zero_stage": 3},
@@ -54,6 +53,6 @@ def generate(options):
     assert found[0] != found[2]
 
 
-@matrix(["pp", "ring", "zero 3"], name=SETTINGS)
+@matrix(["tp", "ring", "zero 3"], name=SETTINGS)
 def test_tokens_are_those_of_one_process(name, simulated_device):
     run_on_devices(generate, 2, simulated_device, SETTINGS[name], timeout_seconds=240.0, group_timeout_seconds=120.0)

@@ -25,7 +25,7 @@ from booster_hybrid.pipeline.forms import CutsByForm, outline_of
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
-from booster_hybrid.pipeline.schedule import V_STYLES, make_schedule
+from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
@@ -381,7 +381,7 @@ class HybridSetup:
         """
         copies = plan.copies(self._model)
         # Layers' forwards that split their backward are called by those that stages put around layers.
-        split_backward = SplitBackward(self._model) if self._config.pipeline.style in V_STYLES else None
+        split_backward = SplitBackward(self._model) if self._config.pipeline.style == ZERO_BUBBLE else None
         plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
         # Parameters of other stages still tell their format: models make tables in that of their embedding.
         dtypes = working_dtypes(self._model, self._context.precision)
@@ -425,6 +425,7 @@ class HybridSetup:
             forms,
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],
+            sharing=[self._axes[name,] for name in ("tp", "sp", "ep")],
             coordinator=self._context.coordinator,
             device=device,
             exchanges_tokens=bool(self._experts),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from booster_core.errors import ConfigError
 from booster_hybrid.data_parallel import DataParallelConfig
 from booster_hybrid.mesh import AXES, check_order
-from booster_hybrid.pipeline.schedule import STYLES, V_STYLES, make_schedule
+from booster_hybrid.pipeline.schedule import STYLES, ZERO_BUBBLE, make_schedule
 
 if TYPE_CHECKING:
     from booster_zero import ZeroConfig
@@ -43,8 +43,8 @@ class PipelineConfig:
             ranks where neither this nor ``microbatch_size`` is given.
         microbatch_size: Samples in each part but the last, which may have fewer; another way to say it.
         style: Order of the parts' forwards and backwards: one of `booster_hybrid.pipeline.schedule.STYLES`.
-        num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) ``"zbv"`` and
-            ``"dualpipev"`` (2).
+        num_model_chunks: Stages on each rank: 1, but for ``"interleaved"`` (2 or more; 2 by default) and
+            ``"zbv"`` (2).
         num_layers_per_stage: Number of layers of each stage, in their order; ``None`` shares them out.
         checkpoint_ratio: Which part of each stage's layers, 0 to 1, keeps only its inputs and is recomputed in
             backward: one number for all stages, or one for each in their order. Layers are rounded up. ``None`` leaves
@@ -134,7 +134,7 @@ class PipelineConfig:
         """Stages on each rank."""
         if self.num_model_chunks is not None:
             return self.num_model_chunks
-        return 2 if self.style in ("interleaved", *V_STYLES) else 1
+        return 2 if self.style in ("interleaved", ZERO_BUBBLE) else 1
 
     @property
     def num_stages(self) -> int:

@@ -10,7 +10,6 @@ from booster_core.errors import ConfigError
 from booster_core.plugin import through_guard
 from booster_core.ranks import NamedCall
 from booster_hybrid.rank_group import refuse_copy
-from booster_hybrid.same_batch import check_same_batch
 from booster_runtime.local_state import refuse_pickle
 from booster_zero import ShardedModel
 
@@ -33,8 +32,8 @@ class HybridModel(ShardedModel):
         replica: The ranks that work on the same batches.
         callers: The ranks that take part in a forward together: these, and those that experts are spread over.
         streams: Lets tensor parallel ranks draw alike what they compute alike; ``None`` without such.
-        trained_alike: Compares what ranks train that work on the same batches; ``None`` where nobody else does.
-        outside_reads: Looks at the first loss; ``None`` afterwards, and where each rank has whole parameters.
+        trained_alike: Compares batches, and what ranks train that work on the same; ``None`` where nobody else does.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
         engine: Takes batches through the pipeline; ``None`` where there is none.
         stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
     """
@@ -45,7 +44,6 @@ class HybridModel(ShardedModel):
     streams: SplitStreams | None = None
     trained_alike: TrainedAlike | None = None
     outside_reads: OutsideReads | None = None
-    _has_compared: bool = False
     engine: PipelineEngine | None = None
     stages: StageMap | None = None
 
@@ -70,7 +68,7 @@ class HybridModel(ShardedModel):
 
         Raises:
             ConfigError: If the model is cut into pipeline stages, or the ranks that work on one batch together are
-                given different ones in the first call.
+                given different ones, or train different parameters.
             MissingRanksError: If some of the ranks that take part do not make the call.
 
         Collective: the tensor, sequence and expert parallel ranks.
@@ -87,27 +85,24 @@ class HybridModel(ShardedModel):
             return self._compiled(*args, **kwargs)
         # Replicas may evaluate on more or fewer batches than others: only these ranks wait for each other.
         with NamedCall("forward", self.callers.ranks):
-            if self.replica.size > 1 and not self._has_compared:
-                check_same_batch((args, kwargs), self.replica.group, list(self.replica.ranks))
-                self._has_compared = True
-            return self._train(*args, **kwargs) if self.module.training else self._forward(*args, **kwargs)
+            if self.trained_alike is not None:
+                self.trained_alike.check((args, kwargs))
+            reads = self.outside_reads if torch.is_grad_enabled() else None
+            if reads is not None:
+                reads.begin()
+            outputs = self._train(*args, **kwargs) if self.module.training else self._forward(*args, **kwargs)
+            if reads is not None:
+                reads.end()
+            return outputs
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training mode.
 
         Collective: the ranks that work on the same batches.
         """
-        has_graph = torch.is_grad_enabled()
-        reads = self.outside_reads if has_graph else None
-        if has_graph and self.trained_alike is not None:
-            self.trained_alike.begin()
         if self.streams is not None:
             self.streams.begin()
-        if reads is not None:
-            reads.begin()
         outputs = self._forward(*args, **kwargs)
-        if reads is not None:
-            reads.end()
         if self.streams is not None:
             self.streams.end()
         return outputs
@@ -122,15 +117,9 @@ class HybridModel(ShardedModel):
         return outputs
 
     def check_loss(self, loss: Tensor) -> None:
-        """Raise if ranks would not train alike from a loss; see `TrainedAlike` and `OutsideReads`.
-
-        Collective: the ranks that work on the same batches, where they don't.
-        """
-        if self.trained_alike is not None:
-            self.trained_alike.check()
+        """Raise if a loss reads parts of parameters outside of the model; see `OutsideReads`."""
         if self.outside_reads is not None:
             self.outside_reads.check(loss)
-            self.outside_reads = None
 
     @through_guard
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

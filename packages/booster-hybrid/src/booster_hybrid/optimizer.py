@@ -48,6 +48,7 @@ class HybridEngine(ShardedEngine):
     Attributes:
         local: What of the model this rank holds; the plugin sets it.
         joined: The numbers of the optimizers whose copies' gradients have been added up since they were dropped.
+        num_parts: By how many the gradients of a pipeline's microbatches are divided; see `divide_by`.
     """
 
     config: ZeroConfig
@@ -56,6 +57,7 @@ class HybridEngine(ShardedEngine):
     def __init__(self, *args: Any, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
         self._waits_in_backward = waits_in_backward
         self.joined: set[int] = set()
+        self.num_parts = 1
         super().__init__(*args, **kwargs)
         if waits_in_backward is not None:
             self.reducer.waits_in_backward = False
@@ -70,6 +72,33 @@ class HybridEngine(ShardedEngine):
             # A rank that waits for a reduction gathers nothing, which others may wait for before they start theirs.
             self.reducer.waits_in_backward = self._waits_in_backward and not self.reducer.unused_somewhere
         return found
+
+    def divide_by(self, count: int) -> int:
+        """Divide what comes of backward from now on where it is reduced, and return by how much.
+
+        The losses of a batch's microbatches are multiplied by it: so what joins backward elsewhere, as losses of
+        routers that a layer attaches, is averaged over microbatches as losses are, instead of added up.
+
+        Args:
+            count: Number of microbatches, alike on all ranks; without effect while gradients of an earlier batch are
+                not reduced yet.
+        """
+        if not self.reducer.has_local:
+            self.num_parts = count
+        self._tell_num_parts()
+        return self.num_parts
+
+    def _tell_num_parts(self) -> None:
+        for bucket in self.layout.buckets:
+            bucket.num_parts = self.num_parts
+
+    def rebuild(self, order: Sequence[int]) -> None:
+        """Lay parameters out in another order; see `ShardedEngine.rebuild`.
+
+        Collective: every rank of the world.
+        """
+        super().rebuild(order)
+        self._tell_num_parts()
 
     def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up the gradients of what several stages hold.
@@ -205,15 +234,24 @@ class HybridOptimizer(ShardedOptimizer):
             self.check_training(loss)
         super().backward(loss, inputs, retain_graph=retain_graph)
 
-    def begin_batch(self) -> None:
-        """Make ready for the backwards of one batch."""
+    def begin_batch(self, num_microbatches: int) -> int:
+        """Make ready for the backwards of one batch.
+
+        Args:
+            num_microbatches: The largest number of microbatches on any rank.
+
+        Returns:
+            By what losses are multiplied; see `HybridEngine.divide_by`. 1 under fp16, whose range is narrow.
+        """
         self.engine.gatherer.wait()
         self.reducer.watch()
+        factor = self.engine.divide_by(num_microbatches if self.loss_scaler is None else 1)
         # What has been added up is on every copy: from now on it counts on the first alone.
         for bucket, copies in self.engine.copied_buckets() if self.engine.joined else ():
             if self.local.stage != copies[0] and bucket.format.optimizer in self.engine.joined:
                 bucket.zero_gradient()
         self.engine.joined.clear()
+        return factor
 
     def backward_stage(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], *, is_last: bool) -> None:
         """Run backward of one stage and microbatch; the last one of a batch begins to reduce what has come together.

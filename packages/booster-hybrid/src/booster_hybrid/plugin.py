@@ -95,8 +95,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             given.
         microbatch_size: Samples in each microbatch, instead.
         pp_style: Order of the microbatches' forward and backward passes: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``,
-            ``"zbv"`` or ``"dualpipev"``.
-        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"``, ``"zbv"`` and ``"dualpipev"``.
+            or ``"zbv"``.
+        num_model_chunks: Stages on each rank: 1, and 2 by default for ``"interleaved"`` and ``"zbv"``.
         num_layers_per_stage: Number of layers of each stage; balanced by default.
         checkpoint_ratio: Fraction of each stage's layers that store only their inputs and are recomputed in backward:
             one number, or one for each stage (early stages hold more microbatches). ``None`` leaves it to the model.
@@ -111,8 +111,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             computes its own loss of split sequences), so that they are gathered only where needed, see `SplitLogits`.
             ``False`` gathers them in each forward.
         unchecked: What `boost` does about layers of which it can't find out whether they compute the same when
-            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy. The first backward likewise does
-            about a loss that reads a part of a parameter, such as a penalty on split weights.
+            ``tp_size`` splits them: ``"raise"``, or ``"allow"`` to trust the policy. Backward likewise does about
+            a loss that reads a part of a parameter, such as a penalty on split weights.
         max_norm: Clip gradients by this global norm in each step; 0 disables clipping.
         cpu_offload: Offload optimizer state and masters to host memory and step there, for ``zero_stage`` 1 to 3.
         custom_policy: A `ShardingPolicy` for a model that is not known.
@@ -291,10 +291,12 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if hybrid.gatherer is not None:  # a forward gathers over the data parallel ranks, too
             hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
         hybrid.streams = split.streams
+        if hybrid.replica.size > 1 and plan is None:
+            hybrid.trained_alike = TrainedAlike(hybrid.unwrap(), hybrid.replica, context.device)
         engine = engine_of(boosted.optimizers)
         if isinstance(engine, HybridEngine):
             engine.local = local
-            self._compare_training(hybrid, boosted.optimizers, context)
+            self._compare_training(hybrid, boosted.optimizers)
             if self.config.expert.size > 1:
                 # Tokens travel in backward, between ranks that may have come less far in their buckets.
                 engine.reducer.waits_in_backward = False
@@ -302,6 +304,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             mark_as_local(hybrid.unwrap())
         if plan is not None and cut is not None:
             hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
+            hybrid.engine.outside_reads = hybrid.outside_reads
         replace_generate(hybrid, context.device, splits_sequences=self.config.sequence.mode is not None)
         if recording is not None:
             hybrid.attach(boosted.optimizers, context)
@@ -310,16 +313,12 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             fill_model(objects.model, recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
         return boosted
 
-    def _compare_training(
-        self, model: HybridModel, optimizers: Sequence[HybridOptimizer], context: BoostContext
-    ) -> None:
+    def _compare_training(self, model: HybridModel, optimizers: Sequence[HybridOptimizer]) -> None:
         """Let ranks that work on the same batches find out whether they train alike."""
         module, local, replica = model.unwrap(), model.local, model.replica
         sizes = self.config.tensor.size, self.config.pipeline.size
-        if replica.size > 1 and local.pipeline is None:
-            model.trained_alike = TrainedAlike(module, replica, context.device)
-        if self.unchecked == "raise" and local.pipeline is None and (parts := parts_of(module, local)):
-            model.outside_reads = OutsideReads(parts)
+        if self.unchecked == "raise" and (parts := parts_of(module, local)):
+            model.outside_reads = OutsideReads(module, parts)
 
         def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
             if not metrics["skipped"]:

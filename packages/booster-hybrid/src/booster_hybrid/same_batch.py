@@ -2,7 +2,8 @@
 
 A loader that deals samples out by rank, or a collator that draws random numbers of its own, gives them different ones:
 they would train on a mixture of both without a sign. Batches are compared by a checksum of their tensors, large ones by
-a sample of their values, so that it takes less than a millisecond.
+a sample of their values, so that it takes less than a millisecond, and what is compared goes with what ranks send each
+other anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
-from booster_core.state import as_bytes
+from booster_core.state import byte_view
+from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 
 if TYPE_CHECKING:
@@ -36,11 +38,53 @@ def checksum_of(batch: Any, turn: int = 0) -> int:
         turn: The number of the batch: of large tensors, other values are looked at in each.
     """
     found = 0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            found = zlib.crc32(as_bytes(_sample(leaf.detach(), turn).cpu().contiguous()), found)
+    for leaf in _tensors_of(batch):
+        found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
+        found = zlib.crc32(_bytes_of(leaf, turn).cpu().numpy().data, found)
     return found
+
+
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+
+
+def _bytes_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    return byte_view(_sample(tensor.detach(), turn).contiguous())
+
+
+class BatchNumbers:
+    """Numbers each batch of a rank, without a wait for a device.
+
+    Values on a device are on their way to the host meanwhile, so that they count in the number of the batch that
+    follows.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._before: ToHost | None = None
+
+    def take(self, batch: Any) -> int:
+        """Return the number of the next batch.
+
+        Args:
+            batch: As for `checksum_of`.
+        """
+        self._turn += 1
+        tensors = _tensors_of(batch)
+        here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        others = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        form = repr([(leaf.dtype, tuple(leaf.shape)) for leaf in others])
+        before = 0 if self._before is None else zlib.crc32(self._before.wait().numpy().data)
+        self._before = ToHost(torch.stack([_sum_of(leaf, self._turn) for leaf in others])) if others else None
+        number = zlib.crc32(form.encode(), before)
+        return zlib.crc32(checksum_of(here, self._turn).to_bytes(4, "little"), number)
+
+
+def _sum_of(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Return a sum of a tensor's bytes that depends on their order, on its device."""
+    values = _bytes_of(tensor, turn).long()
+    return (values * torch.arange(1, 1 + values.numel(), device=values.device)).sum()
 
 
 def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether ranks that compute the same train the same: the same parameters, to the same values, from whole ones.
+"""Whether ranks that compute the same train the same: batches, parameters, their values, from whole ones.
 
 A script may freeze a parameter on one rank, give ranks other random numbers, or put a penalty on parameters of which
 each rank has a part. Ranks would diverge, or wait for each other, without a sign of why.
@@ -6,36 +6,38 @@ each rank has a part. Ranks would diverge, or wait for each other, without a sig
 
 from __future__ import annotations
 
+import bisect
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from booster_core.errors import ConfigError, GradientError
 from booster_core.ranks import digest
 from booster_core.state import NamedTensors
+from booster_hybrid.same_batch import BatchNumbers, different_batches
 from booster_runtime import collectives
 from booster_runtime.memory import is_absent
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
-    from booster_runtime.collectives import Pending
 
 _MOST_LISTED = 4
 
 
 class TrainedAlike:
-    """Compares, in each forward of training, which parameters ranks train that work on one batch together.
+    """Compares, in each forward, the batches of ranks that share one, and which parameters they train.
 
-    What is compared travels during the forward, and is looked at before backward, where ranks would wait for each
-    other's sums.
+    The ranks' hosts exchange four numbers before the forward: those with other shapes would wait in its layers.
 
     Args:
         model: The user's model.
@@ -47,43 +49,35 @@ class TrainedAlike:
         self._parameters = dict(model.named_parameters())
         self._replica = replica
         self._device = between_hosts(device, replica.group)
-        self._flags = b""
-        self._pending: tuple[Pending, Tensor] | None = None
+        self._batches = BatchNumbers()
 
-    def begin(self) -> None:
-        """Begin to compare.
+    def check(self, batch: Any) -> None:
+        """Raise on all ranks if they have different batches, or some train a parameter that others have frozen.
+
+        Args:
+            batch: What the model is called with; values on a device are compared in the next forward.
 
         Raises:
-            ConfigError: As `check`, of a forward that had no backward.
+            ConfigError: If so, naming the ranks, or the first parameter.
 
         Collective: the ranks.
         """
-        self.check()
-        self._flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
-        number = zlib.crc32(self._flags)
-        told = torch.tensor([number, -number], device=self._device)
-        self._pending = collectives.all_reduce(told, dist.ReduceOp.MAX, self._replica.group), told
+        flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
+        number, trained = self._batches.take(batch), zlib.crc32(flags)
+        told = torch.tensor([number, -number, trained, -trained], device=self._device)
+        collectives.all_reduce(told, dist.ReduceOp.MAX, self._replica.group).wait()
+        most, least, most_trained, least_trained = told.tolist()
+        if most != -least:
+            raise different_batches(list(self._replica.ranks))
+        if most_trained != -least_trained:
+            self._refuse_frozen(flags)
 
-    def check(self) -> None:
-        """Raise on all ranks if some train a parameter that others have frozen.
-
-        Raises:
-            ConfigError: If so, naming the first one.
-
-        Collective: the ranks, if so.
-        """
-        if self._pending is None:
-            return
-        (pending, told), self._pending = self._pending, None
-        pending.wait()
-        most, least = told.tolist()
-        if most == -least:
-            return
-        of_ranks = collectives.all_gather_object(self._flags, self._replica.group)
-        for name, flags in zip(self._parameters, zip(*of_ranks, strict=True), strict=True):
-            if len(set(flags)) > 1:
+    def _refuse_frozen(self, flags: bytes) -> None:
+        of_ranks = collectives.all_gather_object(flags, self._replica.group)
+        for name, flags_of in zip(self._parameters, zip(*of_ranks, strict=True), strict=True):
+            if len(set(flags_of)) > 1:
                 frozen, trained = (
-                    ", ".join(str(rank) for rank, own in zip(self._replica.ranks, flags, strict=True) if own == flag)
+                    ", ".join(str(rank) for rank, own in zip(self._replica.ranks, flags_of, strict=True) if own == flag)
                     for flag in (0, 1)
                 )
                 msg = (
@@ -94,16 +88,47 @@ class TrainedAlike:
 
 
 class OutsideReads:
-    """Finds what a loss reads, outside of the model's forward, of parameters of which each rank has a part.
+    """Finds what a loss reads of parameters of which each rank has a part, elsewhere than where they are split.
+
+    The graph of the first loss is looked at as a whole: the model's forward may read them, tables alone the module that
+    has them. Of later losses it is what was computed outside of the model's forward.
 
     Args:
+        model: The user's model, split.
         parts: Names of such parameters, by ``id``.
     """
 
-    def __init__(self, parts: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
         self._parts = parts
+        self._tables: set[int] = set()
         self._spans: list[tuple[int, int]] = []
+        self._own: dict[int, list[tuple[int, int]]] = {}
         self._start = 0
+        self._num_checked = 0
+        self._hooks: list[RemovableHandle] = []
+        for module in model.modules():
+            held = [id(each) for each in module.parameters(recurse=False) if id(each) in parts]
+            if held and (isinstance(module, nn.Embedding) or getattr(module.forward, "vocabulary", None) is not None):
+                self._tables.update(held)
+            if held:
+                self._watch(module, held)
+
+    def _watch(self, module: nn.Module, held: Sequence[int]) -> None:
+        """Note, until the first loss, when a module runs."""
+        starts: list[int] = []
+
+        def enter(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                starts.append(_next_number())
+
+        def leave(*_: Any) -> None:
+            if starts:
+                span = starts.pop(), _next_number()
+                for each in held:
+                    self._own.setdefault(each, []).append(span)
+
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave))
 
     def begin(self) -> None:
         """Begin a forward of the model."""
@@ -112,42 +137,67 @@ class OutsideReads:
     def end(self) -> None:
         """End it."""
         self._spans.append((self._start, _next_number()))
+        del self._spans[:-_MOST_SPANS]
 
     def check(self, loss: Tensor) -> None:
-        """Raise if something in the graph of a loss reads such a parameter elsewhere than in a forward.
+        """Raise if something in the graph of a loss reads such a parameter where it is not split.
 
         Raises:
             ConfigError: If so, on all ranks.
         """
-        if not self._spans or loss.grad_fn is None:
+        is_first, self._num_checked = not self._num_checked, self._num_checked + 1
+        if loss.grad_fn is None or not (is_first or self._spans):
             return
-        for node, name in self._readers(loss.grad_fn):
+        for node, key in self._readers(loss.grad_fn, are_all=is_first):
             number = node._sequence_nr()  # noqa: SLF001 - no public way to tell when a node was made
-            if not (_is_ours(node) or any(start < number < stop for start, stop in self._spans)):
+            spans = [*self._own.get(key, ()), *(() if key in self._tables and is_first else self._spans)]
+            if not (_is_ours(node) or any(start < number < stop for start, stop in spans)):
                 msg = (
-                    f"The loss reads parameter '{name}' outside of the model's forward ({node.name()}), and each rank "
-                    "has a part of it: a penalty on it would be that of a part. Use the optimizer's `weight_decay`, or "
-                    "leave what `model.local.splits` and `model.local.expert_splits` name out of the penalty; "
+                    f"The loss reads parameter '{self._parts[key]}' outside of the layer that has it ({node.name()}), "
+                    "and each rank has a part of it: a penalty on it, or logits made of it, would be those of a part. "
+                    "Call the layer, or `linear_cross_entropy` with it; for a penalty use the optimizer's "
+                    "`weight_decay`, or leave out what `model.local.splits` and `model.local.expert_splits` name. "
                     "`unchecked='allow'` takes parts for whole."
                 )
                 raise ConfigError(msg)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._own.clear()
 
-    def _readers(self, root: Any) -> Iterator[tuple[Any, str]]:
-        """Yield the nodes of a graph that read such parameters, with a parameter's name."""
+    def _readers(self, root: Any, *, are_all: bool) -> Iterator[tuple[Any, int]]:
+        """Yield the nodes of a graph that read such parameters, with a parameter's ``id``.
+
+        Args:
+            root: The loss's node.
+            are_all: Whether to look at nodes of the model's forward as well.
+        """
         waiting, seen = [root], {root}
         while waiting:
             node = waiting.pop()
             for following, _ in node.next_functions:
-                name = self._parts.get(id(getattr(following, "variable", None)))
-                if name is not None:
-                    yield node, name
-                elif following is not None and following not in seen:
+                key = id(getattr(following, "variable", None))
+                if key in self._parts:
+                    yield node, key
+                elif following is not None and following not in seen and (are_all or not self._is_inside(following)):
                     seen.add(following)
                     waiting.append(following)
 
+    def _is_inside(self, node: Any) -> bool:
+        """Return whether a node was made in a forward of the model."""
+        number = node._sequence_nr()  # noqa: SLF001 - as above
+        place = bisect.bisect_left(self._spans, (number, 0)) - 1
+        return place >= 0 and number < self._spans[place][1]
+
+
+_MOST_SPANS = 4096
+"""Forwards that a loss may come of."""
+
 
 def _is_ours(node: Any) -> bool:
-    """Return whether a node is of a function of Booster's, which takes a part for a part, as a loss by chunks does."""
+    """Return whether a node is of a function that takes a part for a part: Booster's, or what it has compiled."""
+    if node.name().startswith("CompiledFunction"):
+        return True
     function = getattr(type(node), "_forward_cls", None)
     return function is not None and function.__module__.startswith("booster_")
 

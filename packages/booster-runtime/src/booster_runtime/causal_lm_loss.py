@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from booster_core.errors import ConfigError
 from booster_core.plugin import ModelWrapper
 from booster_core.state import own_class
+from booster_runtime.label_means import labels_of_mean
 from booster_runtime.vocabulary_loss import HeadLoss
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class _CausalLoss:
             msg = f"The model changes its head's outputs, or the labels, before it computes its loss. {_REMEDY}"
             raise ConfigError(msg)
         self._is_used = True
-        count: Any = (self._shifted != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        count: Any = labels_of_mean(self._shifted, ignore_index) if num_items_in_batch is None else num_items_in_batch
         return logits / (count.to(logits.device) if isinstance(count, torch.Tensor) else count)
 
     @_disable_dynamo

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from booster_core.errors import ConfigError
 from booster_core.state import own_class
+from booster_runtime.label_means import labels_of_mean
 from booster_runtime.memory import block_bytes
 
 if TYPE_CHECKING:
@@ -354,5 +355,5 @@ def linear_cross_entropy(
     total = loss.run(hidden)
     if num_items_in_batch is None and reduction == "sum":
         return total
-    count: Any = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    count: Any = labels_of_mean(labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError
+from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
 from booster_hybrid.pipeline.forms import checksum_of_cuts
 from booster_hybrid.pipeline.itinerary import Itinerary
+from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
 from booster_hybrid.pipeline.microbatches import (
     count_samples,
     join_outputs,
@@ -26,16 +27,17 @@ from booster_hybrid.pipeline.schedule import Work, make_schedule
 from booster_hybrid.random_streams import MicrobatchStreams, kept_streams, next_seed
 from booster_hybrid.same_batch import checksum_of, checksum_slots, different_batches, differing
 from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.to_host import ToHost
 from booster_runtime import collectives
 from booster_runtime.data import move_batch
+from booster_runtime.label_means import are_parts_weighed
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from booster_core.ranks import DistCoordinator
     from booster_hybrid.axes import Axis
@@ -47,7 +49,10 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.p2p import Link
     from booster_hybrid.pipeline.per_sample import SampleEntries
     from booster_hybrid.pipeline.schedule import Schedule
+    from booster_hybrid.same_training import OutsideReads
 
+_MOST_WAIT = 5.0
+"""Seconds for which a rank that has failed waits for others to fail alike; they wait for it in a collective else."""
 _REHEARSED = 2
 """Microbatches of a rehearsed batch: two messages of a kind are what a rank knows the next one's layout from."""
 
@@ -64,6 +69,7 @@ class PipelineEngine:
         forms: What stages need for batches of each form.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
+        sharing: The ranks that compute each stage together, along each axis.
         coordinator: Carries errors to all ranks.
         device: Where batches are moved.
         exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
@@ -75,6 +81,7 @@ class PipelineEngine:
         staged: As above.
         gathered: Makes a context in which the stages' parameters can be read.
         written: Returns an error if stages have written into these parameters there, where that is lost.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class PipelineEngine:
         *,
         replica: Axis,
         data: Axis,
+        sharing: Sequence[Axis],
         coordinator: DistCoordinator,
         device: torch.device,
         exchanges_tokens: bool = False,
@@ -98,15 +106,18 @@ class PipelineEngine:
         self.staged = staged
         self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.written: Callable[[], Exception | None] = lambda: None
+        self.outside_reads: OutsideReads | None = None
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
         self._config, self._index, self._link = config, index, link
         self._entries, self._forms = entries, forms
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
-        self._run_options = run_options or {}
+        self._sharing = [axis for axis in sharing if axis.size > 1]
+        self._run_options = {**(run_options or {}), "failed_alone": self._has_failed_alone}
         self._schedules: dict[int, Schedule] = {}
         self._itineraries: dict[tuple[int, bool], Itinerary] = {}
         self._num_batches = 0
+        self._means_before: ToHost | None = None
         self._has_warned = False
         self._rehearses = False
 
@@ -167,29 +178,35 @@ class PipelineEngine:
             parts, sizes, most, seed = self._split_together(batches)
             schedule, cuts = self.schedule(len(parts)), [self._forms.for_batch(part) for part in parts]
             self._warn_if_idle(schedule)
+            shares = [size / sum(sizes) for size in sizes]
+            means = None if are_parts_weighed() or len(parts) == 1 else LabelMeans(parts, shares)
             run = PipelineRun(
                 self.staged,
                 schedule,
                 self._index,
                 self._link,
                 parts,
-                [size / sum(sizes) for size in sizes],
+                shares,
                 criterion,
                 None if optimizer is None else _Backward(optimizer),
                 keeps_outputs=return_outputs,
                 itinerary=self.itinerary(len(parts), trains=optimizer is not None),
                 streams=self._streams(seed, len(parts)),
                 cuts=cuts,
+                means=means,
+                reads=None if optimizer is None else self.outside_reads,
                 **self._run_options,
             )
             if optimizer is not None:
-                optimizer.begin_batch()
+                run.loss_factor = optimizer.begin_batch(most)
             with self.gathered(), self._kept_generators():
                 run.run()
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
             error, outputs = run.error or self.written(), None
+            if means is not None and error is None:
+                error = self._check_means(means)
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]
@@ -204,48 +221,23 @@ class PipelineEngine:
             result["outputs"] = outputs
         return result
 
-    def forward(self, batch: Mapping[str, Any]) -> tuple[PipelineRun, int]:
-        """Take a batch through the stages as one microbatch, without gradients.
+    def _has_failed_alone(self) -> bool:
+        """Return whether ranks that share the stage of this one, which has failed, don't come to say so, too."""
+        try:
+            for axis in self._sharing:
+                self._coordinator.block_all(axis.group, name="failed pipeline stage", timeout_seconds=_MOST_WAIT)
+        except BoosterError:
+            return True
+        return False
 
-        Args:
-            batch: Keyword arguments of the model's forward, the same on every rank of the pipeline.
-
-        Returns:
-            What has run, with the outputs on the rank of the last stage; and that rank's position.
-
-        Collective: the ranks that work on one batch together; with ``zero_stage=3``, every rank of the world.
-        """
-        schedule = self.schedule(1)
-        with kept_streams(self._device):
-            seed = next_seed()  # the ranks draw alike here, and what `generate` draws is that of one process
-        run = PipelineRun(
-            self.staged,
-            schedule,
-            self._index,
-            self._link,
-            [move_batch(batch, self._device)],
-            [1.0],
-            lambda outputs, batch: torch.zeros(()),  # noqa: ARG005 - no loss is asked for
-            None,
-            keeps_outputs=True,
-            itinerary=self.itinerary(1, trains=False),
-            streams=self._streams(seed, 1),
-            **self._run_options,
-        )
-        with self.gathered(), self._kept_generators():
-            run.run()
-        placement = schedule.placement
-        return run, placement.rank_of(placement.num_stages - 1)
-
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks that work on one batch together if one of them brings an error.
-
-        Collective: these ranks.
-        """
-        if self._has_any(error, self._replica.group):
-            with self._coordinator.together("generate", process_group=self._replica.group):
-                if error is not None:
-                    raise error
+    def _check_means(self, means: LabelMeans) -> Exception | None:
+        """Return an error if losses of this batch were means over other labels; on a device, of the one before."""
+        differs = means.differs()
+        now = None if differs is None else ToHost(differs)
+        before, self._means_before = self._means_before, now
+        if now is not None and now.is_here:
+            before, self._means_before = now, None
+        return other_mean() if before is not None and bool(before.wait()) else None
 
     def _streams(self, seed: int, num_microbatches: int) -> list[MicrobatchStreams]:
         return [
@@ -333,7 +325,7 @@ class PipelineEngine:
         )
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
-        if self._has_any(error, None):
+        if self._has_any(error):
             if optimizer is not None:
                 for each in optimizer.scaling.optimizers:
                     each.zero_grad()  # of a part of the batch, and of some ranks only
@@ -341,10 +333,10 @@ class PipelineEngine:
                 if error is not None:
                     raise error
 
-    def _has_any(self, error: Exception | None, group: ProcessGroup | None) -> bool:
-        """Return whether a rank of a group (``None`` for all) brings an error."""
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=between_hosts(self._device, group))
-        collectives.all_reduce(flag, dist.ReduceOp.MAX, group).wait()
+    def _has_any(self, error: Exception | None) -> bool:
+        """Return whether any rank brings an error."""
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=between_hosts(self._device))
+        collectives.all_reduce(flag, dist.ReduceOp.MAX).wait()
         return bool(flag.item())
 
     def _warn_if_idle(self, schedule: Schedule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import torch
 from booster_core.errors import BoosterError, ConfigError
 from booster_hybrid.pipeline.absent import is_absent, refuse
 from booster_hybrid.pipeline.itinerary import Itinerary
+from booster_hybrid.pipeline.label_means import CountedLoss
 from booster_hybrid.pipeline.schedule import Work
+from booster_runtime.label_means import counting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.pipeline.cut import Cuts, StagedModel
+    from booster_hybrid.pipeline.label_means import LabelMeans
     from booster_hybrid.pipeline.p2p import Link, Sent
     from booster_hybrid.pipeline.record import PipelineRecord
     from booster_hybrid.pipeline.schedule import Action, Schedule
     from booster_hybrid.pipeline.weight_gradients import PendingGradients, SplitBackward
     from booster_hybrid.random_streams import MicrobatchStreams
+    from booster_hybrid.same_training import OutsideReads
 
 _REASONS = {
     "more than one element of the written-to tensor": (
@@ -60,6 +65,9 @@ class PipelineRun:
         itinerary: This rank's way through the schedule, where it is known from a batch before.
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
         cuts: What stages need for each microbatch; ``None`` for what they need for the example.
+        means: Divides means over labels; ``None`` leaves them those of microbatches.
+        reads: Looks at what losses read; ``None`` for nobody.
+        failed_alone: Returns whether another rank, with which this one computes its stages, has not failed as well.
 
     Attributes:
         losses: The weighted loss of each microbatch, on the rank of the last stage.
@@ -67,6 +75,8 @@ class PipelineRun:
         error: What went wrong on this rank, if anything; what is left of its work is not done then, but what others
             wait for is sent all the same.
         peak_live: The largest number of forwards whose activations were kept for backward at one time.
+        loss_factor: What losses are multiplied by for backward, whose gradients are divided by it where they are
+            reduced.
     """
 
     def __init__(
@@ -86,7 +96,11 @@ class PipelineRun:
         itinerary: Itinerary | None = None,
         streams: Sequence[MicrobatchStreams] | None = None,
         cuts: Sequence[Cuts] | None = None,
+        means: LabelMeans | None = None,
+        reads: OutsideReads | None = None,
+        failed_alone: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._means, self._reads, self._failed_alone = means, reads, failed_alone
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
@@ -108,6 +122,7 @@ class PipelineRun:
         self.error: Exception | None = None
         self._has_failed = False
         self.peak_live = 0
+        self.loss_factor = 1
 
     def run(self) -> None:
         """Do this rank's part of the batch; look at `error` afterwards.
@@ -145,12 +160,20 @@ class PipelineRun:
 
     @contextlib.contextmanager
     def _unless_failed(self, arrived: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Note an error that comes up inside. The caller goes on with what it owes to others."""
+        """Note an error that comes up inside. The caller goes on with what it owes to others.
+
+        It is raised at once if others wait for this rank in a collective of the stage: they end when this one does.
+        """
         self._has_failed = self._has_failed or arrived is None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised on every rank once nobody waits for this one
-            self._has_failed, self.error = True, self.error or _explained(error)
+        except Exception as caught:
+            error = _explained(caught)
+            if not self._has_failed and self._failed_alone():
+                if error is caught:
+                    raise
+                raise error from caught
+            self._has_failed, self.error = True, self.error or error
 
     def _forward(self, key: tuple[int, int], received: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Run a stage, and return what the next one gets; ``None`` after a failure."""
@@ -161,12 +184,17 @@ class PipelineRun:
         context = torch.no_grad() if self._backward is None else contextlib.nullcontext()
         if self._split is not None:
             self._pending[key] = self._split.begin(stage)
-        with context, self._acting_for(key, received):
+        is_end = stage == self._schedule.placement.num_stages - 1
+        if self._means is not None:
+            self._means.begin(microbatch)
+        with context, self._acting_for(key, received), counting(self._means if is_end else None):
+            if self._reads is not None and is_end:
+                self._reads.begin()
             outputs, payload = self._staged.run(batch)
-            if stage == self._schedule.placement.num_stages - 1:
-                loss = self._loss(outputs, batch, microbatch) * self._weights[microbatch]
-                payload = {"": loss}
-                self.losses[microbatch] = loss.detach()
+            if is_end:
+                loss = self._loss(outputs, batch, microbatch)
+                payload = {"": loss * (self._weights[microbatch] * self.loss_factor)}
+                self.losses[microbatch] = loss.detach() * self._weights[microbatch]
                 if self._keeps_outputs:
                     self.outputs[microbatch] = outputs
         if self._backward is not None:
@@ -177,8 +205,14 @@ class PipelineRun:
     def _loss(self, outputs: Any, batch: Any, microbatch: int) -> Tensor:
         if self._streams is not None:
             self._streams[microbatch].begin_criterion()
-        with self._staged.showing_absent_state():
-            return self._checked(self._criterion(outputs, batch))
+        if self._reads is not None:
+            self._reads.end()
+        counted = contextlib.nullcontext() if self._means is None else CountedLoss()
+        with self._staged.showing_absent_state(), counted:
+            loss = self._checked(self._criterion(outputs, batch))
+        if self._reads is not None:
+            self._reads.check(loss)
+        return loss
 
     @contextlib.contextmanager
     def _acting_for(self, key: tuple[int, int], received: Mapping[str, Tensor]) -> Iterator[None]:
@@ -285,6 +319,16 @@ class PipelineRun:
 
 def _explained(error: Exception) -> Exception:
     """Return an error of torch as one that says what it means here; others as they are."""
+    if isinstance(error, StopIteration):  # which would be taken for the end of the data
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        ended = ConfigError(
+            f"`{place.name}` ({place.filename}, line {place.lineno}) took the first of nothing: in a pipeline stage a "
+            "part of the model may have no parameters, as another stage has them, and `next(part.parameters())` or the "
+            "`dtype` and `device` of a model of transformers take the first one. Take the format from a tensor that "
+            "the stage has, such as the part's input, or use `pp_size=1`."
+        )
+        ended.__cause__ = error
+        return ended
     reason = next((reason for text, reason in _REASONS.items() if text in str(error)), None)
     if not isinstance(error, RuntimeError) or isinstance(error, BoosterError) or reason is None:
         return error

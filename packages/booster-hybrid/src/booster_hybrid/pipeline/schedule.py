@@ -6,8 +6,7 @@ stages forward and back. A schedule decides in which order each rank does what i
 free, what is preferred among what is ready.
 
 References: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B (Narayanan et al. 2019, "PipeDream", and 2021,
-arXiv:2104.04473, for the interleaved form); the zero-bubble V (Qi et al. 2024, arXiv:2405.15362); DualPipe-V, see
-`booster_hybrid.pipeline.dual_pipe`.
+arXiv:2104.04473, for the interleaved form); the zero-bubble V (Qi et al. 2024, arXiv:2405.15362).
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from booster_core.errors import ConfigError
-from booster_hybrid.pipeline.dual_pipe import FORWARD, INPUT, WEIGHT, dual_pipe_v
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-STYLES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
-V_STYLES = ("zbv", "dualpipev")
-"""Styles that split backward, and whose stages run through the ranks and back."""
+STYLES = ("gpipe", "1f1b", "interleaved", "zbv")
+ZERO_BUBBLE = "zbv"
+"""The style that splits backward, and whose stages run through the ranks and back."""
 
 
 class Work(enum.Enum):
@@ -158,10 +156,10 @@ def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks:
     """Return the schedule of a style.
 
     Args:
-        style: One of `STYLES`. ``"dualpipev"`` has the order of ``"zbv"`` for fewer microbatches than two on each rank.
+        style: One of `STYLES`.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Parts of each batch.
-        num_chunks: Stages on each rank; 1 but for ``"interleaved"``, where it is at least 2, and `V_STYLES`, where it
+        num_chunks: Stages on each rank; 1 but for ``"interleaved"``, where it is at least 2, and ``"zbv"``, where it
             is 2.
 
     Raises:
@@ -170,25 +168,16 @@ def make_schedule(style: str, num_ranks: int, num_microbatches: int, num_chunks:
     if style not in STYLES:
         msg = f"`pp_style={style!r}` is not one of {', '.join(map(repr, STYLES))}."
         raise ConfigError(msg)
-    low, high = {"interleaved": (2, None), "zbv": (2, 2), "dualpipev": (2, 2)}.get(style, (1, 1))
+    low, high = {"interleaved": (2, None), ZERO_BUBBLE: (2, 2)}.get(style, (1, 1))
     if num_chunks < low or (high is not None and num_chunks > high):
         many = f"{low}" if high == low else f"at least {low}"
         msg = f"`pp_style={style!r}` puts {many} stage(s) on each rank, but `num_model_chunks={num_chunks}`."
         raise ConfigError(msg)
-    placement = Placement(num_ranks, num_chunks, is_v=style in V_STYLES)
-    if style == "zbv" or (style == "dualpipev" and num_microbatches < 2 * num_ranks):
+    placement = Placement(num_ranks, num_chunks, is_v=style == ZERO_BUBBLE)
+    if style == ZERO_BUBBLE:
         return _Planner(placement, num_microbatches).run()
-    order = _as_dual_pipe if style == "dualpipev" else functools.partial(_in_turns, style)
-    return _timed(placement, num_microbatches, [order(placement, num_microbatches, rank) for rank in range(num_ranks)])
-
-
-def _as_dual_pipe(placement: Placement, count: int, rank: int) -> list[Action]:
-    works = {FORWARD: Work.FORWARD, INPUT: Work.BACKWARD_INPUT, WEIGHT: Work.BACKWARD_WEIGHT}
-    stages = placement.stages_of(rank)
-    return [
-        Action(works[work], stages[chunk], microbatch)
-        for work, chunk, microbatch in dual_pipe_v(rank, placement.num_ranks, count)
-    ]
+    orders = [_in_turns(style, placement, num_microbatches, rank) for rank in range(num_ranks)]
+    return _timed(placement, num_microbatches, orders)
 
 
 def _in_turns(style: str, placement: Placement, count: int, rank: int) -> list[Action]:
@@ -231,14 +220,13 @@ def _timed(placement: Placement, count: int, orders: Sequence[Sequence[Action]])
                 ready: int | None = 0
                 if work is Work.FORWARD:
                     ready = forward.get((stage - 1, microbatch))
-                elif work is not Work.BACKWARD_WEIGHT:  # a weight's gradient follows that of the input, here
+                else:
                     ready = forward.get((last, microbatch)) if stage == last else backward.get((stage + 1, microbatch))
                 if ready is None:
                     break
                 start = max(ready, free[rank])
                 free[rank] = start + COSTS[work]
-                if work is not Work.BACKWARD_WEIGHT:
-                    (forward if work is Work.FORWARD else backward)[stage, microbatch] = free[rank]
+                (forward if work is Work.FORWARD else backward)[stage, microbatch] = free[rank]
                 events[rank].append(Event(action, start, free[rank]))
                 places[rank] += 1
                 num_left -= 1

@@ -31,6 +31,7 @@ from booster_hybrid.pipeline.absent import (
     origin_of,
     with_arrived,
 )
+from booster_hybrid.pipeline.label_means import MEANS, mean_of_batch
 from booster_hybrid.pipeline.trace import kept_attributes
 from booster_hybrid.torch_functions import changes_in_place, name_of
 from booster_runtime.memory import only_describes
@@ -119,13 +120,13 @@ class StageRun(TorchFunctionMode):
             self._streams.begin_function(kwargs.get("generator"))
         try:
             if not has_absent(args) and not (kwargs and has_absent(kwargs)):
-                return func(*args, **kwargs)
+                return mean_of_batch(func, args, kwargs) if func in MEANS else func(*args, **kwargs)
             if self.has_arrived:
                 if changes_in_place(func, args, kwargs, AbsentTensor):
                     self._refuse_write(func, args, kwargs)
                 args, kwargs = with_arrived((args, kwargs))
                 if not has_absent(args) and not has_absent(kwargs):
-                    return func(*args, **kwargs)
+                    return mean_of_batch(func, args, kwargs) if func in MEANS else func(*args, **kwargs)
             if func is Tensor.__repr__:
                 return repr(args[0])
             if not has_absent(args[1:]) and not (kwargs and has_absent(kwargs)) and func in _FORM_OF_FIRST:

@@ -6,13 +6,14 @@ same rules. What counts the layers of a list is no difference: a number that is 
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from torch import nn
 
@@ -49,17 +50,46 @@ def described(value: Any, place: int | None = None, depth: int = _DEPTH) -> Hash
         place: A number that stands for the place of what has the attribute; it is a number like others deeper inside.
         depth: How many objects inside of each other are looked into.
     """
-    told: Hashable = None
+    told: Hashable = id(value)  # what can't be looked into is like itself alone
     if type(value) is int and value == place:
         told = "place"
-    elif value is None or isinstance(value, (bool, int, float, str, complex, torch.dtype, torch.device, type)):
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, complex, torch.dtype, torch.device, type)):
         told = value
     elif isinstance(value, torch.Tensor):
         told = tuple(value.shape), value.dtype
-    elif isinstance(value, (types.MethodType, types.FunctionType)):
-        told = getattr(value, "__code__", None)
-    elif depth > 0 and not isinstance(value, torch.nn.Module):
-        inside = value if isinstance(value, (list, tuple, dict)) else getattr(value, "__dict__", {})
-        pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
-        told = tuple((str(key), described(each, depth=depth - 1)) for key, each in pairs)
+    elif isinstance(value, torch.nn.Module):
+        told = None
+    elif depth > 0 and (inside := _inside(value)) is not None:
+        told = tuple((str(key), described(each, depth=depth - 1)) for key, each in inside)
     return type(value), told
+
+
+def _inside(value: Any) -> list[tuple[object, Any]] | None:
+    """Return what makes up an object, with a name or number for each; ``None`` where that can't be seen."""
+    found: Iterable[tuple[object, Any]] | None = None
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        found = enumerate((value.__code__.co_code, value.__code__.co_consts, cells, value.__defaults__))
+    elif isinstance(value, types.MethodType):
+        found = enumerate((value.__func__, value.__self__))
+    elif isinstance(value, functools.partial):
+        found = enumerate((value.func, value.args, value.keywords))
+    elif isinstance(value, dict):
+        found = value.items()
+    elif isinstance(value, (list, tuple)):
+        found = enumerate(value)
+    elif isinstance(value, (set, frozenset)):
+        found = enumerate(sorted(value, key=repr))
+    elif callable(getattr(value, "tobytes", None)):  # an array of NumPy
+        found = enumerate((value.tobytes(), getattr(value, "shape", None)))
+    else:
+        slots = [name for each in type(value).__mro__ for name in _slots(each) if hasattr(value, name)]
+        if slots or hasattr(value, "__dict__"):
+            found = [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots)]
+    return None if found is None else [*found]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

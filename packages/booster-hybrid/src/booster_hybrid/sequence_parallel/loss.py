@@ -23,6 +23,7 @@ from booster_hybrid.sequence_parallel.positions import ByPositions
 from booster_hybrid.split_logits import SplitLogits, split_logits
 from booster_hybrid.tensor_parallel.bounds import within_bounds
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
+from booster_runtime.label_means import labels_of_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +83,7 @@ class SequenceLoss:
         shift_labels = shift_labels.to(logits.device)
         # Before each rank takes its part: all raise, or none does.
         within_bounds(shift_labels.masked_fill(shift_labels == ignore_index, 0), logits.shape[-1], "Target")
-        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        count = labels_of_mean(shift_labels, ignore_index) if num_items_in_batch is None else num_items_in_batch
         layout = self._layout_for(shift_labels.shape[1])
         local = layout.take(shift_labels, 1, self._group.rank)
         if isinstance(logits, SplitLogits) and isinstance(logits.partition, ByPositions):

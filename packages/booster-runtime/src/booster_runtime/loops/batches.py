@@ -20,6 +20,7 @@ from booster_core.ranks import NamedCall
 from booster_runtime import collectives
 from booster_runtime.data.batches import call_with, check_targets, move_batch, num_samples, taken_by
 from booster_runtime.data.loader import loader_of
+from booster_runtime.label_means import weighing_parts
 from booster_runtime.loops.uneven import join
 
 if TYPE_CHECKING:
@@ -261,14 +262,15 @@ class _Run:
         """
         plugin = self._booster.plugin
         if isinstance(plugin, PipelinePlugin) and plugin.has_pipeline(self._model):
-            result = self._booster.execute_pipeline(
-                iter([batch]),
-                self._model,
-                self._pipeline_criterion(batch, share),
-                optimizer,
-                return_loss=True,
-                return_outputs=optimizer is None,
-            )
+            with contextlib.nullcontext() if self._weight is None else weighing_parts():
+                result = self._booster.execute_pipeline(
+                    iter([batch]),
+                    self._model,
+                    self._pipeline_criterion(batch, share),
+                    optimizer,
+                    return_loss=True,
+                    return_outputs=optimizer is None,
+                )
             if result["loss"] is not None:
                 self._losses.append(result["loss"].detach())
             return result.get("outputs")

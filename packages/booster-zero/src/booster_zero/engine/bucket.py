@@ -95,6 +95,7 @@ class Bucket:
         has_copy: Whether it updates a copy, in another format or on another device than forward's.
         pieces: The parts of parameters that the slice is made of; the optimizer steps on their ``values``.
         piece_of: The same by the parameter's number.
+        num_parts: Number of parts of a batch whose gradients add up to that number of times the batch's.
 
     Collective: none; values are taken from this rank's parameters.
     """
@@ -120,6 +121,7 @@ class Bucket:
         self.state = WholeState.GATHERED if pool is None else WholeState.SHARDED
         self.gradient_state = GradientState.NONE
         self.pins = 0
+        self.num_parts = 1
         self.has_masters = format.working != format.master
         self._pool = pool
         self._user = _nobody if user is None else weakref.ref(user)
@@ -661,11 +663,12 @@ class Bucket:
         if not self.has_gradient:
             self.make_gradient()
             self._become_gradient(GradientState.SUMMED)
-        target, added, num_shares = self.gradients_by_parameter()[index], self._added, self.ranks.num_shares
-        if num_shares == 1 and index not in added:
+        target, added = self.gradients_by_parameter()[index], self._added
+        count = self.ranks.num_shares * self.num_parts
+        if count == 1 and index not in added:
             target.copy_(gradient)
         else:
-            sum_into(target, [gradient], scale=1.0 / num_shares, accumulate=index in added)
+            sum_into(target, [gradient], scale=1.0 / count, accumulate=index in added)
         added.add(index)
 
     def _clear_rest(self) -> None:
@@ -740,7 +743,7 @@ class Bucket:
     def _start_sum(self, gradients: Mapping[int, Tensor], scratch: Tensor, *, is_first: bool) -> Pending:
         buffer, group, bounds = self._gradient, self.ranks.shard_group, self.plan.bounds
         assert buffer is not None, "made before it is added to"
-        scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares)
+        scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares * self.num_parts)
         if buffer.device.type != self.format.device.type:
             return self._start_sum_below(buffer, self._outgoing.joined(self.plan.slots, gradients), scale, is_first)
         self._fetch(Role.GRAD).wait()

@@ -131,6 +131,11 @@ class Reducer:
 
     # ---- rounds
 
+    @property
+    def has_local(self) -> bool:
+        """Whether backward passes of a pause have left gradients here that are not reduced yet."""
+        return self._has_local
+
     @contextlib.contextmanager
     def guarded(self, *, ends: bool = True) -> Iterator[None]:
         """Run one backward inside; it is a round unless paused, also where no gradient comes of it on this rank.

@@ -1,0 +1,162 @@
+"""A mean over labels that count is that of one process, however many of them each microbatch has; or it raises."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from cases import Case, Setting, assert_equals_one_process, own_loss
+from matrix import matrix
+from torch import nn
+from torch.nn import functional
+
+from booster_core.errors import ConfigError
+from booster_hybrid import HybridParallelPlugin, ShardingPolicy
+from booster_runtime import linear_cross_entropy, train_batch
+from booster_testing import expect_on_ranks, run_on_ranks
+
+SIZE, WORDS, SAMPLES = 8, 12, 6
+LENGTHS = (2, 8, 7, 1, 5, 8)
+"""Labels of each sample that count; four microbatches have 10, 8, 5 and 8."""
+
+
+def build_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": WORDS}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).double()
+
+
+def text(side, number, replica):
+    tokens = torch.randint(WORDS, (SAMPLES, SIZE), generator=torch.Generator().manual_seed(10 * number + replica))
+    place = torch.arange(SIZE)
+    lengths = torch.tensor(LENGTHS).unsqueeze(1)
+    mask = place < lengths if side == "right" else place >= SIZE - lengths
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
+
+
+MESHES = {
+    "pp": (2, {}),
+    "tp2pp2": (4, {"tp_size": 2}),
+    "ring2pp2": (4, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+}
+
+
+@matrix(
+    ["tp2pp2-1f1b-right", "pp-zbv-left", "ring2pp2-gpipe-left", "pp-interleaved-right"],
+    mesh=MESHES,
+    style=["1f1b", "gpipe", "interleaved", "zbv"],
+    side=["left", "right"],
+)
+def test_the_loss_of_a_language_model_is_that_of_one_process(mesh, style, side):
+    num_ranks, options = MESHES[mesh]
+    options = {"pp_size": 2, "num_microbatches": 4, "pp_style": style, **options}
+    case = Case(build=build_llama, batch=partial(text, side), loss=own_loss, steps=2)
+    assert_equals_one_process(case, Setting(HybridParallelPlugin, options, num_ranks))
+
+
+class Tagger(nn.Module):
+    """Tags tokens; its loss is the script's."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WORDS, SIZE), nn.Linear(SIZE, WORDS)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(2))
+        self.register_buffer("weight", torch.arange(1.0, WORDS + 1))
+        self.double()
+
+    def forward(self, input_ids, labels=None):
+        del labels  # the criterion has them
+        hidden = self.tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def entropy(outputs, batch):
+    return nn.CrossEntropyLoss()(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+def weighed(outputs, batch):
+    weight = torch.arange(1.0, WORDS + 1, dtype=torch.float64)
+    return functional.cross_entropy(outputs.transpose(1, 2), batch["labels"], weight, label_smoothing=0.1)
+
+
+def other_index(outputs, batch):
+    """Predict the next token; 0 is the padding."""
+    labels = batch["input_ids"][:, 1:]
+    return functional.nll_loss(outputs[:, :-1].log_softmax(-1).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def two(outputs, batch):
+    """Add a mean over all samples to one over labels that count."""
+    return entropy(outputs, batch) + outputs.square().mean() + weighed(outputs, batch)
+
+
+def by_chunks(outputs, batch):
+    head = nn.Linear(WORDS, WORDS, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(WORDS))
+    return linear_cross_entropy(outputs, head, batch["labels"])
+
+
+def tags(number, replica):
+    batch = text("right", number, replica)
+    del batch["attention_mask"]
+    return batch
+
+
+def setting(**options):
+    policy = ShardingPolicy(layers=("layers",))
+    example = {"custom_policy": policy, "example_batch": tags(0, 0)}
+    return Setting(HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 4, **example, **options})
+
+
+def without_labels(number, replica):
+    return {"input_ids": tags(number, replica)["input_ids"]}
+
+
+@pytest.mark.parametrize(
+    ("criterion", "batch"),
+    [(entropy, tags), (weighed, tags), (two, tags), (by_chunks, tags), (other_index, without_labels)],
+)
+def test_the_criterion_of_a_script_is_that_of_one_process(criterion, batch):
+    assert_equals_one_process(Case(build=Tagger, batch=batch, loss=criterion, steps=2), setting())
+
+
+def masked_inside(outputs, batch):
+    labels = batch["labels"].masked_fill(batch["input_ids"] < 3, -100)
+    return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def train(criterion, weight=None):
+    booster = setting().make_booster()
+    torch.manual_seed(0)
+    model = Tagger()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return train_batch(booster, iter([tags(0, 0)]), model, criterion, optimizer, weight=weight).item()
+
+
+def test_labels_that_are_made_in_the_criterion_raise_or_are_weighed():
+    expect_on_ranks(ConfigError, "mean over labels that count.*`weight=`", train, 2, masked_inside)
+    torch.manual_seed(0)
+    batch = tags(0, 0)
+    expected = masked_inside(Tagger()(batch["input_ids"]), batch).item()
+    weight = counted
+    assert run_on_ranks(train, 2, masked_inside, weight) == pytest.approx([expected] * 2)
+
+
+def counted(batch):
+    return ((batch["labels"] != -100) & (batch["input_ids"] >= 3)).sum()
+
+
+def alike(outputs, batch):
+    """Label by position, alike in all samples: microbatches have equal shares, whatever the labels are made of."""
+    del batch
+    labels = torch.arange(SIZE).expand(outputs.shape[:2])
+    return functional.cross_entropy(outputs.flatten(0, 1), labels.masked_fill(labels < 2, -100).flatten())
+
+
+def test_labels_of_equal_numbers_may_be_made_of_anything():
+    assert_equals_one_process(Case(build=Tagger, batch=tags, loss=alike, steps=1), setting())
