@@ -64,7 +64,7 @@ def train_clamped(plugin):
     ("plugin", "match"),
     [
         ("fsdp", "'inner.weight' was changed in place during forward. FSDP drops"),
-        ("gemini", r"rank 0: 'inner.weight' was changed in place; rank 1: 'inner.weight'"),
+        ("gemini", "'inner.weight' was changed in place"),
     ],
 )
 def test_change_of_a_gathered_parameter_raises(plugin, match):
@@ -100,7 +100,7 @@ def train_average(plugin):
     ("plugin", "match"),
     [
         ("fsdp", r"'slow.weight' was changed through `.data` during forward. FSDP drops"),
-        ("gemini", r"rank 0: 'slow.weight' was changed through `.data`"),
+        ("gemini", r"'slow.weight' was changed through `.data`"),
     ],
 )
 def test_change_through_data_of_a_gathered_parameter_raises(plugin, match):

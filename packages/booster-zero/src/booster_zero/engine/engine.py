@@ -249,7 +249,8 @@ class ShardedEngine:
         """Bring all gradients into the shards, and agree on which parameters were used.
 
         Raises:
-            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong.
+            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong, or a script
+                changed one while it was gathered.
 
         Collective: every rank of the world.
         """
@@ -261,7 +262,7 @@ class ShardedEngine:
         if self.reducer.num_rounds != self._agreed_rounds:
             self._agreed_rounds = self.reducer.num_rounds
             self._agree_on_used()
-            self.gatherer.check_same_order()
+            self.gatherer.check_uses()
 
     def _agree_on_used(self) -> None:
         indices, used = self.layout.order(), self.reducer.used
@@ -337,6 +338,7 @@ class ShardedEngine:
         published = {bucket: bucket.publish() for bucket in chosen}
         for bucket, pending in published.items():
             pending.wait()
+            bucket.note_arrived()
             bucket.mark_changed()
 
     def note_step(self, number: int) -> None:
