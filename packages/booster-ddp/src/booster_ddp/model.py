@@ -25,7 +25,7 @@ from booster_ddp._torch_private import (
 from booster_ddp.config import BY_DTYPE, register_comm_hook, restart_comm_hook
 from booster_ddp.gradients import UnreducedGradients
 from booster_runtime.data import hidden_tensors, tensors_of
-from booster_runtime.sharding import refuse_all_gradients
+from booster_runtime.sharding import refuse_all_gradients, watch_gradient_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -137,6 +137,7 @@ class DDPModel(ModelWrapper):
         self._fit_ddp()
         if self.ddp is None:
             return None
+        watch_gradient_hooks(self.trained.items())
         self.gradients.before_forward(self.ddp)
         if self.ddp.static_graph and self._accumulates and not self.gradients.has_reduced:
             msg = (

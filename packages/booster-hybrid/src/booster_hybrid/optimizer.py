@@ -202,7 +202,7 @@ class HybridOptimizer(ShardedOptimizer):
     def begin_batch(self) -> None:
         """Make ready for the backwards of one batch."""
         self.engine.gatherer.wait()
-        self.reducer.watch()
+        self.reducer.before_forward()
         self._rescale_gradients()
         # What has been added up is on every copy: from now on it counts on the first alone.
         for bucket, copies in self.engine.copied_buckets() if self.engine.joined else ():

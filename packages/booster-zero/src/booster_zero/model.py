@@ -75,7 +75,7 @@ class ShardedModel(ModelWrapper):
 
     def _before_forward(self) -> None:
         if self._sharded is not None:
-            self._sharded.reducer.watch()
+            self._sharded.reducer.before_forward()
             self._sharded.reducer.hide_stand_ins()
 
     def _after_forward(self) -> None:
@@ -129,7 +129,7 @@ class ShardedModel(ModelWrapper):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._sharded is None or self.gatherer is not None:
             return self._run(*args, **kwargs)
-        self._sharded.reducer.watch()
+        self._sharded.reducer.before_forward()
         if not self._sharded.gatherer.is_underway:
             return self._run(*args, **kwargs)
         with self._sharded.gatherer.during_forward(self.module):

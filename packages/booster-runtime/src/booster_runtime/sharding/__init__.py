@@ -32,6 +32,7 @@ from booster_runtime.sharding.elementwise import (
     probed_steps,
 )
 from booster_runtime.sharding.generating import generate_together, generating_model
+from booster_runtime.sharding.gradient_hooks import watch_gradient_hooks
 from booster_runtime.sharding.hosting import (
     HostedOptimizer,
     ParameterPiece,
@@ -113,6 +114,7 @@ __all__ = [
     "send_first",
     "sharded_like",
     "sharding_groups",
+    "watch_gradient_hooks",
     "whole_shard",
     "without_optimizer",
     "without_split_ties",
