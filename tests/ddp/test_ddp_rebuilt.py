@@ -304,3 +304,18 @@ def module_tree():
 def test_the_module_is_the_users_and_ddp_is_outside_of_the_module_tree():
     expected = ["", *(f"module.{name}".removesuffix(".") for name, _ in net().named_modules())]
     assert run_on_ranks(module_tree, WORLD_SIZE) == [expected] * WORLD_SIZE
+
+
+def move(run, at):
+    """Before one of four steps, give the parameters other memory twice, as moves to the host and back do."""
+    for step in range(4):
+        if step == at:
+            run.model.float().double()
+        backward(run, step)
+        finish(run)
+
+
+@matrix(["default-0", "views-2", "no search-2", "static-0", "static-2"], options=OPTIONS, at=[0, 2])
+def test_parameters_that_were_cast_and_cast_back_train_as_one_process(options, at):
+    """Torch then hangs other nodes into the graph, which DDP's hooks are not on."""
+    check(partial(move, at=at), OPTIONS[options])

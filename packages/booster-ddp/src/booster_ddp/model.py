@@ -212,8 +212,18 @@ class DDPModel(ModelWrapper):
             self.trained = {name: each for name, each in self._named.items() if each.requires_grad}
             self._search = self._asked
             self._build_ddp()
-        elif self.ddp is not None and self._search is False and self.ddp.find_unused_parameters:
+        elif self.ddp is not None and (
+            (self._search is False and self.ddp.find_unused_parameters)
+            or self.gradients.is_cut_off
+            # In its first backward, a static graph does not tell whether it is reached.
+            or (self.ddp.static_graph and not self.gradients.has_reduced and self._nodes != self._trained_nodes())
+        ):
             self._build_ddp()
+
+    def _trained_nodes(self) -> list[Any]:
+        """Return the nodes of the graph that accumulate gradients, on which DDP's hooks hang."""
+        with torch.enable_grad():
+            return [each.view_as(each).grad_fn.next_functions[0][0] for each in self.trained.values()]
 
     def _leave_trained(self) -> None:
         """Settle the gradients of the parameters that were trained so far, before others are.
@@ -262,6 +272,7 @@ class DDPModel(ModelWrapper):
         self._set_ddp(ddp)
         self._was_built = True
         self.gradients.track(self.trained.values())
+        self._nodes = self._trained_nodes() if config.static_graph else []
         if self._search is None:
             self.gradients.count_uses(self.trained.values())
         self._untracked = {name: each for name, each in self._untracked.items() if name not in self.trained}

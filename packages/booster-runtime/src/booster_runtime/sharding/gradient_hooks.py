@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _REMEDY = (
     "After backward, gradients are averaged: clip by `optimizer.clip_grad_by_value` or `optimizer.clip_grad_by_norm`, "
-    "change them otherwise by `booster_runtime.full_gradient` and `set_full_gradient`, and step with the optimizer that "
-    "`boost` returned."
+    "change them otherwise by `booster_runtime.full_gradient` and `set_full_gradient`, and step with the optimizer "
+    "that `boost` returned."
 )
 
 
