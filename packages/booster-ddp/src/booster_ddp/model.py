@@ -223,7 +223,8 @@ class DDPModel(ModelWrapper):
     def _trained_nodes(self) -> list[Any]:
         """Return the nodes of the graph that accumulate gradients, on which DDP's hooks hang."""
         with torch.enable_grad():
-            return [each.view_as(each).grad_fn.next_functions[0][0] for each in self.trained.values()]
+            views: list[Any] = [each.view_as(each) for each in self.trained.values()]
+        return [view.grad_fn.next_functions[0][0] for view in views]
 
     def _leave_trained(self) -> None:
         """Settle the gradients of the parameters that were trained so far, before others are.

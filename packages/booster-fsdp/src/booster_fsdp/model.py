@@ -54,6 +54,8 @@ class FSDPModel(ModelWrapper):
     """
 
     gradients: ShardedGradients
+    lays_out = True
+    replaces_parameters = True
 
     def __init__(
         self,

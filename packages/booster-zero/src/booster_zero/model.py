@@ -54,6 +54,11 @@ class ShardedModel(ModelWrapper):
         if gatherer is not None:
             generate_together(self)
 
+    @property
+    def lays_out(self) -> bool:
+        """Whether parameters are in buckets: those of a copy are not."""
+        return self._sharded is not None or self.gatherer is not None
+
     def gather_on_use(
         self,
         leaves: LeafModules,
