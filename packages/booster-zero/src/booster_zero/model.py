@@ -68,24 +68,26 @@ class ShardedModel(ModelWrapper):
     ) -> None:
         """Gather parameters when the user's modules run; see `ParameterHooks`."""
         assert self.gatherer is not None, "what is always whole is not gathered"
+        sharded = self._sharded  # the hooks must not keep this model
+
+        def before_forward() -> None:
+            if sharded is not None:
+                sharded.reducer.before_forward()
+                sharded.reducer.hide_stand_ins()
+
+        def after_forward() -> None:
+            if sharded is not None:
+                sharded.reducer.show_stand_ins()
+
         self._parameter_hooks = ParameterHooks(
             self.module,
             self.gatherer,
-            self._before_forward,
-            self._after_forward,
+            before_forward,
+            after_forward,
             leaves,
             with_model=with_model,
             on_passed=on_passed,
         )
-
-    def _before_forward(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reducer.before_forward()
-            self._sharded.reducer.hide_stand_ins()
-
-    def _after_forward(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reducer.show_stand_ins()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer.

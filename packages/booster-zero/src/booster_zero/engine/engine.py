@@ -6,6 +6,7 @@ buckets and of the `Gatherer`. Reduction and norms go by model, steps by optimiz
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
@@ -94,9 +95,14 @@ class ShardedEngine:
         self._buffers = BufferWatch(model)
         self._stepped: set[int] = set()
         self.hosted = [HostedOptimizer(each, self.names) for each in optimizers]
-        self.reducer = Reducer(
-            (), self.names, overlap=config.overlap_communication, agree_on_record=self.agree_on_record
-        )
+        own = weakref.WeakMethod(self.agree_on_record)  # a reducer that kept its engine would keep all shards
+
+        def agree_on_record(order: list[int], late: set[int]) -> set[int]:
+            method = own()
+            assert method is not None, "backward ends as long as the engine lives"
+            return method(order, late)
+
+        self.reducer = Reducer((), self.names, overlap=config.overlap_communication, agree_on_record=agree_on_record)
         # Whether a group lists them or not: norms count their gradients, and a group may list them later.
         self._trained = {
             index: parameter
