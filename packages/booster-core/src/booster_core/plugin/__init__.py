@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         unscaled_gradient,
         write_gradient,
     )
+    from booster_core.plugin.option_types import check_option_types
     from booster_core.plugin.placement import (
         check_no_masters,
         normalisation_parameters,
@@ -64,6 +65,7 @@ __all__ = [
     "check_arguments",
     "check_loss",
     "check_no_masters",
+    "check_option_types",
     "hook_relay",
     "hookimpl",
     "installed",
@@ -108,6 +110,7 @@ _import, __dir__ = public_names(
             "rebind",
             "stored_dtypes",
         ],
+        ".option_types": ["check_option_types"],
         ".single": ["SingleDevicePlugin"],
         ".optimizer": ["GradientScaling", "OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],
         ".model": ["ModelWrapper", "boosted_inside", "unwrap_model"],
