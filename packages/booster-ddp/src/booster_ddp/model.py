@@ -154,6 +154,13 @@ class DDPModel(ModelWrapper):
             _refuse_hidden(output)
         elif ddp.find_unused_parameters:
             _follow_hidden(ddp, output)
+            if self._search is None and _has_reentrant(output):  # which its search takes for unused
+                self._search = False
+                self._build_ddp()
+                assert self.ddp is not None, "the model trains"
+                ddp = self.ddp
+                if ddp.require_backward_grad_sync:
+                    follow_outputs(ddp, [])
         self.gradients.after_forward(ddp)
 
     @contextlib.contextmanager
@@ -307,6 +314,20 @@ def _follow_hidden(ddp: DistributedDataParallel, output: Any) -> None:
     node = next((each.grad_fn for each in pytree.tree_leaves(output) if _has_graph(each)), None)
     if node is not None:
         node.metadata["ddp"] = ddp
+
+
+def _has_reentrant(output: Any) -> bool:
+    """Return whether a graph has layers that are checkpointed with ``use_reentrant=True``."""
+    nodes = [tensor.grad_fn for _, tensor in tensors_of(output) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        found = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= found
+        nodes.extend(found)
+    return False
 
 
 def _has_graph(leaf: Any) -> bool:
