@@ -12,6 +12,7 @@ from cases import Case, Setting
 from driven_runs import Run, assert_same_loop
 from matrix import matrix, named
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import ConfigError, GradientError
 from booster_ddp import TorchDDPPlugin
@@ -304,3 +305,29 @@ def module_tree():
 def test_the_module_is_the_users_and_ddp_is_outside_of_the_module_tree():
     expected = ["", *(f"module.{name}".removesuffix(".") for name, _ in net().named_modules())]
     assert run_on_ranks(module_tree, WORLD_SIZE) == [expected] * WORLD_SIZE
+
+
+def move(run, at):
+    """Before one of four steps, give the parameters other memory twice, as moves to the host and back do."""
+    for step in range(4):
+        if step == at:
+            run.model.float().double()
+        backward(run, step)
+        finish(run)
+
+
+@matrix(["default-0", "views-2", "no search-2", "static-0", "static-2"], options=OPTIONS, at=[0, 2])
+def test_parameters_that_were_cast_and_cast_back_train_as_one_process(options, at):
+    """Torch then hangs other nodes into the graph, which DDP's hooks are not on."""
+    check(partial(move, at=at), OPTIONS[options])
+
+
+class Reentrant(Net):
+    def forward(self, x, heads="lr"):
+        return checkpoint(super().forward, x.clone().requires_grad_(), heads, use_reentrant=True)
+
+
+@matrix(["default", "views"], options=["default", "views", "no search"])
+def test_reentrant_checkpointing_trains_as_one_process(options):
+    """The search of the first step does not see what is checkpointed so."""
+    check(use_both_heads, OPTIONS[options], kind=Reentrant)

@@ -16,7 +16,15 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from booster_core.errors import ConfigError
-from booster_runtime.memory import AbsentTensors, is_absent
+from booster_runtime.memory import AbsentTensors, absent, is_absent
+
+
+def test_a_torch_without_the_key_is_named_where_it_is_needed(monkeypatch):
+    monkeypatch.setattr(absent, "_BIT", None)
+    weight = nn.Parameter(torch.ones(2))
+    assert not is_absent(weight)
+    with pytest.raises(ConfigError, match=r"has no dispatch key TESTING_ONLY_GenericWrapper.*plugin='zero'"):
+        AbsentTensors([weight], lambda *_: None, dtype=weight.dtype, device=weight.device)
 
 
 class Other(torch.Tensor):

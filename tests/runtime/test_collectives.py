@@ -10,6 +10,7 @@ import torch.distributed as dist
 from matrix import matrix, named
 
 from booster_runtime import collectives
+from booster_runtime.collectives.pending import WAITS, Pending
 from booster_testing import run_on_ranks
 
 
@@ -257,3 +258,15 @@ def test_groups_that_are_destroyed_leave_no_files_or_threads():
 def test_a_collective_without_a_process_group_says_what_to_start():
     with pytest.raises(RuntimeError, match="needs a process group"):
         collectives.all_reduce(torch.ones(1))
+
+
+def test_waits_inside_of_a_wait_are_one():
+    seen = []
+
+    class Work:
+        def wait(self):
+            seen.append(WAITS.is_in_one)
+
+    Pending([Pending([Work()]), Work()]).wait()
+    assert seen == [True, True]
+    assert not WAITS.is_in_one

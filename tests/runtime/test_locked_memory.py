@@ -81,8 +81,14 @@ def test_where_the_driver_refuses_torch_is_asked(driver, monkeypatch):
         asked.append((sizes, pin_memory))
         return real(*sizes, **options)
 
+    def launch(*_sizes, device):
+        driver.calls.append(f"launch on {device}")
+        raise torch.AcceleratorError
+
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "ones", launch)
     buffer = locked_buffer(1 << 21)
+    assert driver.calls.pop() == "launch on cuda:3", "which takes CUDA's error: it would come at an innocent line"
     assert asked[0] == (((1 << 21) + ALIGNMENT,), True)
     assert buffer.numel() == 1 << 21
     assert buffer.data_ptr() % ALIGNMENT == 0

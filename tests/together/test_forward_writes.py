@@ -64,7 +64,7 @@ def train_clamped(plugin):
     ("plugin", "match"),
     [
         ("fsdp", "'inner.weight' was changed during forward. FSDP drops"),
-        ("gemini", r"rank 0: 'inner.weight' was changed in place; rank 1: 'inner.weight'"),
+        ("gemini", "'inner.weight' was changed in place"),
     ],
 )
 def test_change_of_a_gathered_parameter_raises(plugin, match):
@@ -104,7 +104,7 @@ def train_average(plugin, assigns):
     ("plugin", "assigns", "match"),
     [
         ("fsdp", True, r"'slow.weight' was changed during forward. FSDP drops"),
-        ("gemini", False, r"rank 0: 'slow.weight' was changed through `.data`"),
+        ("gemini", False, r"'slow.weight' was changed through `.data`"),
     ],
 )
 def test_change_through_data_of_a_gathered_parameter_raises(plugin, assigns, match):

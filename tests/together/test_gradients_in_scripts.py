@@ -14,12 +14,14 @@ from matrix import matrix
 from torch import nn
 
 from booster_core.errors import GradientError
+from booster_ddp import TorchDDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import run_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {
+    "ddp": TorchDDPPlugin,
     "zero 1": lambda: LowLevelZeroPlugin(stage=1, bucket_bytes=200),
     "zero 2": lambda: LowLevelZeroPlugin(stage=2, bucket_bytes=200),
     "gemini": lambda: GeminiPlugin(min_chunk_bytes=256),
@@ -371,3 +373,84 @@ def hooked(plugin):
 @pytest.mark.parametrize("plugin", SOME)
 def test_a_hook_after_boost_sees_that_there_is_a_gradient_that_it_can_not_read(plugin):
     assert run_on_ranks(hooked, 2, plugin) == [[True, True]] * 2
+
+
+# ---- hooks that change gradients before ranks average them
+
+
+def in_place(change):
+    def hook(parameter):
+        change(parameter.grad)
+
+    return hook
+
+
+def step_at_once(parameter):
+    torch.optim.SGD([parameter], 0.1).step()
+    parameter.grad = None
+
+
+LINEAR = {
+    "factor": lambda g: 3 * g,
+    "mask": lambda g: g * (torch.arange(g.numel()).view(g.shape) % 2),
+    "centralized": lambda g: g - g.mean(),
+    "only read": lambda g: g.norm() and None,
+    "in place": in_place(lambda g: g.mul_(0.5)),
+    "only read in place": in_place(torch.norm),
+}
+OTHERS = {
+    "clamp": lambda g: g.clamp(-1e-3, 1e-3),
+    "normalized": lambda g: g / g.norm(),
+    "sign": torch.sign,
+    "absolute": torch.abs,
+    "largest half": lambda g: g * (g.abs() >= g.abs().median()),
+    "noise": lambda g: g + torch.randn_like(g),
+    "clamp in place": in_place(lambda g: g.clamp_(-1e-3, 1e-3)),
+    "step in place": step_at_once,
+}
+WITH_DDP = {**PLUGINS, "ddp": TorchDDPPlugin}
+
+
+class Hooked(Net):
+    """A model with a hook on each parameter."""
+
+    def __init__(self, kind):
+        super().__init__()
+        for parameter in self.parameters():
+            in_place = kind.endswith("in place")
+            register = parameter.register_post_accumulate_grad_hook if in_place else parameter.register_hook
+            register({**LINEAR, **OTHERS}[kind])
+
+
+def two_steps(run):
+    for number in range(2):
+        run.backward(run.loss(number))
+        run.step()
+
+
+def trained_with_hook(kind, plugin):
+    case = Case(build=partial(Hooked, kind), batch=rows, optimizer=decaying)
+    return drive(two_steps, case, None if plugin is None else Setting(WITH_DDP[plugin]), 2, {})
+
+
+@matrix(1, kind=LINEAR, plugin=WITH_DDP)
+def test_a_hook_that_is_linear_equals_one_process(kind, plugin):
+    assert_same_steps(run_on_ranks(trained_with_hook, 2, kind, plugin), trained_with_hook(kind, None), CASE)
+
+
+@matrix(1, kind=OTHERS, plugin=WITH_DDP)
+def test_a_hook_that_is_not_linear_raises_with_what_to_do(kind, plugin):
+    match = "The hook .* is not linear in the gradient, or steps.*clip by `optimizer.clip_grad_by_value`"
+    expect_on_ranks(GradientError, match, trained_with_hook, 2, kind, plugin)
+
+
+def hook_after_boost(plugin):
+    run = Run(CASE, Setting(WITH_DDP[plugin]))
+    two_steps(run)
+    run.net.head.weight.register_hook(OTHERS["normalized"])
+    two_steps(run)
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "gemini"])
+def test_a_hook_that_comes_later_is_watched_too(plugin):
+    expect_on_ranks(GradientError, "of parameter 'head.weight' is not linear", hook_after_boost, 2, plugin)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from cases import Case, Setting, assert_equals_one_process, train_boosted
+from cases import Case, Setting, assert_equals_one_process
 from matrix import matrix, named
 from torch import nn
 
-from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin
-from booster_testing import expect_on_ranks
 from booster_testing.compare import tolerance_for
 from booster_zero import LowLevelZeroPlugin, ZeroConfig
 
@@ -85,9 +83,3 @@ ADDED = replace(AT_BOOST, optimizer=lars_of_vectors, before_step=add_matrices)
 )
 def test_groups_of_two_kinds_step_as_in_one_process(name, case, options):
     assert_equals_one_process(case, Setting(PLUGINS[name], options))
-
-
-@matrix(["fsdp"], name=PLUGINS)
-def test_a_group_of_another_kind_is_refused_where_parameters_are_cut(name):
-    match = "Lars takes the parameters of the new group as wholes.*partition='parameter'"
-    expect_on_ranks(ConfigError, match, train_boosted, 2, ADDED, Setting(PLUGINS[name]))

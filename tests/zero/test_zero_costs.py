@@ -1,6 +1,7 @@
 """What a step costs: bytes moved, bytes kept, and that nothing grows."""
 
 import contextlib
+import gc
 import inspect
 import re
 import threading
@@ -213,6 +214,19 @@ def parameters_while_laid_out_again(stage):
 def test_parameters_exist_once_while_they_are_laid_out_again(stage):
     for most, left in run_on_ranks(parameters_while_laid_out_again, 2, stage):
         assert (most, left) == (13 / 12, 1.0), "a layer each has a bucket, of which one is both here and there"
+
+
+def engine_is_gone():
+    booster, model, optimizer = boost(make(8))
+    train(booster, model, optimizer, 8)
+    reducer, engine = optimizer.engine.reducer, weakref.ref(optimizer.engine)
+    del booster, model, optimizer
+    gc.collect()
+    return reducer.num_rounds, engine() is None
+
+
+def test_a_reducer_keeps_no_engine_and_so_no_shards():
+    assert run_on_ranks(engine_is_gone, 2) == [(1, True)] * 2
 
 
 def thousand_steps():

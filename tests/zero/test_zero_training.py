@@ -526,6 +526,26 @@ def test_values_written_into_parameters_stay(precision):
     run_on_ranks(values_written_by_hand, 2, precision)
 
 
+def written_between_steps():
+    """Write parameters through ``.data``, which raises no version, between steps of size zero."""
+    booster, model, optimizer = boost({}, "bf16", optimizer=partial(plain_sgd, 0.0))
+    parameters = [*model.unwrap().parameters()]
+    expected = [parameter.detach().clone() for parameter in parameters]
+    for step in range(4):
+        backward(booster, model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for values in [*expected, *(parameter.data for parameter in parameters)]:
+            values.mul_(0.75).view(-1)[step % 3] = step
+    backward(booster, model, optimizer, 4)
+    optimizer.step()
+    assert all(map(torch.equal, parameters, expected))
+
+
+def test_every_write_between_steps_is_kept():
+    run_on_ranks(written_between_steps, 2)
+
+
 def other_memory():
     booster, model, optimizer = boost()
     backward(booster, model, optimizer)

@@ -12,7 +12,8 @@ import torch
 from torch.nn import parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    import weakref
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -20,6 +21,7 @@ _NAMES = (
     "_C._are_functorch_transforms_active",
     "_C._current_graph_task_id",
     "_compile._disable_dynamo",
+    "autograd.Variable._execution_engine.queue_callback",
     "autograd.grad_mode._unsafe_preserve_version_counter",
     "distributed.GradBucket",
     "distributed.Reducer._check_reducer_finalized",
@@ -67,6 +69,16 @@ not_compiled_itself = _disable_dynamo(recursive=False)
 # The number of the backward that this thread is in, as `torch.autograd.graph` identifies them. No function around it:
 # each parameter's hook calls it.
 graph_task = torch._C._current_graph_task_id  # noqa: SLF001
+
+
+def queue_callback(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method, if its object lives, at the end of the backward that this thread is in."""
+
+    def call() -> None:
+        if (bound := method()) is not None:
+            bound()
+
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001
 
 
 @not_compiled

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from booster_core.errors import ConfigError
+from booster_core.plugin import check_option_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class DDPConfig:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             msg = f"`bucket_cap_mb={self.bucket_cap_mb}` must be positive; it is the size of a gradient bucket in MiB."
             raise ConfigError(msg)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster_core.errors import GradientError
-from booster_ddp._torch_private import forget_used, graph_task, unfinished_reduction
+from booster_ddp._torch_private import forget_used, graph_task, queue_callback, unfinished_reduction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +41,8 @@ class UnreducedGradients:
 
     Attributes:
         has_reduced: Whether the present DDP has averaged gradients. The same on every rank.
+        is_cut_off: Whether a backward that DDP was to average has not reached it: its hooks hang on nodes of the graph
+            that torch replaces where a script gives parameters another format or device.
         some_unused: Whether a backward that DDP averaged has used only some of the parameters on this rank; known of
             parameters whose uses are counted.
     """
@@ -75,7 +77,7 @@ class UnreducedGradients:
         self._has_begun = False  # and a backward has given it some
         self._has_marks = False  # it remembers parameters of a backward that it did not average
         self._used: set[int] = set()
-        self.has_reduced = self.some_unused = False
+        self.has_reduced = self.some_unused = self.is_cut_off = False
 
     def track(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch the gradients of parameters that are trained now, for as long as they live."""
@@ -200,15 +202,30 @@ class UnreducedGradients:
         self._note_reduction()
         if self._is_armed:
             self._has_begun = True
+            ddp = self._ddp()
+            if ddp is not None and (self.has_reduced or not ddp.static_graph):  # which begins after its first backward
+                queue_callback(weakref.WeakMethod(self._check_reached))
             return
+        self._note_unreduced()
+
+    def _check_reached(self) -> None:
+        """Note at the end of a backward, before DDP's own end of it, if none of its gradients has come to DDP."""
+        if self._is_armed and self._has_begun and self._unfinished() is None:
+            self._is_armed = self._has_begun = False
+            self.is_cut_off = True
+            self._note_unreduced()
+
+    def _note_unreduced(self) -> None:
+        """Note that the present backward leaves gradients to be averaged."""
         self._exist = True
         ddp = self._ddp()
         self._has_marks = ddp is not None and ddp.find_unused_parameters
         if not self._can_wait:
             msg = (
                 "DDP does not average the gradients of this backward: it is the second one through the same forward, "
-                "or its loss was not computed by the boosted model's forward. Pass the optimizer to `boost` together "
-                "with the model, so that its step averages them, or run one backward for each forward."
+                "its loss was not computed by the boosted model's forward, or the parameters have been moved or cast "
+                "since `boost`. Pass the optimizer to `boost` together with the model, so that its step averages them, "
+                "or run one backward for each forward, and move and cast before `boost`."
             )
             raise GradientError(msg)
 

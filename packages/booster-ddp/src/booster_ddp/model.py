@@ -25,7 +25,7 @@ from booster_ddp._torch_private import (
 from booster_ddp.config import BY_DTYPE, register_comm_hook, restart_comm_hook
 from booster_ddp.gradients import UnreducedGradients
 from booster_runtime.data import hidden_tensors, tensors_of
-from booster_runtime.sharding import refuse_all_gradients
+from booster_runtime.sharding import refuse_all_gradients, watch_gradient_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -141,6 +141,7 @@ class DDPModel(ModelWrapper):
         self._fit_ddp()
         if self.ddp is None:
             return None
+        watch_gradient_hooks(self.trained.items())
         self.gradients.before_forward(self.ddp)
         if self.ddp.static_graph and self._accumulates and not self.gradients.has_reduced:
             msg = (
@@ -157,6 +158,13 @@ class DDPModel(ModelWrapper):
             _refuse_hidden(output)
         elif ddp.find_unused_parameters:
             _follow_hidden(ddp, output)
+            if self._search is None and _has_reentrant(output):  # which its search takes for unused
+                self._search = False
+                self._build_ddp()
+                assert self.ddp is not None, "the model trains"
+                ddp = self.ddp
+                if ddp.require_backward_grad_sync:
+                    follow_outputs(ddp, [])
         self.gradients.after_forward(ddp)
 
     @contextlib.contextmanager
@@ -215,8 +223,19 @@ class DDPModel(ModelWrapper):
             self.trained = {name: each for name, each in self._named.items() if each.requires_grad}
             self._search = self._asked
             self._build_ddp()
-        elif self.ddp is not None and self._search is False and self.ddp.find_unused_parameters:
+        elif self.ddp is not None and (
+            (self._search is False and self.ddp.find_unused_parameters)
+            or self.gradients.is_cut_off
+            # In its first backward, a static graph does not tell whether it is reached.
+            or (self.ddp.static_graph and not self.gradients.has_reduced and self._nodes != self._trained_nodes())
+        ):
             self._build_ddp()
+
+    def _trained_nodes(self) -> list[Any]:
+        """Return the nodes of the graph that accumulate gradients, on which DDP's hooks hang."""
+        with torch.enable_grad():
+            views: list[Any] = [each.view_as(each) for each in self.trained.values()]
+        return [view.grad_fn.next_functions[0][0] for view in views]
 
     def _leave_trained(self) -> None:
         """Settle the gradients of the parameters that were trained so far, before others are.
@@ -265,6 +284,7 @@ class DDPModel(ModelWrapper):
         self._set_ddp(ddp)
         self._was_built = True
         self.gradients.track(self.trained.values())
+        self._nodes = self._trained_nodes() if config.static_graph else []
         if self._search is None:
             self.gradients.count_uses(self.trained.values())
         self._untracked = {name: each for name, each in self._untracked.items() if name not in self.trained}
@@ -298,6 +318,20 @@ def _follow_hidden(ddp: DistributedDataParallel, output: Any) -> None:
     node = next((each.grad_fn for each in pytree.tree_leaves(output) if _has_graph(each)), None)
     if node is not None:
         node.metadata["ddp"] = ddp
+
+
+def _has_reentrant(output: Any) -> bool:
+    """Return whether a graph has layers that are checkpointed with ``use_reentrant=True``."""
+    nodes = [tensor.grad_fn for _, tensor in tensors_of(output) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        found = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= found
+        nodes.extend(found)
+    return False
 
 
 def _has_graph(leaf: Any) -> bool:

@@ -21,8 +21,10 @@ _REMEDIES = {
         "parameters this step uses. Drop all of them, by `optimizer.zero_grad()` or `model.zero_grad()`."
     ),
     "mark a variable ready only once": (
-        "DDP can't average this backward together with the previous one: both use some of the parameters, and each "
-        "leaves others unused. Run all forward and backward passes of the step under `booster.no_sync`; "
+        "DDP was told of a parameter twice. Where layers are checkpointed with `use_reentrant=True`, its search does "
+        "not see them: pass `use_reentrant=False`, or `find_unused_parameters=False` to the plugin. Else this backward "
+        "and the previous one both use some of the parameters, and each leaves others unused: run all forward and "
+        "backward passes of the step under `booster.no_sync`; "
         "`optimizer.step()` then averages the gradients."
     ),
     "Expected sparse gradient to be defined": (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
+from booster_core.plugin import check_option_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,7 @@ class FSDPConfig:
     forward_methods: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
             msg = (
                 f"`reshard_after_forward={self.reshard_after_forward}` is the size of a group of ranks and must be at "

@@ -39,6 +39,8 @@ class FSDPModel(ModelWrapper):
     """
 
     gradients: ShardedGradients
+    lays_out = True
+    replaces_parameters = True
 
     def __init__(
         self,

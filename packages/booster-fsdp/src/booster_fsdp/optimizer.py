@@ -13,7 +13,7 @@ from booster_core.plugin import OptimizerWrapper, rebind
 from booster_core.state import NamedTensors
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
-from booster_runtime.sharding import RaisedAnywhere, check_takes_parts, local_of, numbers_of_group, partition_for
+from booster_runtime.sharding import RaisedAnywhere, local_of, numbers_of_group, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -151,7 +151,7 @@ class FSDPOptimizer(OptimizerWrapper):
         self.optim.add_param_group({**param_group, "params": listed})
         if self._takes_rows:
             try:
-                check_takes_parts(self.unwrap(), self._config.partition, self.optim.param_groups[-1])
+                partition_for(self.unwrap(), self._config.partition, self.optim.param_groups[-1:])
             except ConfigError:
                 self.optim.param_groups.pop()
                 raise

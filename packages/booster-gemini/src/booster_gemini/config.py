@@ -46,11 +46,7 @@ class GeminiConfig(ShardingOptions):
         leaf_modules: Modules whose parameters are gathered as one, because the data chooses which are used, such as a
             mixture of experts: classes, their names, or paths. A list of modules counts as a part of the module that
             runs it. Takes memory for all parameters of such a module at once.
-        debug: Detect parameters that forward changes through ``.data``, whose new values would be lost, and raise at
-            the next forward, backward or step with their names. Other changes raise anyway. Some values of each
-            parameter are compared in the first steps; this compares all of them in every step, which costs a copy
-            whenever they are gathered. Ranks then also compare before each gather that they gather the same, as they
-            do in the first steps.
+        debug: Compare before each gather that all ranks gather the same, as they do in the first steps.
 
     Raises:
         ConfigError: If a value is out of range.

@@ -244,7 +244,7 @@ class HybridOptimizer(ShardedOptimizer):
             By what losses are multiplied; see `HybridEngine.divide_by`. 1 under fp16, whose range is narrow.
         """
         self.engine.gatherer.wait()
-        self.reducer.watch()
+        self.reducer.before_forward()
         factor = self.engine.divide_by(num_microbatches if self.loss_scaler is None else 1)
         # What has been added up is on every copy: from now on it counts on the first alone.
         for bucket, copies in self.engine.copied_buckets() if self.engine.joined else ():

@@ -31,7 +31,8 @@ def check_elementwise(optimizer: Optimizer, ep_size: int, groups: Sequence[Mappi
     if ep_size > 1 and partition_for(optimizer, "auto", groups) != "flat":
         msg = (
             f"{type(optimizer).__qualname__} updates whole matrices, of which `ep_size={ep_size}` leaves each rank "
-            "a part. Use an optimizer that treats every element alike, such as AdamW, or `ep_size=1`."
+            "a part. Use an optimizer that treats every element alike, such as AdamW, or a class with "
+            "`is_elementwise = True`, or `ep_size=1`."
         )
         raise ConfigError(msg)
 

@@ -175,7 +175,8 @@ class ExponentialAverage:
             if average is None:
                 msg = (
                     f"'{shard.name}' is no part of the model that this average was made of, or is sharded otherwise "
-                    "now. Make the average after the model has its final form."
+                    "now. Make the average after the first step, in which strategies that gather parameters for each "
+                    "use lay them out anew, and after the model has its final form."
                 )
                 raise ConfigError(msg)
             yield shard, average

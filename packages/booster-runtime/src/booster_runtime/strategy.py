@@ -101,6 +101,7 @@ class Strategy(Plugin):
         boosted = self.shard(objects._replace(dataloader=dataloader), context, values)
         model: Any = boosted.model
         model.attach(boosted.optimizers, context)
+        model.watch_structure()
         watch_frozen(boosted, frozen)
         index, size = self.data_parallel_coordinates(context.coordinator)
         watch_first_batch(model, index=index, size=size)

@@ -75,10 +75,8 @@ def fill_model(
             published[bucket] = bucket.publish()
         else:
             bucket.take_working_values()
-            bucket.note_versions()
-    for bucket, pending in published.items():
+    for pending in published.values():
         pending.wait()
-        bucket.note_versions()
 
 
 class _Present(contextlib.ExitStack):

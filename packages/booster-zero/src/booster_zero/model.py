@@ -54,6 +54,11 @@ class ShardedModel(ModelWrapper):
         if gatherer is not None:
             generate_together(self)
 
+    @property
+    def lays_out(self) -> bool:
+        """Whether parameters are in buckets: those of a copy are not."""
+        return self._sharded is not None or self.gatherer is not None
+
     def gather_on_use(
         self,
         leaves: LeafModules,
@@ -63,24 +68,26 @@ class ShardedModel(ModelWrapper):
     ) -> None:
         """Gather parameters when the user's modules run; see `ParameterHooks`."""
         assert self.gatherer is not None, "what is always whole is not gathered"
+        sharded = self._sharded  # the hooks must not keep this model
+
+        def before_forward() -> None:
+            if sharded is not None:
+                sharded.reducer.before_forward()
+                sharded.reducer.hide_stand_ins()
+
+        def after_forward() -> None:
+            if sharded is not None:
+                sharded.reducer.show_stand_ins()
+
         self._parameter_hooks = ParameterHooks(
             self.module,
             self.gatherer,
-            self._before_forward,
-            self._after_forward,
+            before_forward,
+            after_forward,
             leaves,
             with_model=with_model,
             on_passed=on_passed,
         )
-
-    def _before_forward(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reducer.watch()
-            self._sharded.reducer.hide_stand_ins()
-
-    def _after_forward(self) -> None:
-        if self._sharded is not None:
-            self._sharded.reducer.show_stand_ins()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy to evaluate with, such as an average: it has this model's values, and no optimizer.
@@ -129,7 +136,7 @@ class ShardedModel(ModelWrapper):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._sharded is None or self.gatherer is not None:
             return self._run(*args, **kwargs)
-        self._sharded.reducer.watch()
+        self._sharded.reducer.before_forward()
         if not self._sharded.gatherer.is_underway:
             return self._run(*args, **kwargs)
         with self._sharded.gatherer.during_forward(self.module):

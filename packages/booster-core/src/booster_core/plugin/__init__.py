@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient, write_gradient
+    from booster_core.plugin.option_types import check_option_types
     from booster_core.plugin.placement import (
         check_no_masters,
         normalisation_parameters,
@@ -59,6 +60,7 @@ __all__ = [
     "check_arguments",
     "check_loss",
     "check_no_masters",
+    "check_option_types",
     "hook_relay",
     "hookimpl",
     "installed",
@@ -103,6 +105,7 @@ _import, __dir__ = public_names(
             "rebind",
             "stored_dtypes",
         ],
+        ".option_types": ["check_option_types"],
         ".single": ["SingleDevicePlugin"],
         ".scaling": ["GradientScaling"],
         ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],

@@ -187,6 +187,9 @@ def through_guard(method: Callable[..., Any]) -> Callable[..., Any]:
             guard.is_open = before
             return outputs
         try:
+            structure = self.__dict__.get("_structure")
+            if structure is not None and torch.is_grad_enabled():
+                structure.check()
             return method(self, *args, **kwargs)
         finally:
             guard.is_open = before

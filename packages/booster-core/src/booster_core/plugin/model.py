@@ -7,13 +7,15 @@ A strategy subclasses it where its forward differs.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from booster_core.attribute_hints import OF_ENGINES, no_attribute
+from booster_core.errors import ConfigError
 from booster_core.plugin.call_guard import guard_forward, through_guard
+from booster_core.plugin.structure import Structure
 from booster_core.precision.casting import cast_floating
 from booster_core.precision.parts import autocast_parts
 from booster_core.ranks.calls import NamedCall
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from typing_extensions import Self
 
     from booster_core.plugin.interface import BoostContext
     from booster_core.plugin.optimizer import OptimizerWrapper
@@ -48,6 +51,8 @@ class ModelWrapper(nn.Module):
     """The optimizers that were boosted with the model."""
     boost_context: BoostContext
     """Of the ``boost`` that returned the model."""
+    replaces_parameters: ClassVar[bool] = False
+    """Whether it puts other objects in their place, of the same names and shapes."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a strategy's own forward run the user's model."""
@@ -83,6 +88,34 @@ class ModelWrapper(nn.Module):
             inner = without_adapters(self.unwrap())
             parts = (self.unwrap(), inner, *inner.children())
             autocast_parts({id(each): each for each in parts}.values(), self._device_type, self.precision.compute_dtype)
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether the strategy keeps parameters in memory of its own, so that a script can't move or cast them."""
+        return False
+
+    def watch_structure(self) -> None:
+        """Let forward raise once the user's model gets other parameters, which the strategy does not know of."""
+        self.__dict__["_structure"] = Structure(self.unwrap(), are_replaced=self.replaces_parameters)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's signature
+        """Move or cast the model, as ``to``, ``half``, ``cpu`` and ``share_memory`` do.
+
+        Raises:
+            ConfigError: If the strategy has laid parameters out, and this would change any.
+        """
+        if not self.lays_out:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
+            like = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+            if fn(like) is not like or (like.device.type == "cpu" and like.untyped_storage().is_shared()):
+                msg = (
+                    f"This would move or cast '{name}' ({tensor.dtype}, {tensor.device}), which is kept in memory that "
+                    "ranks share out. Move and cast the model before `boost`; `Booster(device=..., "
+                    "mixed_precision=...)` say where and in which format it computes."
+                )
+                raise ConfigError(msg)
+        return self
 
     @property
     def boosted_optimizer(self) -> OptimizerWrapper | None:

@@ -16,23 +16,27 @@ class Waits:
 
     Attributes:
         number: How many there have been.
-        is_in_one: Whether the main thread waits now.
     """
 
-    __slots__ = ("is_in_one", "number")
+    __slots__ = ("_depth", "number")
 
     def __init__(self) -> None:
         self.number = 0
-        self.is_in_one = False
+        self._depth = 0
+
+    @property
+    def is_in_one(self) -> bool:
+        """Whether the main thread waits now."""
+        return self._depth > 0
 
     def __enter__(self) -> None:
         if threading.get_ident() == threading.main_thread().ident:
             self.number += 1
-            self.is_in_one = True
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == threading.main_thread().ident:
-            self.is_in_one = False
+            self._depth -= 1
 
 
 WAITS = Waits()

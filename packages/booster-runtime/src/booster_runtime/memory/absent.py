@@ -41,8 +41,11 @@ __all__ = ["AbsentTensors", "is_absent", "only_describes"]
 _NAME = (
     "TESTING_ONLY_GenericWrapper"  # above autograd and functorch, without a kernel of torch's, in torch 2.10 to 2.15
 )
-_BIT: Any = _C._dispatch_key_parse(_NAME)  # noqa: SLF001
-_KEY: Any = _C.DispatchKeySet(_BIT)
+_BIT: Any = None
+_KEY: Any = None
+with contextlib.suppress(RuntimeError):  # another torch may lack it: `AbsentTensors` tells of it, not the import
+    _BIT = _C._dispatch_key_parse(_NAME)  # noqa: SLF001
+    _KEY = _C.DispatchKeySet(_BIT)
 _keys_of: Any = _C._dispatch_keys  # noqa: SLF001
 _without_key: Any = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
 _without_class: Any = _C.DisableTorchFunctionSubclass
@@ -80,6 +83,12 @@ class AbsentTensors:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        if _BIT is None:
+            msg = (
+                f"torch {torch.__version__} has no dispatch key {_NAME}, by which uses of gathered parameters are "
+                "seen. Use a version from 2.10 to 2.15, or plugin='zero' without `overlap_allgather`, 'ddp' or 'fsdp'."
+            )
+            raise ConfigError(msg)
         _listen()
         self.on_use = on_use
         self._tensors = tensors
@@ -116,7 +125,7 @@ class AbsentTensors:
 
 def is_absent(tensor: Tensor) -> bool:
     """Return whether a tensor's values are not here."""
-    return isinstance(tensor, _Absent) or bool(_keys_of(tensor).has(_BIT))
+    return isinstance(tensor, _Absent) or (_BIT is not None and bool(_keys_of(tensor).has(_BIT)))
 
 
 def sees_all_uses(device: torch.device) -> bool:

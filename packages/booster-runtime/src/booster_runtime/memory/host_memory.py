@@ -70,6 +70,8 @@ def _locked_by_cuda(num_bytes: int) -> Tensor | None:
                 pages.madvise(getattr(mmap, advice))
     pages.address = buffer.data_ptr()
     if int(torch.cuda.cudart().cudaHostRegister(pages.address, num_bytes, 0)):  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=torch.device("cuda", pages.device))  # a launch takes the error, which would come later
         return None
     pages.process = os.getpid()
     return buffer

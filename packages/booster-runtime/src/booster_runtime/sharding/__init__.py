@@ -23,15 +23,12 @@ from booster_runtime.sharding.dtensor import (
     sharded_like,
 )
 from booster_runtime.sharding.elementwise import (
-    ELEMENTWISE,
-    WHOLE,
-    check_takes_parts,
-    distinct_groups,
+    OF_TORCH,
     keeps_blocks,
     partition_for,
-    probed_steps,
 )
 from booster_runtime.sharding.generating import generate_together, generating_model
+from booster_runtime.sharding.gradient_hooks import watch_gradient_hooks
 from booster_runtime.sharding.hosting import (
     HostedOptimizer,
     ParameterPiece,
@@ -65,9 +62,8 @@ from booster_runtime.sharding.reductions import describe_reductions, note_comput
 
 __all__ = [
     "CONTAINERS",
-    "ELEMENTWISE",
     "LAYER_NUMEL",
-    "WHOLE",
+    "OF_TORCH",
     "BufferWatch",
     "DTensorStateAdapter",
     "HostedOptimizer",
@@ -79,9 +75,7 @@ __all__ = [
     "agree_on_values",
     "between_hosts",
     "check_distinct_memory",
-    "check_takes_parts",
     "describe_reductions",
-    "distinct_groups",
     "dtensor_of",
     "dtensor_shards",
     "frozen_base",
@@ -103,7 +97,6 @@ __all__ = [
     "partition_for",
     "piece_meta",
     "piece_shard",
-    "probed_steps",
     "raise_for_unused",
     "raised_on_all",
     "refuse_all_gradients",
@@ -113,6 +106,7 @@ __all__ = [
     "send_first",
     "sharded_like",
     "sharding_groups",
+    "watch_gradient_hooks",
     "whole_shard",
     "without_optimizer",
     "without_split_ties",

@@ -56,6 +56,7 @@ _ALIGNMENT_BYTES = 64
 _BLOCK_NUMEL = 1 << 20
 """Values are compared in blocks of this many elements, which need little memory."""
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _numbers = itertools.count()
 
 
@@ -128,7 +129,7 @@ class Bucket:
         self._arriving: Pending | None = None  # the whole values
         self._shown: list[Tensor] | None = None  # what parameters are shown, as long as the whole values stay
         self._added: set[int] = set()
-        self._versions: list[int] = []
+        self._sums: Tensor | None = None  # of the slice as it came from the host
         self._offsets: list[int | None] | None = None  # of the parameters that take memory, in bytes
         self._used: Mapping[int, bool] = {}
         self._number = next(_numbers)
@@ -168,7 +169,6 @@ class Bucket:
                 place = self.whole[begin:end].view(shape)
                 place.copy_(parameter.data)
                 parameter.data = place
-            self.note_versions()
             return
         if taken and self.has_copy:
             self.own.copy_(self.values)
@@ -298,12 +298,15 @@ class Bucket:
         if not self.has_copy:
             return
         self._sent.wait()
-        every = self.values
+        room = torch.empty(min(self.numel, _BLOCK_NUMEL), dtype=self.own.dtype, device=self.values.device)
         for start in range(0, self.numel, _BLOCK_NUMEL):
-            values = every[start : start + _BLOCK_NUMEL]
+            values = self.values[start : start + _BLOCK_NUMEL]
             own = self.own[start : start + _BLOCK_NUMEL].to(values.device)
-            is_stale = values.to(own.dtype) != own
-            values.copy_(torch.where(is_stale, own.to(values.dtype), values))
+            rounded = room[: len(own)].copy_(values)
+            # Words of 8 bytes, at which slices begin and end; a device would stop the host to tell.
+            if own.device.type == "cpu" and torch.equal(rounded.view(torch.int64), own.view(torch.int64)):
+                continue
+            torch.where(rounded == own, values, own.to(values.dtype), out=values)
 
     def _follow_values(self) -> None:
         """Let the pieces that the optimizer steps on follow what it updates."""
@@ -321,14 +324,11 @@ class Bucket:
         """Whether ``values`` must be moved when parameters are laid out again; not where the parameters hold them."""
         return self.has_copy or self.keep is not Keep.ALWAYS
 
-    def note_versions(self) -> None:
-        """Count the working values as those that the optimizer knows of, where they are always here."""
-        if not self.has_copy or self.keep is not Keep.ALWAYS:  # it has no others, or nobody else writes them
-            return
-        self._versions = [parameter._version for parameter in self.parameters]  # noqa: SLF001 - as autograd does
-
-    def notice_changes(self, names: Mapping[int, str]) -> None:
+    def adopt_writes(self, names: Mapping[int, str]) -> None:
         """Take in what somebody else has written into the parameters since the last update, such as loaded values.
+
+        All working values of this rank's slice are compared: what is written through ``.data`` leaves no other trace.
+        Where the optimizer's are on the host, sums tell on the device whether there is anything to bring there.
 
         Raises:
             ConfigError: If a parameter has left the bucket: updates would not reach it any more.
@@ -341,10 +341,13 @@ class Bucket:
             if offset is not None and parameter.data_ptr() != start + offset:
                 name = names[self.plan.slots[position].index]
                 raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
-        known = self._versions
-        self.note_versions()
-        if known != self._versions:
+        if self._sums is None or not torch.equal(self._sums, bit_sums(self.own)):
             self.take_working_values()
+
+    def note_arrived(self) -> None:
+        """Take note that the values are here which the optimizer has sent from the host."""
+        if self.keep is Keep.ALWAYS and self.format.step_device.type != self.format.device.type:
+            self._sums = bit_sums(self.own)
 
     def free_whole(self) -> None:
         """Give up whole values that are always here, because all parameters are in other buckets now.
@@ -527,9 +530,7 @@ class Bucket:
     def mark_changed(self) -> None:
         """Tell autograd that the parameters have other values: it refuses to run former graphs backward."""
         torch.autograd.graph.increment_version(self.parameters)
-        if self.keep is Keep.ALWAYS:
-            self.note_versions()
-        elif self.is_gathered:
+        if self.is_gathered and self.keep is not Keep.ALWAYS:
             self._tell_shown()
 
     # ---- gradient
@@ -899,6 +900,17 @@ def stepping_on(buckets: Sequence[Bucket]) -> Iterator[None]:
         finally:
             for bucket, before in shown:
                 bucket.show_again(before)
+
+
+def bit_sums(values: Tensor) -> Tensor:
+    """Return two sums over the bits of 1-D values, shape ``(2,)``: one of them depends on where these are."""
+    bits = values.detach().view(INTEGERS[values.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
+    for start in range(0, len(bits), _BLOCK_NUMEL):
+        block = bits[start : start + _BLOCK_NUMEL].long()
+        places = torch.arange(start + 1, start + 1 + len(block), device=values.device)
+        sums += torch.stack([block.sum(), (block * places).sum()])
+    return sums
 
 
 def _aligned_bytes(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ buckets and of the `Gatherer`. Reduction and norms go by model, steps by optimiz
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch._C import DisableTorchFunctionSubclass
@@ -102,9 +103,14 @@ class ShardedEngine:
         self._buffers = BufferWatch(model)
         self._stepped: set[int] = set()
         self.hosted = [HostedOptimizer(each, self.names) for each in optimizers]
-        self.reducer = Reducer(
-            (), self.names, overlap=config.overlap_communication, agree_on_record=self.agree_on_record
-        )
+        own = weakref.WeakMethod(self.agree_on_record)  # a reducer that kept its engine would keep all shards
+
+        def agree_on_record(order: list[int], late: set[int]) -> set[int]:
+            method = own()
+            assert method is not None, "backward ends as long as the engine lives"
+            return method(order, late)
+
+        self.reducer = Reducer((), self.names, overlap=config.overlap_communication, agree_on_record=agree_on_record)
         # Whether a group lists them or not: norms count their gradients, and a group may list them later.
         self._trained = {
             index: parameter
@@ -262,7 +268,8 @@ class ShardedEngine:
         """Bring all gradients into the shards, and agree on which parameters were used.
 
         Raises:
-            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong.
+            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong, or a script
+                changed one while it was gathered.
 
         Collective: every rank of the world.
         """
@@ -274,7 +281,7 @@ class ShardedEngine:
         if self.reducer.num_rounds != self._agreed_rounds:
             self._agreed_rounds = self.reducer.num_rounds
             self._agree_on_used()
-            self.gatherer.check_same_order()
+            self.gatherer.check_uses()
 
     def _agree_on_used(self) -> None:
         indices, used = self.layout.order(), self.reducer.used
@@ -358,6 +365,7 @@ class ShardedEngine:
         published = {bucket: bucket.publish() for bucket in chosen}
         for bucket, pending in published.items():
             pending.wait()
+            bucket.note_arrived()
             bucket.mark_changed()
 
     def note_step(self, number: int) -> None:

@@ -12,6 +12,7 @@ What can't wait is a read of memory by a view, NumPy's say, that was made before
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,11 @@ from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts, parametrized_in_forward
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.buffer_pool import BufferPool
-from booster_zero.engine.changes import ChangeWatch, changed_error
 from booster_zero.engine.layout import Layout
 from booster_zero.engine.order_check import OrderCheck
 from booster_zero.engine.states import Keep, WholeState
 from booster_zero.engine.timeline import Timeline
+from booster_zero.engine.writes import WriteWatch, changed_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 
 _BACKWARD = "backward"
+_PHASES = 12
+"""Forward passes, backward passes and steps in which ranks compare each gather before they begin it."""
 _64_BITS = (1 << 64) - 1
 
 
@@ -91,7 +94,8 @@ class Gatherer:
             for module in parametrized_in_forward(model)
             for parameter in module.parameters(recurse=False)
         }
-        self._watch = ChangeWatch(self.layout.names, is_thorough=False)
+        self._watch = WriteWatch(self.layout.names, self._set_in_forward)
+        self._phases_left = 0.0
         self._release_fraction = 0.0
         self._max_prefetch = 0
         self._max_ahead_bytes: int | None = None
@@ -129,12 +133,11 @@ class Gatherer:
             units: Numbers of the parameters that share no bucket with others, such as those of a layer, for each
                 unit; ``None`` for one unit of all, which is laid out again by first use.
             remedy: What to do where ranks use other parameters, for the error.
-            debug: Compare the values of parameters before and after each use at all times, not some in the first
-                phases.
+            debug: Compare with other ranks what is gathered before each gather, not in the first phases only.
 
         Collective: none; values are taken from this rank's parameters.
         """
-        self._watch = ChangeWatch(self.layout.names, is_thorough=debug, set_in_forward=self._set_in_forward)
+        self._phases_left = math.inf if debug else _PHASES
         self.order = OrderCheck(self.ranks, remedy)
         self.keeps_all = self.ranks.shard_size == 1 and not self.memory.moves
         self.first_uses = None if self.keeps_all or units is not None else {}
@@ -179,13 +182,10 @@ class Gatherer:
     def begin(self, kind: Hashable) -> None:
         """Begin a phase: a forward or a backward.
 
-        Raises:
-            ConfigError: If a parameter was changed by hand.
-
         Collective: every rank of the shard group.
         """
         with _plainly():
-            self.check_changes()
+            self._compare_order()
         self._let_go_of_all()
         self._last = None
         self._ends_with_backward = False  # that one may have raised
@@ -219,7 +219,6 @@ class Gatherer:
     def _end_of_backward(self) -> None:
         self._ends_with_backward = False
         self.end()
-        self.raise_own_changes()
 
     # ---- uses
 
@@ -352,7 +351,8 @@ class Gatherer:
             self._ahead = {}
 
     def release_all(self) -> None:
-        """Release every bucket that is not always whole, pinned or not."""
+        """Release every bucket that is not always whole, pinned or not; what was written to it is not looked for."""
+        self._watch.forget()
         for bucket in self.layout.buckets if self.gathers_on_use else ():
             bucket.release()
             bucket.pins = 0
@@ -393,11 +393,11 @@ class Gatherer:
     def on_show(self, bucket: Bucket) -> None:
         """Remember what the parameters of a bucket are like, where what is written to them would be lost."""
         if bucket.keep is not Keep.ALWAYS:
-            self._watch.take(bucket)
+            self._watch.note_shown(bucket)
 
     def on_hide(self, bucket: Bucket) -> None:
         """Find those of them that were changed."""
-        self._watch.look(bucket)
+        self._watch.note_hidden(bucket)
 
     # ---- what a step has left on its way
 
@@ -431,6 +431,7 @@ class Gatherer:
     def _end(self, bucket: Bucket) -> None:
         with NamedCall("gather of parameters"):
             bucket.finish_gather()
+        bucket.note_arrived()
         del self._pending[bucket]
 
     # ---- what the engine tells
@@ -484,24 +485,26 @@ class Gatherer:
         """End it, also where it raised: release what nobody pins."""
         if self.gathers_on_use:
             self.end()
-            self.raise_own_changes()
 
     def begin_step(self) -> None:
-        """Take in what the script has written into parameters that are always whole, and raise for what it can't have.
+        """Take in what the script has written into parameters of which this rank has all values.
 
         Raises:
-            ConfigError: If a parameter was given other memory since it was laid out, or one was changed by hand that
-                is gathered for each use.
+            ConfigError: If a parameter was given other memory since it was laid out.
 
         Collective: the shard group, in debugging and in the first phases; else none.
         """
         self.wait()
         if self.gathers_on_use:
-            self.check_changes()
+            self._compare_order()
             self.memory.moment("step")
-            return
         for bucket in self.layout.buckets:
-            bucket.notice_changes(self.layout.names)
+            if not self.gathers_on_use:
+                bucket.adopt_writes(self.layout.names)
+            elif self.keeps_all:
+                bucket.take_working_values()
+            elif bucket.is_gathered:
+                self._watch.note_hidden(bucket)  # before the step changes the shard
 
     def end_step(self, published: Mapping[Bucket, Pending]) -> None:
         """Let the next use of buckets see what the optimizer has updated.
@@ -513,6 +516,7 @@ class Gatherer:
         for bucket, pending in published.items():
             if stays and not self._overlaps:
                 pending.wait()
+                bucket.note_arrived()
             if not stays and bucket.ranks.shard_size > 1:
                 bucket.release()
         for bucket in published:
@@ -533,55 +537,61 @@ class Gatherer:
         if self.order is not None:
             self.order.meet(self._device())
 
-    def check_same_order(self) -> None:
-        """Check that all ranks have gathered the same buckets in the same order since the last call.
+    def check_uses(self) -> None:
+        """Check that since the last call ranks have gathered the same buckets in one order, and nobody wrote to them.
 
         Raises:
-            ConfigError: If they have not, so that what they computed with was not what they meant.
+            ConfigError: If they have not, so that what they computed with was not what they meant; or if a parameter
+                was changed by hand on any rank.
 
         Collective: every rank of the shard group, where parameters are gathered for each use; else none.
         """
-        if self.order is None or self.ranks.shard_size == 1:
+        if self.order is None:
+            return
+        found = self._watch.take_all()
+        if self.ranks.shard_size == 1:
+            self._raise_changes({self.ranks.shard_rank: found})
             return
         own = (self._gathered & _64_BITS).to_bytes(8, "little")
         self._gathered = 0
         # The largest of each byte, and of its difference to 255: a rank that differs from any other sees a larger one.
         device = between_hosts(self._device(), self.ranks.gathering)
-        flags = torch.tensor([*own, *(255 - byte for byte in own)], dtype=torch.uint8, device=device)
+        flags = torch.tensor([*own, *(255 - byte for byte in own), bool(found)], dtype=torch.uint8, device=device)
         told = flags.clone()
         collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.gathering).wait()
-        if not torch.equal(told, flags):
+        *order, is_changed = told.tolist()
+        if is_changed:
+            self._tell(found)
+        if order != flags.tolist()[:-1]:
             self.order.raise_other_order()
 
     def _device(self) -> torch.device:
         return self.layout.buckets[0].format.device
 
-    # ---- changes
-
-    def check_changes(self) -> None:
-        """Raise for parameters that somebody has changed by hand on any rank, where such changes are looked for.
+    def _compare_order(self) -> None:
+        """Announce that this rank's phase is over, where ranks compare what they do.
 
         Raises:
-            ConfigError: If there are any, or other ranks still use parameters of the phase before.
+            ConfigError: If other ranks still use parameters of it.
 
         Collective: the shard group, in debugging and in the first phases; else none.
         """
         assert self.order is not None, "asked where parameters are gathered for each use"
-        if not self._watch.phases_left:
+        if self._phases_left:
+            self._phases_left -= 1
+            self.meet()
+        else:
             self.order.is_on = False
-            return
-        self.meet()
-        self._watch.phases_left -= 1
-        self.tell_changes()
+
+    # ---- changes
 
     def raise_own_changes(self) -> None:
-        """Raise for parameters that were changed by hand on this rank, once ranks do not tell each other any more.
+        """Raise for parameters that were changed by hand on this rank. `check_uses` tells what is written to ``.data``.
 
         Raises:
             ConfigError: If there are any.
         """
-        error = None if self._watch.phases_left else self.take_changes()
-        if error is not None:
+        if (error := self.take_changes()) is not None:
             raise error
 
     def take_changes(self) -> ConfigError | None:
@@ -596,9 +606,13 @@ class Gatherer:
 
         Collective: every rank of the shard group.
         """
-        found = self._watch.take_found()
-        error = changed_error(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
-        if error is not None:
+        self._tell(self._watch.take_all(waits=True))
+
+    def _tell(self, found: Mapping[str, str]) -> None:
+        self._raise_changes(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
+
+    def _raise_changes(self, found: Mapping[int, Mapping[str, str]]) -> None:
+        if (error := changed_error(found)) is not None:
             raise error
 
 

@@ -18,7 +18,7 @@ from booster_core.errors import ConfigError, OffloadError
 from booster_core.gradients import check_finite_norm, global_norm
 from booster_core.plugin import OptimizerWrapper
 from booster_core.ranks import NamedCall, refuse_capture
-from booster_runtime.sharding import RaisedAnywhere, check_takes_parts
+from booster_runtime.sharding import RaisedAnywhere, partition_for
 from booster_zero.engine.bucket import stepping_on
 from booster_zero.engine.memory import Role
 from booster_zero.engine.own_methods import call_own_method, is_own_method
@@ -88,8 +88,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters to the optimizer inside.
 
         Raises:
-            ConfigError: If a parameter is not the model's, or is in a group already, or the optimizer takes this
-                group's parameters as wholes while those of the others are cut.
+            ConfigError: If a parameter is not the model's, or is in a group already, or the group has settings by
+                which one parameter influences the update of another.
 
         Collective: none, but every rank must add the same, between a step and the next backward. Under Gemini every
         rank of the shard group, where a parameter that was not trained before gets a master.
@@ -107,13 +107,12 @@ class ShardedOptimizer(OptimizerWrapper):
         self._steps_in_parts = self._steps_in_parts and steps_in_parts(self.optim)
 
     def check_settings(self, group: Mapping[str, Any]) -> None:
-        """Check that the optimizer inside can step on parts of the parameters of a group, as they are laid out.
+        """Check that the optimizer inside can step on a part of the parameters of a group.
 
         Raises:
             ConfigError: If it can't.
         """
-        if self.engine.partition_of(self.number) == "flat":
-            check_takes_parts(self.unwrap(), self.engine.config.partition, group)
+        partition_for(self.unwrap(), self.engine.config.partition, [group])
 
     def backward(self, loss: Tensor, inputs: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward from a loss and reduce its gradients; see `OptimizerWrapper.backward`.

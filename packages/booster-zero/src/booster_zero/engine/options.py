@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster_core.errors import ConfigError
-from booster_core.plugin import check_no_masters
+from booster_core.plugin import check_no_masters, check_option_types
 from booster_core.precision import NARROW
 from booster_runtime.sharding import working_dtypes
 from booster_zero.engine.formats import Format
@@ -62,6 +62,7 @@ class ShardingOptions:
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if not 0 <= self.max_norm < math.inf:
             msg = f"`max_norm={self.max_norm}` must be 0 (no clipping) or the largest global norm of the gradients."
             raise ConfigError(msg)

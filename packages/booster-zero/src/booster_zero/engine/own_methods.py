@@ -12,11 +12,10 @@ import torch
 
 from booster_core.ranks import NamedCall
 from booster_runtime.sharding import RaisedAnywhere
+from booster_zero.engine.bucket import bit_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from booster_runtime.collectives import Pending
     from booster_zero.engine.bucket import Bucket
@@ -51,24 +50,14 @@ def call_own_method(
             for bucket in buckets:
                 if bucket.memory.moves:
                     stack.enter_context(bucket.stepping())
-            before = [_bits(bucket) for bucket in buckets]
+            before = [bit_sums(bucket.values) for bucket in buckets]
             result = method(*args, **kwargs)
-            flags = bytearray(was != _bits(bucket) for was, bucket in zip(before, buckets, strict=True))
+            same = [torch.equal(was, bit_sums(each.values)) for was, each in zip(before, buckets, strict=True)]
         # A rank that owns nothing of a bucket does not see what others have written into it.
-        anywhere = RaisedAnywhere(flags, engine.device, engine.ranks.holders).wait()
+        anywhere = RaisedAnywhere(bytearray(not each for each in same), engine.device, engine.ranks.holders).wait()
         published: dict[Bucket, Pending] = {}
         for bucket, is_written in zip(buckets, anywhere, strict=True):
             if is_written:
                 published[bucket] = bucket.publish()
         engine.gatherer.end_step(published)
     return result
-
-
-def _bits(bucket: Bucket) -> tuple[int, int]:
-    """Return two sums over the bits of what the optimizer holds of a bucket; one depends on where these are."""
-    values: Tensor = bucket.values.detach()
-    bits = values.view(_INTEGERS[values.element_size()]).long()
-    return int(bits.sum()), int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from booster_core.errors import GradientError
 from booster_core.precision import NARROW
+from booster_runtime.sharding import watch_gradient_hooks
 from booster_zero.engine.rounds import Filling, Round, Underway
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
 
@@ -128,6 +129,11 @@ class Reducer:
             if parameter.requires_grad:
                 self._hooks[index] = _hook(reducer, index, parameter)
                 del self._unhooked[index]
+
+    def before_forward(self) -> None:
+        """Put hooks on what has been unfrozen, and watch those of the script, before a forward."""
+        self.watch()
+        watch_gradient_hooks((self._names[index], parameter) for index, (_, _, parameter) in self._place.items())
 
     # ---- rounds
 

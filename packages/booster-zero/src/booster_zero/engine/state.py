@@ -108,7 +108,6 @@ class ShardedStateAdapter(StateAdapter):
         for bucket in buckets:
             with bucket.in_use(changes=True):
                 bucket.take_working_values()  # of parameters that the script has written since the last step
-                bucket.note_versions()
                 yield from (self._shard_of(piece, None, piece.values) for piece in bucket.pieces)
 
     def shards_to_fill(self) -> Iterator[TensorShard]:
@@ -255,7 +254,6 @@ class ShardedStateAdapter(StateAdapter):
             if model or any(slot.index in self._taken_as_parameters for slot in bucket.plan.slots):
                 with bucket.in_use(changes=True):
                     bucket.take_working_values()
-                    bucket.note_versions()
         if optimizer:
             self._required_engine().publish(self._buckets_with_masters())
         self._taken_as_parameters = set()

@@ -1,0 +1,31 @@
+"""An option of a wrong type is refused when the plugin is made, by one check for all plugins."""
+
+import pytest
+
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_zero import LowLevelZeroPlugin
+
+WRONG = [
+    (LowLevelZeroPlugin, {"bucket_bytes": "25MB"}, "`bucket_bytes='25MB'` must be of type int or None, not str"),
+    (LowLevelZeroPlugin, {"bucket_bytes": 1.5}, "`bucket_bytes=1.5` must be of type int or None, not float"),
+    (LowLevelZeroPlugin, {"stage": True}, "`stage=True` must be of type int, not bool"),
+    (LowLevelZeroPlugin, {"max_norm": "1"}, "`max_norm='1'` must be of type float, not str"),
+    (LowLevelZeroPlugin, {"replica_size": 2.0}, "`replica_size=2.0` must be of type int, not float"),
+    (GeminiPlugin, {"max_prefetch": "2"}, "`max_prefetch='2'` must be of type int, not str"),
+    (GeminiPlugin, {"shard_param_frac": "1"}, "`shard_param_frac='1'` must be of type float, not str"),
+    (TorchDDPPlugin, {"bucket_cap_mb": "25"}, "`bucket_cap_mb='25'` must be of type float or None, not str"),
+    (TorchFSDPPlugin, {"unit_min_numel": "x"}, "`unit_min_numel='x'` must be of type int or None, not str"),
+    (TorchFSDPPlugin, {"reshard_after_forward": "x"}, "`reshard_after_forward='x'` must be of type bool or int, not"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "options", "message"), WRONG, ids=lambda value: str(value)[:30])
+def test_an_option_of_a_wrong_type_is_named_with_what_it_takes(plugin, options, message):
+    with pytest.raises(TypeError, match=message):
+        plugin(**options)
+
+
+def test_a_whole_number_is_a_number():
+    assert LowLevelZeroPlugin(max_norm=1).config.max_norm == 1
