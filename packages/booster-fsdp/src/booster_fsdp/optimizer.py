@@ -11,6 +11,7 @@ from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper, rebind
 from booster_core.state import NamedTensors
+from booster_fsdp.parameters import gradient_of
 from booster_fsdp.views import Views
 from booster_fsdp.whole_parameters import WholeParameters
 from booster_runtime.sharding import RaisedAnywhere, local_of, numbers_of_group, partition_for
@@ -209,6 +210,8 @@ class FSDPOptimizer(OptimizerWrapper):
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are listed, and the model's others that are trained."""
+        if not self.unlisted:
+            return self._held
         held = {id(parameter) for parameter in self._held}
         return [*self._held, *(parameter for parameter in self.unlisted if id(parameter) not in held)]
 
@@ -263,11 +266,14 @@ class FSDPOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop (or zero) all gradients, reduced or not."""
         trained = self.trained_parameters()
-        self._sharded.forget({id(parameter) for parameter in trained})
+        is_alone = len(self.scaling.optimizers) == 1
+        self._sharded.forget(None if is_alone else {id(parameter) for parameter in trained})
         # torch zeroes a group's gradients in one call, which takes no mixture of DTensors and others.
-        kept = [None if set_to_none else parameter.grad for parameter in trained]
+        kept = [] if set_to_none else [(parameter, gradient_of(parameter)) for parameter in trained]
         super().zero_grad(set_to_none=True)
-        for parameter, gradient in zip(trained, kept, strict=True):
+        for parameter in trained:
+            parameter.grad = None
+        for parameter, gradient in kept:
             parameter.grad = gradient
             if gradient is not None:
                 local_of(gradient).zero_()
