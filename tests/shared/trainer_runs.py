@@ -154,8 +154,8 @@ def heads():
 
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     sizes["num_hidden_layers"] = 1
-    bert = hf.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    scored = hf.BertConfig(**bert.to_dict() | {"num_labels": 1})
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    bert, scored = hf.BertConfig(**sizes, **dropout), hf.BertConfig(**sizes, **dropout, num_labels=1)
     llama = hf.LlamaConfig(**sizes, pad_token_id=0)
     seq2seq = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
     bart = hf.BartConfig(vocab_size=64, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2, **seq2seq)
