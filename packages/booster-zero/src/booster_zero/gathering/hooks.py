@@ -166,7 +166,7 @@ class ParameterHooks:
         self._covers_all = not all(sees_all_uses(bucket.format.device) for bucket in gatherer.layout.buckets)
         # Where one rank has everything, and leaves it in place, what autograd keeps of it takes no memory.
         self._saves = self._covers_all or gatherer.ranks.shard_size > 1 or gatherer.memory.moves
-        first_id = RemovableHandle.next_id
+        first_id = next_id = RemovableHandle.next_id
         for name, module in model.named_modules():
             RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
             used = with_model if module is model and with_model else module.parameters(recurse=False)
@@ -175,6 +175,8 @@ class ParameterHooks:
             leaf = LeafUse(gatherer, inside, on_passed) if inside else None
             if own.indices or any(True for _ in module.parameters()):
                 self._hook(module, own, name or type(model).__name__, leaf)
+            next_id = max(next_id, RemovableHandle.next_id)
+        RemovableHandle.next_id = next_id  # whoever registers the next hook must not replace one of these
 
     def _hook(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
