@@ -61,3 +61,17 @@ def test_different_units_raise_in_the_step():
 
 def test_a_unit_that_all_ranks_skip_trains():
     run_on_ranks(train, 2, 8, False, 2)
+
+
+def train_other_parameters():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    booster = Booster("cpu", plugin=TorchFSDPPlugin())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.get_parameter("0.weight").requires_grad_(dist.get_rank() == 0)
+    booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+    optimizer.step()
+
+
+def test_parameters_that_some_ranks_freeze_raise():
+    expect_on_ranks(ConfigError, "they train other parameters of it", train_other_parameters, 2)

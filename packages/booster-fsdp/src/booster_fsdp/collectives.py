@@ -56,28 +56,37 @@ class _OfUnit:
         """Return a buffer for torch to fill."""
         return torch.empty(size, dtype=dtype, device=device)
 
-    def _check(self, group: ProcessGroup) -> None:
-        """Compare the unit with that of the rank before this one: gloo aborts where sizes differ, else values mix.
+    def _check(self, group: ProcessGroup, numel: int) -> None:
+        """Compare the unit, and what is sent of it, with those of the rank before this one.
+
+        gloo aborts where sizes differ, and values of units of equal size would mix.
 
         Raises:
-            ConfigError: If it is another one.
+            ConfigError: If they differ.
 
         Collective: the group.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
             return
-        own = torch.tensor([self._number])
+        own = torch.tensor([self._number, numel])
         other = own.clone()
         works = [
             dist.irecv(other, group=group, group_src=(rank - 1) % size, tag=_UNIT_TAG),
             dist.isend(own, group=group, group_dst=(rank + 1) % size, tag=_UNIT_TAG),
         ]
         collectives.Pending(works, keep=own).wait()
-        if not torch.equal(own, other):
-            name = repr(self._name) if self._name else "the model itself"
+        number, num_others = other.tolist()
+        name = repr(self._name) if self._name else "the model itself"
+        if number != self._number:
             what = f"rank {rank} of the group runs {name}, and rank {(rank - 1) % size} another one"
             raise different_units(what)
+        if num_others != numel:
+            msg = (
+                f"Rank {rank} of the group sends {numel} elements of {name}, and rank {(rank - 1) % size} sends "
+                f"{num_others}: they train other parameters of it. Freeze and unfreeze the same ones on all ranks."
+            )
+            raise ConfigError(msg)
 
 
 _UNIT_TAG = 7021
@@ -94,7 +103,7 @@ class _AllGather(_OfUnit):
     ) -> None:
         """Gather the ranks' inputs; blocks until the end."""
         del async_op
-        self._check(group)
+        self._check(group, output_tensor.numel())
         bounds = _even_bounds(output_tensor, group)
         rank = dist.get_rank(group)
         own = output_tensor[bounds[rank] : bounds[rank + 1]]
@@ -114,7 +123,7 @@ class _ReduceScatter(_OfUnit):
     ) -> None:
         """Reduce the ranks' inputs; blocks until the end."""
         del async_op
-        self._check(group)
+        self._check(group, input_tensor.numel())
         is_mean = op == dist.ReduceOp.AVG
         if not is_mean and op != dist.ReduceOp.SUM:
             call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
