@@ -392,6 +392,7 @@ def step_at_once(parameter):
 
 LINEAR = {
     "factor": lambda g: 3 * g,
+    "constant": lambda g: g + 0.1,
     "mask": lambda g: g * (torch.arange(g.numel()).view(g.shape) % 2),
     "centralized": lambda g: g - g.mean(),
     "only read": lambda g: g.norm() and None,

@@ -1,7 +1,7 @@
 """Hooks that a script puts on parameters: in backward they see the gradient of this rank's samples, not the average.
 
-What is linear in the gradient, such as a mask or a factor, may run before the average as well as after it. So each hook
-that changes a gradient is tried on other gradients too, whenever it runs.
+What is linear in the gradient, such as a mask, a factor or a constant that is added, may run before the average as well
+as after it. So each hook that changes a gradient is tried on other gradients too, whenever it runs.
 """
 
 from __future__ import annotations
@@ -105,9 +105,17 @@ def _versions(*tensors: Tensor) -> list[int]:
 
 
 def _is_linear(hook: Callable[[Tensor], Tensor | None], gradient: Tensor, result: Tensor) -> bool:
-    """Return whether what a hook makes of a gradient scales with that, and of a sum it makes the sum."""
+    """Return whether what a hook makes of a gradient scales with that, and of a sum it makes the sum.
+
+    It may add a constant, such as a decay of the parameter, which the average of all ranks has once, too.
+    """
     with torch.no_grad():
-        if not _is_close(hook(-0.5 * gradient), -0.5 * result):
+        added = hook(torch.zeros_like(gradient))
+        if added is None:
+            return False
+        if not added.is_sparse:
+            added = added.nan_to_num(0.0, 0.0, 0.0)  # of what divides by the gradient's norm
+        if not _is_close(hook(-0.5 * gradient), -0.5 * result + 1.5 * added):
             return False
         if gradient.is_sparse or not gradient.dim():
             return True
