@@ -133,7 +133,7 @@ class OptimizerWrapper(Optimizer):
     @property
     def loss_scaler(self) -> DynamicLossScaler | None:
         """The dynamic loss scale, under fp16; the same of all optimizers of a model."""
-        return self.scaling.loss_scaler
+        return self.scaling.factors.scaler
 
     @property
     def gradient_scale(self) -> float | None:

@@ -352,7 +352,8 @@ class Gatherer:
 
     def release_all(self) -> None:
         """Release every bucket that is not always whole, pinned or not; what was written to it is not looked for."""
-        self._watch.forget()
+        if self.gathers_on_use:
+            self._watch.forget()
         for bucket in self.layout.buckets if self.gathers_on_use else ():
             bucket.release()
             bucket.pins = 0

@@ -75,12 +75,16 @@ class WriteWatch:
         """Return how parameters were changed, by name, also by what this rank's shard tells of.
 
         Args:
-            waits: Wait for the device. Else what it has compared since the last call is told by the next one.
+            waits: Wait for the device. Else what it has compared since the last call is told by the next one, or the
+                first one after that when the device has come so far.
         """
         for _ in range(1 + waits):
             if self._coming is not None:
                 names, flags, event = self._coming
-                event.synchronize()  # of the last step
+                if not event.query():
+                    if not waits:
+                        break  # told by a later call
+                    event.synchronize()
                 told = [name for name, differs in zip(names, flags.tolist(), strict=True) if differs]
                 self._through_data.update(dict.fromkeys(told, _THROUGH_DATA))
                 self._coming = None
