@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import OptimizerWrapper, rebind
+from booster_core.ranks import NamedCall
 from booster_core.state import NamedTensors
 from booster_fsdp.parameters import gradient_of
 from booster_fsdp.views import Views
@@ -100,6 +102,30 @@ class FSDPOptimizer(OptimizerWrapper):
     # Asked for by schedulers, users and torch's tools: with the model's parameters, and DTensors as their state.
     param_groups: list[dict[str, Any]] = _of_model("param_groups")
     state: Any = _of_model("state")
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        is_own = getattr(found, "__self__", None) is self.optim and not hasattr(torch.optim.Optimizer, name)
+        return functools.partial(self._call_own_method, found) if is_own else found
+
+    def _call_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer that torch's have not, such as ``eval`` of schedule-free ones.
+
+        It may write to the parameters, as a step does.
+
+        Collective: every rank of the world, with the same arguments.
+        """
+        with NamedCall("method of the optimizer"):
+            self.views.show()
+            self.views.point_at_rows()
+            for whole in self._whole:
+                whole.gather(all_parameters=True)
+            result = method(*args, **kwargs)
+            self.views.drop_gradients()
+            for whole in self._whole:
+                whole.scatter()
+            self._sharded.note_update()
+        return result
 
     def unwrap(self) -> Optimizer:
         """Return the optimizer inside, with the model's parameters, and DTensors as their state."""

@@ -41,6 +41,7 @@ class WholeParameters:
         self._ranks = ranks
         self._owner = _owners([p for p in parameters if isinstance(p, DTensor)], ranks.shard_size)
         self.wholes: dict[nn.Parameter, nn.Parameter | None] = {}
+        self._gathered: list[nn.Parameter] = []
         for parameter in parameters:
             if parameter not in self._owner:
                 self.wholes[parameter] = parameter
@@ -50,19 +51,27 @@ class WholeParameters:
             else:
                 self.wholes[parameter] = None
 
-    def gather(self) -> None:
+    def gather(self, *, all_parameters: bool = False) -> None:
         """Send the parameters that have gradients, and the gradients, to their owners.
+
+        Args:
+            all_parameters: Send all parameters, and no gradients.
 
         Collective: the shard group.
         """
+        self._gathered = list(self._owner) if all_parameters else [p for p in self._owner if p.grad is not None]
         operations, received = [], []
-        for parameter, whole in self._used():
-            rows = [local_of(parameter), local_of(parameter.grad)]  # type: ignore[arg-type]
+        for parameter in self._gathered:
+            whole = self.wholes[parameter]
+            rows = [local_of(parameter)]
+            if not all_parameters:
+                rows.append(local_of(parameter.grad))  # type: ignore[arg-type]
             if whole is None:
                 operations += [self._transfer(dist.isend, part, self._owner[parameter]) for part in rows]
                 continue
-            whole.data, whole.grad = (part.new_empty(parameter.shape) for part in rows)
-            for tensor, own in zip((whole.data, whole.grad), rows, strict=True):
+            made = [part.new_empty(parameter.shape) for part in rows]
+            whole.data, whole.grad = made[0], None if all_parameters else made[1]
+            for tensor, own in zip(made, rows, strict=True):
                 for rank, part in self._parts(parameter, tensor):
                     if rank == self._ranks.shard_rank:
                         part.copy_(own)
@@ -81,8 +90,8 @@ class WholeParameters:
         Collective: the shard group.
         """
         operations = []
-        for parameter, whole in self._used():
-            rows = local_of(parameter)
+        for parameter in self._gathered:
+            whole, rows = self.wholes[parameter], local_of(parameter)
             if whole is None:
                 operations.append(self._transfer(dist.irecv, rows, self._owner[parameter]))
                 continue
@@ -92,13 +101,11 @@ class WholeParameters:
                 else:
                     operations.append(self._transfer(dist.isend, part.contiguous(), rank))
         _run(operations)
-        for parameter, whole in self._used():
+        for parameter in self._gathered:
+            whole = self.wholes[parameter]
             if whole is not None:
                 whole.grad = None
                 whole.data = _without_memory(parameter)
-
-    def _used(self) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
-        return [(parameter, self.wholes[parameter]) for parameter in self._owner if parameter.grad is not None]
 
     def _parts(self, parameter: Any, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the parts of a whole tensor with the ranks that keep them; the last ranks may have none."""
