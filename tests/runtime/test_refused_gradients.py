@@ -50,9 +50,12 @@ def test_an_embedding_that_renormalizes_is_refused(kind):
 
 
 def test_written_gradients_get_the_loss_scale():
-    model = nn.Linear(2, 1)
-    model, optimizer, *_ = Booster("cpu", "fp16").boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, booster = nn.Linear(2, 1), Booster("cpu", "fp16")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
     gradient = torch.zeros(3)
+    write_gradient(gradient, torch.ones(3), optimizer)
+    assert torch.equal(gradient, torch.ones(3)), "no backward has multiplied its loss"
+    booster.backward(model(torch.ones(1, 2)).sum(), optimizer)
     write_gradient(gradient, torch.ones(3), optimizer)
     assert torch.equal(gradient, torch.full((3,), float(optimizer.loss_scaler.scale)))
     write_gradient(gradient, torch.ones(3), None)

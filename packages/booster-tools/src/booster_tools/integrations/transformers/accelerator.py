@@ -18,7 +18,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from booster_core.errors import ConfigError
 from booster_core.plugin import OptimizerWrapper, unwrap_model
 from booster_core.state import separate_random_state
-from booster_runtime.data.order import OwnDraws, host_draws, restore_host_draws
+from booster_runtime.data import OwnDraws, host_draws, restore_host_draws
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

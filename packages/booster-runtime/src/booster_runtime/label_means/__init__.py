@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Counts = Callable[[Tensor, int, Tensor | None], Tensor]
     """Called with labels, the one that does not count and the classes' weights; returns what to divide a sum by."""
 
+__all__ = ["are_parts_weighed", "count_labels", "counting", "labels_of_mean", "weighing_parts"]
+
 _counts: ContextVar[Counts | None] = ContextVar("counts", default=None)
 _are_weighed: ContextVar[bool] = ContextVar("are_weighed", default=False)
 
