@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 from booster_checkpoint import CheckpointEngine
-from booster_checkpoint.run.manifest import verify_folder
 from booster_core import Booster
-from booster_core.cli import main
-from booster_core.errors import CheckpointError
 from booster_core.plain_checkpoint_io import PlainCheckpointIO
 from booster_core.state import NamedTensors
 
@@ -110,64 +106,3 @@ def test_files_and_folders(writer, reader, shard, tmp_path):
     loaded.booster.load_optimizer(loaded.optimizer, tmp_path / f"o{suffix}")
     loaded.booster.load_lr_scheduler(loaded.scheduler, tmp_path / "s.json")
     assert loaded.bits() == saved.bits()
-
-
-class Averages:
-    """Shows a model's own values as averages."""
-
-    def __init__(self, run):
-        self.run = run
-
-    def state_adapter(self):
-        return self.run.booster.state_adapter(self.run.model)
-
-
-@pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_steps(writer, reader, tmp_path):
-    saved, loaded = Run(writer, 0, 3), Run(reader, 1, 1)
-    extra = {"best": 0.25, "history": torch.arange(4)}
-    saved.booster.save_checkpoint(tmp_path, step=3, **saved.objects(), ema=Averages(saved), extra=extra, metric=1.5)
-    expected = torch.rand(3)
-    verify_folder(tmp_path / "step-00000003")
-    torch.manual_seed(5)
-    found = loaded.booster.load_checkpoint(tmp_path, **loaded.objects(), ema=Averages(loaded))
-    assert torch.equal(torch.rand(3), expected)
-    assert (found.step, found.extra["best"], found.report.is_complete) == (3, 0.25, True)
-    assert torch.equal(found.extra["history"], extra["history"])
-    assert loaded.bits() == saved.bits()
-
-
-@pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_a_run_goes_on_with_the_other_engine(writer, reader, tmp_path):
-    first, second = Run(writer, 0, 1), Run(reader, 1)
-    for step, metric in ((1, 2.0), (2, 1.0), (3, 3.0)):
-        first.booster.save_checkpoint(tmp_path, step=step, **first.objects(), metric=metric)
-    assert second.booster.load_checkpoint(tmp_path, **second.objects(), resume=True).step == 3
-    second.booster.save_checkpoint(tmp_path, step=4, **second.objects(), metric=4.0, keep_last=1, keep_best=1)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
-    with pytest.raises(CheckpointError, match="Another job saves into"):
-        first.booster.save_checkpoint(tmp_path, step=5, **first.objects())
-    assert (tmp_path / "latest").read_text() == "step-00000004\n"
-
-
-@pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_damage_is_found_by_the_other_engine(writer, reader, tmp_path):
-    saved, loaded = Run(writer, 0, 1), Run(reader, 1, 1)
-    saved.booster.save_checkpoint(tmp_path, step=1, **saved.objects())
-    (path,) = (tmp_path / "step-00000001" / "optimizer").glob("*.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 4
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="damaged"):
-        loaded.booster.load_checkpoint(tmp_path, **loaded.objects())
-
-
-def test_commands_read_plain_steps(tmp_path):
-    saved = Run("plain", 0, 1)
-    saved.booster.save_checkpoint(tmp_path, step=1, **saved.objects(), extra={"best": 1})
-    step = str(tmp_path / "step-00000001")
-    shown = CliRunner().invoke(main, ["inspect", step])
-    assert shown.exit_code == 0, shown.output
-    assert "layers.0.weight" in shown.output
-    checked = CliRunner().invoke(main, ["inspect", "--check", step])
-    assert checked.exit_code == 0, checked.output

@@ -1,16 +1,12 @@
 """What core saves and loads by itself, beside what safetensors and torch say of the same state."""
 
 import json
-import logging
-import os
 import random
-import shutil
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import xxhash
 from torch import nn
 
 from booster_core import Booster, CheckpointIO, checkpoint_io, plain_files
@@ -233,74 +229,6 @@ def test_an_older_file_survives_a_failure(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
-def test_a_step_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
-    run = Run()
-    run.train(1)
-    run.save(tmp_path)
-    before = names_in(tmp_path)
-    run.train(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(plain_files, "save_file", cut)
-        with pytest.raises(CheckpointError, match="No space left"):
-            run.save(tmp_path)
-    assert names_in(tmp_path) == before
-    assert Run(seed=1).load(tmp_path).step == 1
-
-
-def test_what_a_killed_save_left_is_cleared(tmp_path):
-    run = Run()
-    left = tmp_path / ".step-00000007.0123456789abcdef.tmp" / "model"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"a part")
-    (tmp_path / ".latest.0123456789abcdef.tmp").write_text("step-0")
-    (tmp_path / ".m.safetensors.0123456789abcdef.tmp").write_bytes(b"a part")
-    run.save(tmp_path)
-    run.booster.save_model(run.model, tmp_path / "m.safetensors")
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def save_until(root, instant):
-    """Save step 2 in a process of its own that is killed before it waits for the disk for the given time."""
-    run, real, calls = Run(seed=1), plain_files.os.fsync, []
-    run.step = 2
-    child = os.fork()
-    if child == 0:
-
-        def fsync(descriptor):
-            calls.append(descriptor)
-            if len(calls) > instant:
-                os._exit(9)
-            real(descriptor)
-
-        plain_files.os.fsync = fsync
-        run.save(root, keep_last=1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_kill_at_any_instant_leaves_a_step(tmp_path):
-    root, instant, found = tmp_path / "run", 0, []
-    while True:
-        shutil.rmtree(root, ignore_errors=True)
-        first = Run()
-        first.step = 1
-        first.save(root)
-        code = save_until(root, instant)
-        loaded = Run(seed=2)
-        found.append(loaded.load(root, resume=True).step)
-        assert is_same(loaded.own, values((first if found[-1] == 1 else Run(seed=1)).own))
-        loaded.step = 3
-        loaded.save(root, keep_last=1)
-        assert [path.name for path in root.glob(".*")] == []
-        assert steps_in(root) == [3]
-        if code == 0:
-            break
-        instant += 1
-    assert instant > 12
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
-
-
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{", b"{}", b"\xff" * 40])
 def test_other_files_are_refused(content, tmp_path):
     run = Run()
@@ -342,187 +270,6 @@ def test_a_folder_of_two_saves_is_refused(tmp_path):
 # ---- training states
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
-    expected = Run().train(6)
-    run = Run()
-    losses = run.train(3)
-    run.save(tmp_path, extra={"best": 1.5, "history": torch.arange(3)})
-    random.seed(9)
-    run = Run(seed=9)
-    loaded = run.load(tmp_path)
-    assert (loaded.step, loaded.extra["best"], loaded.path) == (3, 1.5, str(tmp_path / "step-00000003"))
-    assert torch.equal(loaded.extra["history"], torch.arange(3))
-    assert losses + run.train(3) == expected
-    assert run.own.extra.seen["count"] == 6
-
-
-def test_resuming_begins_at_nothing(tmp_path):
-    run = Run()
-    assert not run.booster.has_checkpoint(tmp_path)
-    assert run.load(tmp_path, resume=True).step == 0
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint in .*has_checkpoint"):
-        run.load(tmp_path)
-    run.train(1)
-    run.save(tmp_path)
-    assert run.booster.has_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"There is no step 4 in .*Steps there: 1\."):
-        run.load(tmp_path, step=4)
-
-
-def saved_steps(root, metrics, **rules):
-    run = Run()
-    for metric in metrics:
-        run.train(1)
-        run.save(root, metric=metric, **rules)
-    return run
-
-
-def steps_in(root):
-    return sorted(int(path.name.partition("-")[2]) for path in root.glob("step-*"))
-
-
-def test_rules_keep_steps(tmp_path):
-    saved_steps(tmp_path, [3.0, 1.0, 2.0, 5.0], keep_last=1, keep_best=1)
-    assert steps_in(tmp_path) == [2, 4]
-    assert (tmp_path / "latest").read_text() == "step-00000004\n"
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_the_same_step_again_replaces_it(tmp_path):
-    run = saved_steps(tmp_path, [None])
-    run.save(tmp_path)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001.1"]
-    assert Run(seed=1).load(tmp_path).step == 1
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "file", ["model/model.safetensors", "optimizer/optimizer.safetensors", "training_state.json", "manifest.json"]
-)
-def test_damage_is_found_before_anything_changes(file, tmp_path, caplog):
-    saved_steps(tmp_path, [None, None])
-    path = tmp_path / "step-00000002" / file
-    content = path.read_text() if path.suffix == ".json" else None
-    if content is None:
-        flip(path)
-    else:
-        path.write_text(content.replace('"step": 2', '"step": 3'))
-    run = Run(seed=1)
-    before = values(run.own)
-    with pytest.raises(CheckpointError, match=r"(?s)damaged.*`step='newest-whole'` loads"):
-        run.load(tmp_path)
-    assert is_same(run.own, before)
-    with caplog.at_level(logging.WARNING):
-        assert run.load(tmp_path, resume=True).step == 1
-    assert "Trying 'step-00000001' instead" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"nbytes": 1},
-        {"blocks": 3, "xxh3": ""},
-        {"blocks": "-5", "xxh3": "0"},
-        {"blocks": "a", "xxh3": "0"},
-        {"blocks": "1x999999999999", "xxh3": "0"},
-    ],
-)
-def test_a_manifest_of_nonsense_is_an_error(entry, tmp_path):
-    saved_steps(tmp_path, [None])
-    path = tmp_path / "step-00000001" / "manifest.json"
-    content = json.loads(path.read_text())
-    content["files"]["model/model.safetensors"] = entry
-    del content["xxh3"]
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**content, "xxh3": xxhash.xxh3_64_hexdigest(text.encode())}))
-    run = Run(seed=1)
-    before = values(run.own)
-    with pytest.raises(CheckpointError, match="damaged"):
-        run.load(tmp_path)
-    assert is_same(run.own, before)
-
-
-def test_a_file_that_is_cut_is_found_without_checksums(tmp_path):
-    saved_steps(tmp_path, [None])
-    path = tmp_path / "step-00000001" / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="is missing, or has not the"):
-        Run(seed=1).load(tmp_path, verify=False)
-
-
-def test_what_was_not_saved_is_not_loaded(tmp_path):
-    run = Run()
-    run.booster.save_checkpoint(tmp_path, step=1, model=run.model)
-    assert run.booster.load_checkpoint(tmp_path, model=run.model).step == 1
-    with pytest.raises(CheckpointError, match="was saved without 'optimizer'"):
-        run.booster.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
-    with pytest.raises(CheckpointError, match="holds the states of 0 learning rate schedulers; 1 are"):
-        run.booster.load_checkpoint(tmp_path, model=run.model, lr_scheduler=run.scheduler)
-
-
-def test_an_earlier_job_saves_no_longer(tmp_path):
-    run = saved_steps(tmp_path, [None])
-    lease = json.loads((tmp_path / "lease.json").read_text())
-    (tmp_path / "lease.json").write_text(json.dumps({**lease, "token": "f" * 16, "pid": 1, "host": "elsewhere"}))
-    before = names_in(tmp_path)
-    run.train(1)
-    with pytest.raises(CheckpointError, match=r"Another job saves into .* process 1 of 'elsewhere'"):
-        run.save(tmp_path)
-    assert names_in(tmp_path) == before
-    run.load(tmp_path, resume=True)  # takes over
-    run.save(tmp_path)
-
-
-class Counter:
-    """Has a state of its own; stands for a data loader, too."""
-
-    def __init__(self, count=0):
-        self.count = count
-
-    def __iter__(self):
-        return iter(())
-
-    def state_dict(self):
-        return {"count": self.count, "seen": torch.tensor([self.count])}
-
-    def load_state_dict(self, state):
-        assert int(state["seen"]) == state["count"]
-        self.count = state["count"]
-
-
-@pytest.mark.parametrize("per_rank", [False, True])
-def test_registered_objects_and_loaders_come_back(per_rank, tmp_path):
-    run, counter = Run(), Counter(5)
-    run.booster.register_for_checkpointing(counter, name="counter", per_rank=per_rank)
-    run.save(tmp_path, dataloader=Counter(7))
-    other, again, loader = Run(seed=1), Counter(), Counter()
-    other.booster.register_for_checkpointing(again, name="counter", per_rank=per_rank)
-    other.load(tmp_path, dataloader=loader)
-    assert (again.count, loader.count) == (5, 7)
-    strange = Run(seed=2)
-    strange.booster.register_for_checkpointing(Counter(), name="other")
-    with pytest.raises(CheckpointError, match="only one of them has 'counter', 'other'"):
-        strange.load(tmp_path)
-    strange.load(tmp_path, strict=False)
-
-
-def test_what_cannot_be_saved_is_named(tmp_path):
-    run = Run()
-    with pytest.raises(CheckpointError, match="'extra/f' is a"):
-        run.save(tmp_path / "run", extra={"f": len})
-    with pytest.raises(CheckpointError, match="`list`, which cannot tell its position"):
-        run.save(tmp_path / "run", dataloader=[1])
-    with pytest.raises(ConfigError, match="`keep_last=0`"):
-        run.save(tmp_path / "run", keep_last=0)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- what needs another engine
 
 
@@ -534,10 +281,10 @@ REFUSED = {
     "background": lambda run, path: run.booster.save_model(run.model, path / "m", use_async=True),
     "variant": lambda run, path: run.booster.save_model(run.model, path / "m", prefix="ema"),
     "optimizer": lambda run, path: run.booster.save_optimizer(run.optimizer, path / "o", shard=True),
-    "step": lambda run, path: run.save(path / "run", use_async=True),
+    "step": lambda run, path: run.save(path / "run"),
+    "step-load": lambda run, path: run.load(path / "run"),
+    "steps": lambda run, path: run.booster.has_checkpoint(path / "run"),
     "url": lambda run, _: run.booster.save_model(run.model, "memory://m.safetensors"),
-    "url-step": lambda run, _: run.save("memory://run"),
-    "url-root": lambda run, _: run.booster.has_checkpoint("memory://run"),
     "url-load": lambda run, _: run.booster.load_model(run.model, "memory://m.safetensors"),
     "rename": lambda run, path: run.booster.load_model(run.model, path, rename={"a": "b"}),
     "exclude": lambda run, path: run.booster.load_model(run.model, path, exclude=["a"]),

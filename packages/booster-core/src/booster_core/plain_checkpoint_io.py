@@ -1,8 +1,8 @@
 """`PlainCheckpointIO`: what a `Booster` of one process saves and loads with where no other engine is installed.
 
 Files are those of booster-checkpoint, whose engine reads all that is written here; what one process wrote by that
-engine is read here. What needs more than one process and one file raises, and names the distribution that has it.
-How files look is in `booster_core.plain_files`, the order of a step in `booster_core.plain_steps`.
+engine is read here. What needs more than one process and one file, such as the steps of a run, raises, and names the
+distribution that has it. How files look is in `booster_core.plain_files`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster_core.checkpoint_io import (
-    LATEST,
     CheckpointIO,
-    LoadedCheckpoint,
     LoadRequest,
     ModelFiles,
     ModelState,
     resolved,
 )
-from booster_core.errors import CheckpointError, ConfigError, needs_checkpoint, shorten
-from booster_core.log import log
+from booster_core.errors import CheckpointError, ConfigError, needs_checkpoint
 from booster_core.matching import (
     Expectation,
     check_same_parameters,
@@ -31,19 +28,7 @@ from booster_core.matching import (
     listed_states,
     states_by_parameter,
 )
-from booster_core.plain_files import SUFFIX, TensorFiles, decoded, file_errors, host_copy, write_json, write_tensors
-from booster_core.plain_steps import (
-    TRAINING,
-    TRAINING_TENSORS,
-    hold_lease,
-    read_training,
-    registered_states,
-    restore_objects,
-    save_step,
-    steps_in,
-    training_content,
-    whole_step,
-)
+from booster_core.plain_files import SUFFIX, TensorFiles, decoded, host_copy, write_json, write_tensors
 from booster_core.state import (
     OptimizerInfo,
     check_model_is_saved_whole,
@@ -63,11 +48,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from typing_extensions import Self
 
-    from booster_core.checkpoint_io import LoadReport, SaveRequest, TrainingState
+    from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport, SaveRequest, TrainingState
     from booster_core.state import StateAdapter, TensorShard
 
-_MODEL, _OPTIMIZER, _EMA = "model", "optimizer", "ema"
-_EMA_STEM = f"{_MODEL}.{_EMA}"
+_MODEL, _OPTIMIZER = "model", "optimizer"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _ONLY = {
     "shard": False,
@@ -82,7 +66,7 @@ _ONLY = {
 
 
 class PlainCheckpointIO(CheckpointIO):
-    """Reads and writes whole models, optimizers, schedulers and training states of one process on a local disk.
+    """Reads and writes whole models, optimizers and schedulers of one process on a local disk.
 
     Memory: one copy of what is written, on the host.
     """
@@ -123,59 +107,15 @@ class PlainCheckpointIO(CheckpointIO):
         raise ConfigError(needs_checkpoint("Adapters are saved"))
 
     def save_checkpoint(self, state: TrainingState, request: SaveRequest) -> None:
-        root, options = self._path(request), request.step
-        assert options is not None, "of a call that saves a step"
-        options.check()
-        content, tensors = training_content(state.objects, options)
-        facts = self.facts()
-        if state.precision is not None:
-            facts["precision"] = state.precision.describe()
-        if options.metric is not None:
-            facts["metric"] = options.agreed()["metric"]
-
-        def write(folder: Path) -> None:
-            _write_model(folder / _MODEL / f"{_MODEL}{SUFFIX}", state.model)
-            if state.optimizer is not None:
-                _write_optimizer(folder / _OPTIMIZER / f"{_OPTIMIZER}{SUFFIX}", state.optimizer)
-            if state.ema is not None:
-                _write_model(folder / _EMA / f"{_EMA_STEM}{SUFFIX}", state.ema)
-            write_tensors(folder / TRAINING_TENSORS, tensors)
-            write_json(folder / TRAINING, content)
-
-        with file_errors(root, "written"):
-            save_step(root, options, facts, write)
+        del state, request
+        raise ConfigError(needs_checkpoint("The steps of a run are saved"))
 
     def load_checkpoint(self, state: TrainingState, request: LoadRequest) -> LoadedCheckpoint:
-        root = self._path(request)
-        request.check()
-        if request.resume:
-            if not self.has_checkpoint(root):
-                return LoadedCheckpoint()
-            try:
-                hold_lease(root, take=True)
-            except CheckpointError as error:
-                log.warning("'%s' can be loaded from, but not saved into: %s", root, error)
-        with file_errors(root, "read"):
-            folder, files = whole_step(root, request.wanted_step, verify=request.verify)
-        wanted = [_MODEL] + [_OPTIMIZER] * (state.optimizer is not None) + [_EMA] * (state.ema is not None)
-        absent = [part for part in wanted if not any(name.startswith(f"{part}/") for name in files)]
-        if absent:
-            msg = f"'{folder}' was saved without {shorten(absent)}. Leave out what you do not want to load."
-            raise CheckpointError(msg)
-        content = read_training(folder / TRAINING)
-        states = registered_states(folder / TRAINING, content, state.objects, strict=request.strict)
-        report = _load_model(state.model, TensorFiles.at(folder / _MODEL, _MODEL), request)
-        if state.optimizer is not None:
-            _load_optimizer(state.optimizer, TensorFiles.at(folder / _OPTIMIZER, _OPTIMIZER))
-        if state.ema is not None:
-            _load_model(state.ema, TensorFiles.at(folder / _EMA, _EMA_STEM), request)
-        extra = restore_objects(state.objects, content, folder, states)
-        return LoadedCheckpoint(step=content["step"], extra=extra, path=str(folder), report=report)
+        del state, request
+        raise ConfigError(needs_checkpoint("The steps of a run are loaded"))
 
     def has_checkpoint(self, root: str | Path) -> bool:
-        path = self._local(root, "has_checkpoint")
-        with file_errors(path, "read"):
-            return (path / LATEST).is_file() or bool(steps_in(path))
+        raise ConfigError(needs_checkpoint(f"'{root}', a folder of steps, is looked into"))
 
     def wait(self) -> None:
         """Do nothing: what was saved is written."""
