@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import resource
@@ -196,13 +197,14 @@ def descriptors_after(folder):
     step(*run)
     run[1].gatherer.memory.close()
     closed = count()
-    run = boost(folder, **DISK)
-    step(*run)
-    del run
-    import gc
-
-    gc.collect()
-    return during, closed, count()
+    gc.disable()  # references alone have to let go of them
+    try:
+        run = boost(folder, **DISK)
+        step(*run)
+        del run
+        return during, closed, count()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed on Linux")
