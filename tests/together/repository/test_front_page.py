@@ -116,3 +116,13 @@ def test_a_word_of_the_field_is_in_a_page_s_title_or_first_paragraph(word, page)
     assert word.lower() in f"{title} {first}".replace("\n", " ").lower()
     terms = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").lower()
     assert word.lower() in terms
+
+
+def test_errors_that_the_page_lists_are_raised_somewhere():
+    texts = (path.read_text(encoding="utf-8") for path in ROOT.glob("packages/*/src/**/*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))  # a message is written over several lines
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and " ... " in line]
+    words = [words.strip() for cell in cells for _, words in re.findall(r"(`+)(.+?)\1(?!`)", cell)]
+    assert len(words) > 15
+    assert [each for each in words if each not in joined] == []
