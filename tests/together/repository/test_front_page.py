@@ -76,7 +76,7 @@ def test_the_first_script_is_a_plain_loop_with_five_more_lines(page):
     diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1].splitlines()
     script = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1].splitlines()
     assert [line[1:] for line in diff if not line.startswith("-")] == script[:-1]
-    assert [sum(line.startswith(sign) for line in diff) for sign in "+-"] == [5, 1]
+    assert [sum(line.startswith(sign) for line in diff) for sign in "+-"] == [5, 2]
     compile("\n".join(line[1:] for line in diff if not line.startswith("+")), "the plain loop", "exec")
 
 
