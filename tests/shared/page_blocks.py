@@ -18,7 +18,7 @@ PAGES = sorted(
         *ROOT.glob("examples/*/README.md"),
     ]
 )
-LANGUAGES = {"python", "bash", "text", "yaml", "toml", "json"}
+LANGUAGES = {"python", "bash", "text", "yaml", "toml", "json", "diff"}
 MARKS = {
     "not run": "why the block can't run on one machine without accelerators; its syntax is checked",
     "ranks": "how many ranks run it; 2 if it launches, else 1",

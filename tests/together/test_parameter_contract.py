@@ -28,7 +28,7 @@ from booster_testing import run_on_ranks
 from booster_zero import LowLevelZeroPlugin
 
 NAME = "first.weight"
-PAGE = Path(__file__).parents[2] / "docs" / "training-loops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "advanced-loops.md"
 
 
 class Net(nn.Module):
