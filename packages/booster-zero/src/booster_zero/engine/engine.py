@@ -355,19 +355,6 @@ class ShardedEngine:
         self._buffers.send_changed(self.changed_buffers, self.ranks.holders)
         self.changed_buffers = []
 
-    def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Bring what the optimizers of this rank hold of some buckets, or all, into every rank's parameters.
-
-        Collective: the shard group.
-        """
-        self.gatherer.wait()
-        chosen = self.layout.buckets if buckets is None else buckets
-        published = {bucket: bucket.publish() for bucket in chosen}
-        for bucket, pending in published.items():
-            pending.wait()
-            bucket.note_arrived()
-            bucket.mark_changed()
-
     def note_step(self, number: int) -> None:
         """Note that the step of an optimizer is complete, and call `end_step` when all have stepped.
 

@@ -526,6 +526,18 @@ class Gatherer:
                 self._pending[bucket] = pending
                 bucket.await_gather(pending)
 
+    def publish(self, buckets: Sequence[Bucket]) -> None:
+        """Bring what is updated of some buckets into every rank's parameters.
+
+        Collective: the shard group.
+        """
+        self.wait()
+        published = {bucket: bucket.publish() for bucket in buckets}
+        for bucket, pending in published.items():
+            pending.wait()
+            bucket.note_arrived()
+            bucket.mark_changed()
+
     def meet(self) -> None:
         """Announce a call that every rank makes, where ranks compare what they do.
 
