@@ -90,3 +90,35 @@ def test_averages_equal_torchs(name, precision, size, tmp_path):
         options["offload_dir"] = str(tmp_path)
     for difference in run_on_ranks(averages, size, options, precision):
         assert difference <= (1e-6 if precision == "fp32" else 0.05)
+
+
+def evaluates(folder):
+    """Average while training, and return what a model without an optimizer computes with the loaded averages."""
+    booster = Booster("cpu", "bf16", GeminiPlugin(min_chunk_bytes=64))
+    net = make()
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    ema = booster_runtime.ema(booster, model, DECAY)
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        booster.backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+    ema.save(folder)
+    outputs, probe = [], torch.ones(3, WIDTH)
+    loaded, *_ = booster.boost(make())
+    other = booster_runtime.ema(booster, loaded)
+    other.load(folder)
+    before = loaded.state_dict()
+    for each, average in ((model, ema), (loaded, other)):
+        each.eval()
+        with average.applied(), torch.no_grad():
+            outputs.append(each(probe))
+    after = loaded.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return outputs
+
+
+def test_averages_are_evaluated_without_an_optimizer(tmp_path):
+    for trained, loaded in run_on_ranks(evaluates, 2, str(tmp_path / "ema.safetensors")):
+        assert torch.equal(trained, loaded)
