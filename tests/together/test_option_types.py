@@ -5,6 +5,7 @@ import pytest
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
 from booster_zero import LowLevelZeroPlugin
 
 WRONG = [
@@ -18,6 +19,15 @@ WRONG = [
     (TorchDDPPlugin, {"bucket_cap_mb": "25"}, "`bucket_cap_mb='25'` must be of type float or None, not str"),
     (TorchFSDPPlugin, {"unit_min_numel": "x"}, "`unit_min_numel='x'` must be of type int or None, not str"),
     (TorchFSDPPlugin, {"reshard_after_forward": "x"}, "`reshard_after_forward='x'` must be of type bool or int, not"),
+    (HybridParallelPlugin, {"tp_size": "2"}, "`tp_size='2'` must be of type int, not str"),
+    (HybridParallelPlugin, {"zero_stage": "3"}, "`zero_stage='3'` must be of type int, not str"),
+    (HybridParallelPlugin, {"parallel_output": "no"}, "`parallel_output='no'` must be of type bool, not str"),
+    (HybridParallelPlugin, {"mesh_order": "pp"}, r"`mesh_order='pp'` must be of type Sequence\[str\], not str"),
+    (
+        HybridParallelPlugin,
+        {"pp_size": 2, "num_layers_per_stage": ["1", "1"]},
+        r"`num_layers_per_stage=\['1', '1'\]` must be of type Sequence\[int\] or None, not list",
+    ),
 ]
 
 

@@ -241,11 +241,12 @@ class Chosen(nn.Module):
         return self.exit(x)
 
 
-def uses_other_experts(of_ranks):
+def uses_other_experts(of_ranks, num_alike):
     model = Chosen()
     booster, boosted, optimizer = boost(model)
-    for _ in range(2):
-        booster.backward(boosted(torch.ones(1, WIDTH), of_ranks[dist.get_rank()]).sum(), optimizer)
+    for number in range(num_alike + 2):
+        experts = of_ranks[dist.get_rank()] if number >= num_alike else [0]
+        booster.backward(boosted(torch.ones(1, WIDTH), experts).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -253,26 +254,34 @@ def uses_other_experts(of_ranks):
 @pytest.mark.parametrize(
     "of_ranks", [([0], [0, 2]), ([], [1]), ([0], [1]), ([0, 1], [1, 0])], ids=["more", "none", "other sizes", "order"]
 )
-def test_ranks_that_use_other_modules_raise_and_do_not_wait(of_ranks):
+@pytest.mark.parametrize("num_alike", [0, 6], ids=["at once", "later"])
+def test_ranks_that_use_other_modules_raise_and_do_not_wait(of_ranks, num_alike):
     match = r"(?s)Ranks used the model's parameters in different orders.*or pass `leaf_class`"
     limits = {"group_timeout_seconds": 5, "timeout_seconds": 30}
-    expect_on_ranks(ConfigError, match, uses_other_experts, 2, of_ranks, **limits)
+    expect_on_ranks(ConfigError, match, uses_other_experts, 2, of_ranks, num_alike, **limits)
 
 
-def uses_another_module_later():
-    """Let ranks part after the steps in which each gather is compared, with experts of one size."""
-    booster, model, optimizer = boost(Chosen(), max_prefetch=0)
-    for number in range(8):
-        expert = 2 * dist.get_rank() if number == 7 else 0
+def use_another_module_later(of_ranks, replica_size):
+    """Let ranks part where gathers are not compared before they begin, with experts of one size."""
+    booster, model, optimizer = boost(Chosen(), max_prefetch=0, replica_size=replica_size)
+    for number in range(3):
+        expert = of_ranks[dist.get_rank()] if number == 2 else 0
+        model.gatherer.order.is_on = False  # as on accelerators after the first steps
         booster.backward(model(torch.ones(1, WIDTH), [expert]).sum(), optimizer)
-        if number == 7:
-            assert not model.gatherer.order.is_on
-            with pytest.raises(ConfigError, match="would gather, or have gathered, different ones together"):
-                optimizer.step()
-            return
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_ranks_that_part_later_are_told_before_they_step():
-    run_on_ranks(uses_another_module_later, 2)
+@pytest.mark.parametrize(
+    ("of_ranks", "replica_size"), [([0, 2], 1), ([0, 0, 2, 0], 2)], ids=["all share", "two replicas"]
+)
+def test_ranks_that_part_later_are_told_of_the_first_difference_before_they_step(of_ranks, replica_size):
+    first = r"was that of 'experts\.0\.\w+' on rank \d, that of 'experts\.2\.\w+' on rank 1\."
+    if replica_size > 1:
+        first = r"was that of 'experts\.2\.\w+' on rank 2, that of 'experts\.0\.\w+' on rank 3\."
+    match = rf"have gathered, different ones together.*Gather \d+ since the last step {first} .*or pass `leaf_class`"
+    expect_on_ranks(ConfigError, match, use_another_module_later, len(of_ranks), of_ranks, replica_size)
+
+
+def test_replicas_may_use_other_modules_than_each_other():
+    run_on_ranks(use_another_module_later, 4, [0, 0, 2, 2], 2)

@@ -23,6 +23,9 @@ from booster_zero import LowLevelZeroPlugin
 COMMUNICATING = re.compile("gather|reduce|scatter|broadcast|send|recv|all_to_all|barrier|new_group")
 """Names of functions of torch.distributed by which ranks talk to each other, in whichever version of torch."""
 
+FLAG_BYTES = 3 + 16
+"""A byte for each parameter says whether any rank used it; the rest compares settings of the optimizer's groups."""
+
 
 def make(width, depth=3):
     torch.manual_seed(0)

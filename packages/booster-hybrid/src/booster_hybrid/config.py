@@ -346,9 +346,6 @@ def check_used(
 
 
 def _check_positive(name: str, size: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool):
-        msg = f"`{name}={size!r}` must be a whole number of ranks; got `{type(size).__name__}`."
-        raise TypeError(msg)
     if size < 1:
         msg = f"`{name}={size}` must be at least 1, which leaves that axis out."
         raise ConfigError(msg)

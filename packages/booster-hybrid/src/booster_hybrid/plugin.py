@@ -19,6 +19,7 @@ from booster_core.plugin import (
     Capability,
     PipelinePlugin,
     boosted_inside,
+    check_argument_types,
     unscaled_gradient,
     unwrap_model,
 )
@@ -194,6 +195,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         loss_scale: LossScaleConfig | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_argument_types(HybridParallelPlugin.__init__.__annotations__, {**locals(), "return": None})
         for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
             if value is not None and not isinstance(value, kind):
                 msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."

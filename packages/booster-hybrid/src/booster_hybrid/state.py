@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from booster_core.state import Box, JSONValue, ParamGroup
+    from booster_core.state import Box, JSONValue, ParamGroup, ShardFollower
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.tensor_parallel.split import Split
     from booster_zero import ShardedStateAdapter
@@ -74,6 +74,12 @@ class HybridStateAdapter(StateAdapter):
     def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
         local = {name: self._local_meta(name, meta) for name, meta in stored.items()}
         return self._moved(self._inner.model_targets(local))
+
+    def follow(self, follower: ShardFollower) -> None:
+        self._inner.follow(follower)
+
+    def place(self, shard: TensorShard) -> Iterator[TensorShard]:
+        return self._moved(self._inner.place(shard))
 
     def optimizer_shards(self) -> Iterator[TensorShard]:
         return self._moved(self._inner.optimizer_shards())

@@ -1,7 +1,8 @@
 """An exponential moving average of a model's weights, kept shard by shard on the weights' devices.
 
-Nothing is gathered: each rank averages the shards that it holds, under any plugin, and saves them like a model. The
-average is kept in fp32 at least, because a step of ``1 - decay`` is lost in narrower formats. Buffers are copied, not
+Nothing is gathered: each rank averages the shards that it holds, under any plugin, and saves them like a model. Where
+the optimizer updates masters, these are averaged, not the parameters that are rounded from them. The average is kept in
+fp32 at least, because a step of ``1 - decay`` is lost in narrower formats. Buffers are copied, not
 averaged, as in ``torch.optim.swa_utils.AveragedModel``. (Polyak and Juditsky 1992, "Acceleration of stochastic
 approximation by averaging", doi:10.1137/0330046.)
 """
@@ -75,10 +76,16 @@ class ExponentialAverage:
         self._io = io
         self._is_applied = False
         self._copied = _names_of_buffers(self._module)
+        adapter = make_adapter()
+        formats = {shard.name: shard.dtype for shard in adapter.model_shards()}
+        self._formats = dict.fromkeys(formats, torch.float64)  # the widest, for which all masters are read
         self._averages = {
             _key_of(shard): _average_of(shard, is_copied=shard.name in self._copied)
-            for shard in make_adapter().model_shards()
+            for shard in adapter.export_shards(self._formats)
         }
+        self._has_masters = any(shard.dtype != formats[shard.name] for shard in adapter.export_shards(self._formats))
+        self._place = adapter.place
+        adapter.follow(self)
 
     def update(self, decay: float | None = None) -> None:
         """Move the average towards the model's present values: ``average = decay * average + (1 - decay) * value``.
@@ -94,13 +101,21 @@ class ExponentialAverage:
             msg = f"`decay={decay}` must be between 0 and 1."
             raise ConfigError(msg)
         self._refuse_if_applied("update")
+        adapter = self._make_adapter()
+        alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
         with torch.no_grad():
-            for shard, average in self._pairs():
+            for shard, average in self._pairs(adapter):
                 data = shard.data.detach()
                 if shard.name in self._copied or not data.is_floating_point():
                     average.copy_(data)
+                elif adapter.keeps_values and (data.dtype, data.device) == (average.dtype, average.device):
+                    averages, values = alike.setdefault((data.dtype, data.device), ([], []))
+                    averages.append(average)
+                    values.append(data)
                 else:
                     average.lerp_(data.to(average), 1.0 - decay)
+            for averages, values in alike.values():
+                torch._foreach_lerp_(averages, values, 1.0 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -111,22 +126,24 @@ class ExponentialAverage:
         Raises:
             ConfigError: If they are applied already.
 
-        Collective: none, but every rank that runs the model must do the same.
+        Collective: every rank of the world, at the beginning and at the end.
         """
         self._refuse_if_applied("applied")
         own: dict[_Key, Tensor] = {}
         self._is_applied = True
         try:
             with torch.no_grad():
-                for shard, average in self._pairs():
+                for shard, average in self._pairs(self._make_adapter()):
                     own[_key_of(shard)] = shard.data.detach().clone()
                     shard.data.detach().copy_(average)
+                self._show_masters()
             yield
         finally:
             with torch.no_grad():
-                for shard in self._make_adapter().model_shards():
+                for shard in self._make_adapter().export_shards(self._formats):
                     if _key_of(shard) in own:
                         shard.data.detach().copy_(own[_key_of(shard)])
+                self._show_masters()
             self._is_applied = False
 
     def save(self, checkpoint: str | Path, **options: Any) -> None:
@@ -155,7 +172,7 @@ class ExponentialAverage:
 
     def shards(self) -> Iterator[TensorShard]:
         """Yield the averages as shards of the model; ``data`` is readable and writable."""
-        for shard, average in self._pairs():
+        for shard, average in self._pairs(self._make_adapter()):
             yield TensorShard(
                 name=shard.name,
                 global_shape=shard.global_shape,
@@ -169,17 +186,37 @@ class ExponentialAverage:
     def _state(self) -> ModelState:
         return ModelState(adapter=_AveragesAdapter(self), module=self._module)
 
-    def _pairs(self) -> Iterator[tuple[TensorShard, Tensor]]:
-        for shard in self._make_adapter().model_shards():
-            average = self._averages.get(_key_of(shard))
-            if average is None:
-                msg = (
-                    f"'{shard.name}' is no part of the model that this average was made of, or is sharded otherwise "
-                    "now. Make the average after the first step, in which strategies that gather parameters for each "
-                    "use lay them out anew, and after the model has its final form."
-                )
-                raise ConfigError(msg)
-            yield shard, average
+    def give(self, shard: TensorShard) -> None:
+        """See `booster_core.state.ShardFollower`, like `take`."""
+        for placed in self._place(shard):
+            placed.data.copy_(self._average_for(placed))
+            del self._averages[_key_of(placed)]
+
+    def take(self, shard: TensorShard) -> None:
+        """See `give`."""
+        for placed in self._place(shard):
+            self._averages[_key_of(placed)] = placed.data.clone(memory_format=torch.contiguous_format)
+
+    def _show_masters(self) -> None:
+        """Bring masters that were written into the parameters that are rounded from them."""
+        self._make_adapter().finish_load(model=False, optimizer=self._has_masters)
+
+    def _pairs(self, adapter: StateAdapter) -> Iterator[tuple[TensorShard, Tensor]]:
+        for shard in adapter.export_shards(self._formats):
+            yield shard, self._average_for(shard)
+
+    def _average_for(self, shard: TensorShard) -> Tensor:
+        key = _key_of(shard)
+        whole = self._averages.get((shard.name, shard.box, None))
+        if key not in self._averages and whole is not None:  # it was frozen, and is split now that it is trained
+            self._averages[key] = whole.flatten()[slice(*shard.flat_range)].clone()
+        if key not in self._averages:
+            msg = (
+                f"'{shard.name}' is no part of the model that this average was made of, or is sharded otherwise now. "
+                "Make the average after the model has its final form."
+            )
+            raise ConfigError(msg)
+        return self._averages[key]
 
     def _refuse_if_applied(self, call: str) -> None:
         if self._is_applied:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
     from booster_core.plugin.optimizer import OptimizerWrapper, check_loss, unscaled_gradient, write_gradient
-    from booster_core.plugin.option_types import check_option_types
+    from booster_core.plugin.option_types import check_argument_types, check_option_types
     from booster_core.plugin.placement import (
         check_no_masters,
         normalisation_parameters,
@@ -57,6 +57,7 @@ __all__ = [
     "TensorShard",
     "as_tuple",
     "boosted_inside",
+    "check_argument_types",
     "check_arguments",
     "check_loss",
     "check_no_masters",
@@ -105,7 +106,7 @@ _import, __dir__ = public_names(
             "rebind",
             "stored_dtypes",
         ],
-        ".option_types": ["check_option_types"],
+        ".option_types": ["check_argument_types", "check_option_types"],
         ".single": ["SingleDevicePlugin"],
         ".scaling": ["GradientScaling"],
         ".optimizer": ["OptimizerWrapper", "check_loss", "unscaled_gradient", "write_gradient"],

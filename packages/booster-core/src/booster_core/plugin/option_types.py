@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -27,12 +28,30 @@ def check_option_types(options: DataclassInstance) -> None:
     Raises:
         TypeError: Naming the first option of another type, its value and what it takes.
     """
-    for field in fields(options):
-        taken = str(field.type).split(" | ")
-        value = getattr(options, field.name)
-        if not all(name in _TYPES for name in taken):
-            continue
-        is_bool_for_number = isinstance(value, bool) and "bool" not in taken
-        if is_bool_for_number or not isinstance(value, tuple(kind for name in taken for kind in _TYPES[name])):
-            msg = f"`{field.name}={value!r}` must be of type {' or '.join(taken)}, not {type(value).__name__}."
+    check_argument_types({field.name: field.type for field in fields(options)}, vars(options))
+
+
+def check_argument_types(annotations: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Check values as `check_option_types` does, and sequences of such types.
+
+    Args:
+        annotations: By name; what is annotated in another way is not checked.
+        values: By name.
+
+    Raises:
+        TypeError: As there.
+    """
+    for name, annotation in annotations.items():
+        taken = str(annotation).split(" | ")
+        if all(each.removeprefix("Sequence[").removesuffix("]") in _TYPES for each in taken) and not any(
+            _is_of(values[name], each) for each in taken
+        ):
+            msg = f"`{name}={values[name]!r}` must be of type {' or '.join(taken)}, not {type(values[name]).__name__}."
             raise TypeError(msg)
+
+
+def _is_of(value: Any, name: str) -> bool:
+    if name.startswith("Sequence["):
+        inner = name.removeprefix("Sequence[").removesuffix("]")
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_of(each, inner) for each in value)
+    return isinstance(value, _TYPES[name]) and (name == "bool" or not isinstance(value, bool))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
+from booster_core.state.adapter import JSONValue, ParamGroup, ShardFollower, StateAdapter, TensorMeta
 from booster_core.state.json_values import (
     check_plain_tensors,
     decode_extra_state,
@@ -75,6 +75,7 @@ __all__ = [
     "Region",
     "Replica",
     "ReplicatedStateAdapter",
+    "ShardFollower",
     "StateAdapter",
     "TensorMeta",
     "TensorShard",

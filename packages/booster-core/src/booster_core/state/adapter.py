@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +51,16 @@ class ParamGroup:
     options: Mapping[str, JSONValue]
 
 
+class ShardFollower(Protocol):
+    """Keeps values that are cut as a model's shards, and hands them over where the model is cut in another way."""
+
+    def give(self, shard: TensorShard) -> None:
+        """Write what is kept of a shard of this rank's tensors into ``shard.data``, and forget it."""
+
+    def take(self, shard: TensorShard) -> None:
+        """Keep a copy of ``shard.data``, which is to be kept of a shard from now on."""
+
+
 class StateAdapter(ABC):
     """Lists the parts of the model's and the optimizer's tensors that this rank holds.
 
@@ -86,6 +96,17 @@ class StateAdapter(ABC):
         """Yield what a load of ``stored`` writes: `model_shards`, and masters of which they would be a rounded copy."""
         del stored
         return self.model_shards()
+
+    def follow(self, follower: ShardFollower) -> None:  # noqa: B027 - most shards stay as they are cut
+        """Let a follower's values go along whenever `export_shards` is cut in another way, as long as it lives.
+
+        Args:
+            follower: The same on every rank.
+        """
+
+    def place(self, shard: TensorShard) -> Iterator[TensorShard]:
+        """Yield a shard of this rank's own tensors as this adapter lists it, with views of its ``data``."""
+        yield shard
 
     @abstractmethod
     def tied_names(self) -> Mapping[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from booster_core.state.adapter import JSONValue, ParamGroup, StateAdapter, TensorMeta
+from booster_core.state.adapter import JSONValue, ParamGroup, ShardFollower, StateAdapter, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,6 +90,12 @@ class PartView(ModelView):
 
     def model_targets(self, stored: Mapping[str, TensorMeta]) -> Iterator[TensorShard]:
         return self._renamed(self.inner.model_targets({self._whole_name(name): each for name, each in stored.items()}))
+
+    def follow(self, follower: ShardFollower) -> None:
+        self.inner.follow(follower)
+
+    def place(self, shard: TensorShard) -> Iterator[TensorShard]:
+        return self._renamed(self.inner.place(shard))
 
     def tied_names(self) -> Mapping[str, str]:
         every = map(self.names_in_part, self._aliases)

@@ -281,7 +281,6 @@ class ShardedEngine:
         if self.reducer.num_rounds != self._agreed_rounds:
             self._agreed_rounds = self.reducer.num_rounds
             self._agree_on_used()
-            self.gatherer.check_uses()
 
     def _agree_on_used(self) -> None:
         indices, used = self.layout.order(), self.reducer.used
@@ -295,20 +294,24 @@ class ShardedEngine:
             trained = bytes(self.layout.parameters[index].requires_grad for index in indices)
         note = self.scaling.settings.note(self.scaling.groups, trained) if self.compares_settings else b""
         flags.extend(note)
+        uses = self.gatherer.flags()
+        flags.extend(uses)
         flags.extend(self._buffers.changed() if self.config.broadcast_buffers else ())
         flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
         self.layout.average_over_replicas()
         anywhere = flagged.wait()
-        num_others = len(indices) + len(note)
+        of_uses = len(indices) + len(note)
+        num_others = of_uses + len(uses)
         if note:
             names = (self.names[index] for index in indices)
-            self.scaling.settings.check(anywhere[len(indices) : num_others], names, self.context)
+            self.scaling.settings.check(anywhere[len(indices) : of_uses], names, self.context)
         found = {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
         self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
         self.used_anywhere = self.join_copies(found)
         self.reducer.show_used({index for index, is_used in self.used_anywhere.items() if is_used})
         self.changed_buffers = [bool(has_changed) for has_changed in anywhere[num_others:]]
         self.layout.note_used(self.used_anywhere)
+        self.gatherer.check_uses(anywhere[of_uses:num_others])
 
     def _leave_out_dropped(self) -> None:
         """Leave parameters as they are whose gradient a script has dropped."""
@@ -354,19 +357,6 @@ class ShardedEngine:
         """
         self._buffers.send_changed(self.changed_buffers, self.ranks.holders)
         self.changed_buffers = []
-
-    def publish(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Bring what the optimizers of this rank hold of some buckets, or all, into every rank's parameters.
-
-        Collective: the shard group.
-        """
-        self.gatherer.wait()
-        chosen = self.layout.buckets if buckets is None else buckets
-        published = {bucket: bucket.publish() for bucket in chosen}
-        for bucket, pending in published.items():
-            pending.wait()
-            bucket.note_arrived()
-            bucket.mark_changed()
 
     def note_step(self, number: int) -> None:
         """Note that the step of an optimizer is complete, and call `end_step` when all have stepped.

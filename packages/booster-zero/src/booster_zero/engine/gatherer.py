@@ -17,12 +17,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from booster_core.errors import ConfigError
 from booster_core.ranks import NamedCall
 from booster_runtime import collectives
-from booster_runtime.sharding import between_hosts, parametrized_in_forward
+from booster_runtime.sharding import parametrized_in_forward
 from booster_zero.engine.bucket import Bucket
 from booster_zero.engine.buffer_pool import BufferPool
 from booster_zero.engine.layout import Layout
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
 
 _BACKWARD = "backward"
 _PHASES = 12
-"""Forward passes, backward passes and steps in which ranks compare each gather before they begin it."""
-_64_BITS = (1 << 64) - 1
+"""Forward passes, backward passes and steps in which ranks with accelerators compare each gather before it begins."""
 
 
 class Gatherer:
@@ -105,7 +103,7 @@ class Gatherer:
         self._last: Bucket | None = None
         self._ahead: dict[int, Bucket] = {}
         self._held: dict[object, list[Bucket]] = {}
-        self._gathered = 0
+        self._changed: Mapping[str, str] = {}
         self._number_of: dict[Bucket, int] = {}
 
     def shard_all(
@@ -133,12 +131,12 @@ class Gatherer:
             units: Numbers of the parameters that share no bucket with others, such as those of a layer, for each
                 unit; ``None`` for one unit of all, which is laid out again by first use.
             remedy: What to do where ranks use other parameters, for the error.
-            debug: Compare with other ranks what is gathered before each gather, not in the first phases only.
+            debug: Compare with other ranks what is gathered before each gather, not in the first phases only, on
+                accelerators, too.
 
         Collective: none; values are taken from this rank's parameters.
         """
-        self._phases_left = math.inf if debug else _PHASES
-        self.order = OrderCheck(self.ranks, remedy)
+        self.order = OrderCheck(self.ranks, self.layout.names, remedy)
         self.keeps_all = self.ranks.shard_size == 1 and not self.memory.moves
         self.first_uses = None if self.keeps_all or units is not None else {}
         self._max_prefetch, self._max_ahead_bytes = max_prefetch, max_ahead_bytes
@@ -152,6 +150,8 @@ class Gatherer:
         for unit in [[*every]] if units is None else units:
             self.layout.add({index: every[index] for index in unit}, {index: formats[index] for index in unit})
         self.layout.make = self._maker(())  # the layout writes to buckets that are laid out again
+        # gloo ends the process where sizes differ.
+        self._phases_left = math.inf if debug or self._device().type == "cpu" else _PHASES
         self._enumerate()
 
     def _maker(self, valued: Container[int] | None = None) -> Callable[..., Bucket]:
@@ -302,7 +302,7 @@ class Gatherer:
             with _plainly():
                 self.release_unused(keep=1)
                 if bucket.state is WholeState.SHARDED:
-                    self._start_gather(number, bucket)
+                    self._start_gather(bucket)
 
     def _look_ahead(self) -> None:
         """Start gathering what is expected next."""
@@ -320,10 +320,9 @@ class Gatherer:
                 self._ahead[number] = bucket
                 self._has_looked_ahead = True
                 with _plainly():
-                    self._start_gather(number, bucket)
+                    self._start_gather(bucket)
 
-    def _start_gather(self, number: int, bucket: Bucket) -> None:
-        self._gathered = hash((self._gathered, number))  # the same on every rank, as numbers' hashes are
+    def _start_gather(self, bucket: Bucket) -> None:
         if self.order is not None:
             self.order.gather(bucket)
         bucket.start_gather()
@@ -527,6 +526,18 @@ class Gatherer:
                 self._pending[bucket] = pending
                 bucket.await_gather(pending)
 
+    def publish(self, buckets: Sequence[Bucket]) -> None:
+        """Bring what is updated of some buckets into every rank's parameters.
+
+        Collective: the shard group.
+        """
+        self.wait()
+        published = {bucket: bucket.publish() for bucket in buckets}
+        for bucket, pending in published.items():
+            pending.wait()
+            bucket.note_arrived()
+            bucket.mark_changed()
+
     def meet(self) -> None:
         """Announce a call that every rank makes, where ranks compare what they do.
 
@@ -538,33 +549,34 @@ class Gatherer:
         if self.order is not None:
             self.order.meet(self._device())
 
-    def check_uses(self) -> None:
-        """Check that since the last call ranks have gathered the same buckets in one order, and nobody wrote to them.
+    def flags(self) -> bytes:
+        """Return what is told of this rank's uses of parameters since the last call; as many bytes on every rank.
+
+        Collective: none; `check_uses` takes the largest of each byte over all that hold the same parameters.
+        """
+        if self.order is None:
+            return b""
+        self._changed = self._watch.take_all()
+        return bytes([bool(self._changed)]) + self.order.flags()
+
+    def check_uses(self, most: bytes) -> None:
+        """Check that ranks have gathered the same buckets in one order, and that nobody wrote to them.
+
+        Args:
+            most: The largest of each byte of `flags` over ranks.
 
         Raises:
             ConfigError: If they have not, so that what they computed with was not what they meant; or if a parameter
                 was changed by hand on any rank.
 
-        Collective: every rank of the shard group, where parameters are gathered for each use; else none.
+        Collective: all that hold the same parameters, if that is so; else none.
         """
         if self.order is None:
             return
-        found = self._watch.take_all()
-        if self.ranks.shard_size == 1:
-            self._raise_changes({self.ranks.shard_rank: found})
-            return
-        own = (self._gathered & _64_BITS).to_bytes(8, "little")
-        self._gathered = 0
-        # The largest of each byte, and of its difference to 255: a rank that differs from any other sees a larger one.
-        device = between_hosts(self._device(), self.ranks.gathering)
-        flags = torch.tensor([*own, *(255 - byte for byte in own), bool(found)], dtype=torch.uint8, device=device)
-        told = flags.clone()
-        collectives.all_reduce(told, dist.ReduceOp.MAX, self.ranks.gathering).wait()
-        *order, is_changed = told.tolist()
-        if is_changed:
-            self._tell(found)
-        if order != flags.tolist()[:-1]:
-            self.order.raise_other_order()
+        if most[0]:
+            of_ranks = collectives.all_gather_object(self._changed, self.ranks.holders)
+            self._raise_changes(dict(enumerate(of_ranks)))
+        self.order.check(most[1:])
 
     def _device(self) -> torch.device:
         return self.layout.buckets[0].format.device
@@ -607,9 +619,7 @@ class Gatherer:
 
         Collective: every rank of the shard group.
         """
-        self._tell(self._watch.take_all(waits=True))
-
-    def _tell(self, found: Mapping[str, str]) -> None:
+        found = self._watch.take_all(waits=True)
         self._raise_changes(dict(enumerate(collectives.all_gather_object(found, self.ranks.gathering))))
 
     def _raise_changes(self, found: Mapping[int, Mapping[str, str]]) -> None:

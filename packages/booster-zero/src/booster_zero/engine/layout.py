@@ -9,14 +9,17 @@ import torch
 
 from booster_core.state import NamedTensors
 from booster_runtime import collectives
-from booster_runtime.sharding import State, is_cut
+from booster_runtime.sharding import State, is_cut, piece_shard
 from booster_zero.engine.partition import assign_owners, plan_flat, plan_whole
+from booster_zero.engine.states import Keep
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
+    from booster_core.state import ShardFollower, TensorShard
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.formats import BucketPiece, Format
@@ -43,6 +46,7 @@ class Layout:
         names: Their names in the user's model, by number.
         index_of: Their numbers, by ``id``.
         version: How often parameters have been laid out.
+        followers: Keep values that are cut as what the optimizer updates, and go along when that is laid out again.
         ranks: As given.
         make: As given.
         bucket_bytes: As given.
@@ -64,6 +68,7 @@ class Layout:
         self.index_of = {id(parameter): index for index, parameter in self.every.items()}
         self.parameters: dict[int, nn.Parameter] = {}
         self.version = 0
+        self.followers: list[weakref.ref[ShardFollower]] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._formats: dict[int, Format] = {}
         self._owners: dict[int, int] = {}
@@ -230,6 +235,7 @@ class Layout:
                         lambda piece, part: piece.values.data.copy_(part),
                         new_pieces,
                     )
+                self._move_followers(bucket, new_pieces)
                 if bucket.has_gradient and bucket.gradient is not None:
                     for slot in bucket.plan.slots:
                         self._bucket_of[slot.index].take_gradient_state(bucket)
@@ -294,6 +300,29 @@ class Layout:
                 part = whole[slot.offset + piece.start : slot.offset + piece.stop]
                 with self._bucket_of[slot.index].in_use(changes=True):
                     write(piece, part.view(piece.values.shape))
+
+    def _move_followers(self, bucket: Bucket, pieces: Mapping[int, BucketPiece]) -> None:
+        """Move what followers keep of a bucket, unless they keep it whole on every rank, as the parameters are."""
+        if bucket.keep is Keep.ALWAYS and not bucket.has_masters:
+            return
+        dtype = bucket.values.dtype
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+        def shard_of(piece: BucketPiece, values: Tensor) -> TensorShard:
+            return piece_shard(self.names[piece.index], None, piece, values, is_owner=True)
+
+        for follower in filter(None, [each() for each in self.followers]):
+            own = torch.zeros(bucket.numel, dtype=wide, device=bucket.format.device)
+            for piece in bucket.pieces:
+                follower.give(shard_of(piece, bucket.slice_of(own, piece)))
+            self._move(
+                bucket,
+                own,
+                lambda piece, part, take=follower.take: take(  # type: ignore[misc]
+                    shard_of(piece, part.to(piece.values.device))
+                ),
+                pieces,
+            )
 
     def _described_states(
         self, old_pieces: Mapping[int, BucketPiece], new_pieces: Mapping[int, BucketPiece], states: Mapping[int, State]

@@ -1,13 +1,17 @@
 """`OrderCheck`: ranks compare what they are about to do together, before they do it.
 
 Ranks that gather different buckets compute with wrong values, and where buckets differ in size, or one rank gathers
-more than the others, the backend waits, or ends the process. So in the first phases every gather and every meeting of
-ranks is announced by a number. Later phases are not compared: a message for each gather would cost as much as a small
-gather does. Reductions are not announced: ranks may start them at other times, where a parameter is unused on some.
+more than the others, the backend waits, or ends the process. So on CPUs, and in the first phases on accelerators, every
+gather and every meeting of ranks is announced by a number, before it begins: later, such a message would hold up an
+accelerator. In every step, ranks compare what they have gathered since the last one, by a digest among the flags that
+they send in any case. Reductions are not announced: ranks may start them at other times, where a parameter is unused on
+some.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +22,17 @@ from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import NoReturn
 
     from booster_runtime.sharding import ShardingRanks
     from booster_zero.engine.bucket import Bucket
 
 _MEET, _FIRST_BUCKET = 0, 1
+_64_BITS = (1 << 64) - 1
+_MOST_KEPT = 10_000
+"""Gathers of which numbers are kept between two steps; a digest compares all."""
+_SHOWN = 4
 
 
 class OrderCheck:
@@ -31,14 +40,19 @@ class OrderCheck:
 
     Args:
         ranks: These ranks.
+        names: Of the parameters, by number.
         remedy: What to do where the data chooses which modules run, for the error.
 
     Attributes:
         is_on: Whether it compares; the same on every rank.
     """
 
-    def __init__(self, ranks: ShardingRanks, remedy: str) -> None:
+    def __init__(self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str) -> None:
         self._ranks = ranks
+        self._names = names
+        self._digest = 0
+        self._first: list[int] = []  # gathers since the last step, by the first parameter
+        self._compared: list[int] = []
         self._remedy = remedy
         self.is_on = ranks.shard_size > 1
 
@@ -60,7 +74,55 @@ class OrderCheck:
 
         Collective: as for `meet`.
         """
-        self._compare(_FIRST_BUCKET + bucket.plan.slots[0].index, bucket.format.device)
+        number = bucket.plan.slots[0].index
+        self._digest = hash((self._digest, number))  # the same on every rank, as numbers' hashes are
+        if len(self._first) < _MOST_KEPT:
+            self._first.append(number)
+        self._compare(_FIRST_BUCKET + number, bucket.format.device)
+
+    def flags(self) -> bytes:
+        """Return a digest of the gathers since the last call, and its complement, at the place of this replica.
+
+        If ranks that gather together differ, so does some byte's maximum.
+        """
+        digest = (self._digest & _64_BITS).to_bytes(8, "little")
+        self._compared, self._first, self._digest = self._first, [], 0
+        flags = bytearray(16 * (dist.get_world_size(self._ranks.holders) // self._ranks.shard_size))
+        begin = 16 * self._ranks.replica_rank
+        flags[begin : begin + 16] = digest + bytes(255 - byte for byte in digest)
+        return bytes(flags)
+
+    def check(self, most: bytes) -> None:
+        """Raise if ranks that gather together have gathered other buckets, or in another order.
+
+        Args:
+            most: The largest of each byte of `flags` over all that hold the same parameters.
+
+        Raises:
+            ConfigError: On all of them, if any differ.
+
+        Collective: all that hold the same parameters, if any differ; else none.
+        """
+        pairs = (
+            zip(most[each : each + 8], most[each + 8 : each + 16], strict=True) for each in range(0, len(most), 16)
+        )
+        if all(high + low == 255 for high, low in itertools.chain(*pairs)):
+            return
+        own = (self._ranks.replica_rank, self._compared)
+        by_replica: dict[int, dict[int, list[int]]] = defaultdict(dict)
+        for rank, (replica, gathers) in enumerate(collectives.all_gather_object(own, self._ranks.holders)):
+            by_replica[replica][rank] = gathers
+        for of_ranks in by_replica.values():
+            for count, numbers in enumerate(itertools.zip_longest(*of_ranks.values()), start=1):
+                if len(set(numbers)) > 1:
+                    told = [
+                        f"{self._describe(each)} on rank {rank}" for rank, each in zip(of_ranks, numbers, strict=True)
+                    ]
+                    self.raise_other_order(f" Gather {count} since the last step was {', '.join(told[:_SHOWN])}.")
+        self.raise_other_order()
+
+    def _describe(self, number: int | None) -> str:
+        return "none" if number is None else f"that of '{self._names[number]}'"
 
     def _compare(self, number: int, device: torch.device) -> None:
         if not self.is_on:
@@ -71,14 +133,17 @@ class OrderCheck:
         if largest != -smallest:
             self.raise_other_order()
 
-    def raise_other_order(self) -> NoReturn:
+    def raise_other_order(self, where: str = "") -> NoReturn:
         """Raise the error about ranks that used parameters in different orders.
+
+        Args:
+            where: What is known of the first difference.
 
         Raises:
             ConfigError: Always.
         """
         msg = (
             "Ranks used the model's parameters in different orders, so that they would gather, or have gathered, "
-            f"different ones together, and compute with wrong values. {self._remedy}"
+            f"different ones together, and compute with wrong values.{where} {self._remedy}"
         )
         raise ConfigError(msg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_core.ranks import DistCoordinator
+    from booster_core.state import ShardFollower
     from booster_runtime.sharding import State
     from booster_zero.engine.bucket import Bucket
     from booster_zero.engine.engine import ShardedEngine
@@ -152,6 +154,10 @@ class ShardedStateAdapter(StateAdapter):
         metas = ((piece, stored.get(self._names[piece.index])) for piece in bucket.pieces)
         return [piece for piece, meta in metas if meta is not None and meta.dtype != working]
 
+    def follow(self, follower: ShardFollower) -> None:
+        if self.layout is not None:
+            self.layout.followers.append(weakref.ref(follower))
+
     def tied_names(self) -> Mapping[str, str]:
         return self._replicated.tied_names()
 
@@ -255,7 +261,7 @@ class ShardedStateAdapter(StateAdapter):
                 with bucket.in_use(changes=True):
                     bucket.take_working_values()
         if optimizer:
-            self._required_engine().publish(self._buckets_with_masters())
+            self._gatherer.publish(self._buckets_with_masters())
         self._taken_as_parameters = set()
         self._gatherer.release_all()
         for bucket in self._buckets:
