@@ -45,10 +45,6 @@ def train(booster, model, optimizer, width, no_sync=False):
         optimizer.zero_grad()
 
 
-FLAG_BYTES = 3 + 16
-"""A byte for each parameter says whether any rank used it, and 16 whether ranks' optimizers have the same settings."""
-
-
 def bytes_moved(micro_batches, stage):
     """Return the bytes that this rank sends in each kind of collective, in one step."""
     booster, model, optimizer = boost(make(64), stage=stage, bucket_bytes=20000)
