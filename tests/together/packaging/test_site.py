@@ -190,6 +190,7 @@ def test_every_public_package_has_a_reference(sources):
         "booster_core.lazy_import",
         "booster_core.log",
         "booster_core.matching",
+        "booster_runtime.label_means",
         "booster_testing.mutants",
         "booster_zero.engine",
         "booster_zero.gathering",
