@@ -264,6 +264,7 @@ def test_models_that_share_a_loss_have_one_loss_scale(plugin, passed):
         assert scales == [SCALE / 2] * 2
         assert good == [1, 1]
         for gradient, plain in zip(found, expected, strict=True):
+            # Products in fp16 against fp32; a wrong scale is a factor of two.
             torch.testing.assert_close(gradient, plain, rtol=0.02, atol=2e-4)
 
 
