@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from booster_core.ranks.store import this_host
 from booster_core.ranks.world import close_world, open_world
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.checkpoint.saver_to_kill import kill, live, look, make, wait_for

@@ -20,7 +20,7 @@ from torch import nn
 from booster_checkpoint.run.manifest import verify_folder
 from booster_core import Booster
 from booster_core.ranks.world import close_world, open_world
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 WIDTH = 40_000
 LAST = 1_000_000

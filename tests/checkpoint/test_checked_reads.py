@@ -20,7 +20,7 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 SHAPE = (40, 30)
 ITEMSIZE = 4

@@ -22,7 +22,7 @@ from booster_core.plugin.hooks import register_hooks, unregister_hooks
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 def make(**options):

@@ -19,7 +19,7 @@ from booster_core.errors import CheckpointError, ConfigError, MissingRanksError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 class Keeps(torch.optim.lr_scheduler.ConstantLR):

@@ -12,7 +12,7 @@ from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_core.state import ReplicatedStateAdapter
 from booster_testing import expect_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP's writer of torch 2.10 uses it

@@ -13,7 +13,7 @@ from booster_core import Booster
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 class Keeper:

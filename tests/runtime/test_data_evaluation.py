@@ -11,7 +11,7 @@ from booster_runtime import evaluate_batch, gather_for_metrics
 from booster_runtime.data.prepare import prepare_dataloader
 from booster_runtime.data.shard import split_dataloader
 from booster_testing import run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 class Stream(IterableDataset):

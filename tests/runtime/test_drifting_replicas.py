@@ -14,7 +14,7 @@ from booster_core.ranks import DistCoordinator
 from booster_runtime import check_replicas
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 def boost():

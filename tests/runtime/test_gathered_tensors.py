@@ -9,7 +9,7 @@ from booster_core.plugin import write_gradient
 from booster_runtime import full_gradient, full_state, gathered, set_full_gradient, set_full_state
 from booster_testing import run_on_ranks
 from booster_testing.models import TinyMixedBag, TinyMLP
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 WEIGHT = "first.weight"
 

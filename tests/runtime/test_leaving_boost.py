@@ -10,7 +10,7 @@ from booster_core.errors import MissingRanksError
 from booster_core.ranks import DistCoordinator
 from booster_runtime import LazyInitContext
 from booster_testing import run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 class Left(BaseException):

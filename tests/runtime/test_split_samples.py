@@ -22,7 +22,7 @@ from booster_core.errors import ConfigError
 from booster_core.ranks.coordinator import DistCoordinator
 from booster_runtime import gather_for_metrics
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 @pytest.mark.parametrize(("is_stream", "how"), [(False, "boost"), (True, "boost"), (False, "prepare_dataloader")])

@@ -12,7 +12,7 @@ from booster_core.errors import ConfigError
 from booster_runtime import evaluate_batch, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
-from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 LEARNING_RATE = 0.1

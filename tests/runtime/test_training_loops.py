@@ -14,7 +14,7 @@ from booster_runtime import accumulate, join, reduce, to_device, train_batch
 from booster_runtime.data.batches import call_with, move_batch, taken_by
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_testing.training import whole_model
 
 

@@ -10,7 +10,7 @@ from uneven_runs import NUM_BATCHES, assert_steps_follow_batches, batches_of, bo
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime import join, train_batch
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 
 
 @pytest.mark.parametrize("plugin", [ReferencePlugin(), ReferencePipelinePlugin()], ids=["plain", "pipeline"])

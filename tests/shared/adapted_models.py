@@ -3,7 +3,7 @@
 import torch
 
 from booster_core.plugin import Capability
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 class Replicas(ReferencePlugin):

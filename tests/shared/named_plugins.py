@@ -4,7 +4,7 @@ import torch
 
 from booster_core.plugin import Plugin
 from booster_testing.models import tiny_llama
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 NAMES = ["single", "ddp", "fsdp", "zero", "gemini", "hybrid", "hybrid-tp", "hybrid-pp"]
 

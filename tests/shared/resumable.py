@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from booster_core import Booster
 from booster_core.ranks import DistCoordinator
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from kit_cases import by_default
 from booster_core.errors import ConfigError
 from booster_testing.conformance import PluginConformance
 from booster_testing.models import TinyMixedBag
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 
 
 class Outputs(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 
+import faulty_plugins
 import pytest
 from kit_cases import by_default, slow_cases
 
-from booster_testing import RankError, mutants
+from booster_testing import RankError
 from booster_testing.conformance import PluginConformance
 from booster_testing.pipeline_conformance import PipelineConformance
+from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 
 DRIFT = r"differ between ranks: .*embedding\.weight.* \(ranks 0 and 1\)"
 DIFFER = "tensors differ by more than"
@@ -69,7 +71,7 @@ FOUND_IN_PIPELINES = [
 
 @pytest.mark.parametrize(("mutant", "test", "arguments", "message"), FOUND, ids=[case[0] for case in FOUND])
 def test_mutant_fails_the_test_of_its_fault(mutant, test, arguments, message, tmp_path_factory):
-    members = {"plugin_class": getattr(mutants, mutant)}
+    members = {"plugin_class": getattr(faulty_plugins, mutant)}
     run = getattr(type("Kit", (PluginConformance,), members)(), test)
     if "tmp_path_factory" in inspect.signature(run).parameters:
         arguments = {**arguments, "tmp_path_factory": tmp_path_factory}
@@ -104,14 +106,14 @@ WITHOUT_MUTANT = (
 class TestReference(PluginConformance):
     """The plugin that the mutants are made from passes, so what a mutant fails is its own fault."""
 
-    plugin_class = mutants.ReferencePlugin
+    plugin_class = ReferencePlugin
 
 
 @pytest.mark.parametrize(
     ("mutant", "test", "arguments", "message"), FOUND_IN_PIPELINES, ids=[case[0] for case in FOUND_IN_PIPELINES]
 )
 def test_mutant_with_a_pipeline_fails_the_test_of_its_fault(mutant, test, arguments, message):
-    members = {"plugin_class": getattr(mutants, mutant), "data_size": 2}
+    members = {"plugin_class": getattr(faulty_plugins, mutant), "data_size": 2}
     run = getattr(type("Kit", (PipelineConformance,), members)(), test)
     with pytest.raises((AssertionError, RankError), match=message):
         run(**arguments)
@@ -120,10 +122,10 @@ def test_mutant_with_a_pipeline_fails_the_test_of_its_fault(mutant, test, argume
 class TestReferencePipeline(PipelineConformance):
     """The plugin that those mutants are made from passes."""
 
-    plugin_class = mutants.ReferencePipelinePlugin
+    plugin_class = ReferencePipelinePlugin
     data_size = 2
 
 
 def test_every_mutant_is_listed():
     listed = {case[0] for case in (*FOUND, *FOUND_IN_PIPELINES)}
-    assert listed == set(mutants.__all__) - {"ReferencePlugin", "ReferencePipelinePlugin"}
+    assert listed == set(faulty_plugins.__all__)

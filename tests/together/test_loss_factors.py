@@ -20,7 +20,7 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import accumulate, full_gradient, join, set_full_gradient
 from booster_testing import run_on_ranks
 from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_testing.training import whole_model
 from booster_zero import LowLevelZeroPlugin
 

@@ -17,7 +17,7 @@ from booster_hybrid import HybridParallelPlugin
 from booster_runtime import reduce
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import tiny_llama
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_zero import LowLevelZeroPlugin
 
 PLUGINS = {

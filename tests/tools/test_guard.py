@@ -9,7 +9,7 @@ import torch.distributed as dist
 from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_tools import guard
 
 NAN = float("nan")

@@ -8,7 +8,7 @@ from command_runs import command_runner
 
 from booster_core.errors import ConfigError, PluginError
 from booster_testing import close_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_tools.cli import plan as plan_command
 from booster_tools.planning import Candidate, Devices, candidates, plan
 from booster_tools.planning.processes import in_processes

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
-from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
+from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_tools.planning import TrainingStep, measure, shares_of, simulate
 from booster_tools.planning.recorder import counted, recorded
 from booster_tools.planning.stages import Messages

@@ -95,7 +95,7 @@ def generate(name, folder):
 
 
 def test_generated_predictions_have_each_sample_once(tmp_path):
-    from booster_testing.mutants import ReferencePlugin
+    from booster_testing.reference import ReferencePlugin
 
     [(counts, _)] = run_on_ranks(generate, 1, None, tmp_path)
     assert counts == [NUM_EVALUATED, 5]
@@ -295,7 +295,7 @@ from transformers import TrainingArguments
 args = TrainingArguments(output_dir="run", use_cpu=True, report_to="none", max_steps=1, save_strategy="no")
 import torch
 from booster_core import Booster, launch_from_torch
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_tools.integrations.transformers import BoosterTrainer
 
 assert torch.distributed.is_initialized()

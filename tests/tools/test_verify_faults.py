@@ -8,8 +8,7 @@ from booster_core.errors import ConfigError, GradientError
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyMLP
-from booster_testing.mutants import ReferencePipelinePlugin, ReferencePlugin
-from booster_testing.mutants.reference import ReferenceStateAdapter
+from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin, ReferenceStateAdapter
 from booster_tools import verify
 from booster_tools.rehearsal import random_state_kept
 

@@ -14,7 +14,7 @@ from booster_core import Booster
 from booster_core.errors import ConfigError, GradientError
 from booster_runtime.single import SingleDeviceStrategy
 from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_tools import verify_objects
 
 

@@ -22,7 +22,7 @@ def batch():
 """
 RANK = """
 import sys
-from booster_testing.mutants import ReferencePlugin
+from booster_testing.reference import ReferencePlugin
 from booster_tools.cli import _verify_rank as rank
 rank.load = lambda name: ReferencePlugin
 sys.exit(rank.main(*sys.argv[1:]))

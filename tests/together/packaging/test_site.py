@@ -191,7 +191,6 @@ def test_every_public_package_has_a_reference(sources):
         "booster_core.log",
         "booster_core.matching",
         "booster_runtime.label_means",
-        "booster_testing.mutants",
         "booster_zero.engine",
         "booster_zero.gathering",
     }

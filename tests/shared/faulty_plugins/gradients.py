@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import ModelWrapper
-from booster_testing.mutants.reference import ReferenceOptimizer, ReferencePlugin
+from booster_testing.reference import ReferenceOptimizer, ReferencePlugin
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

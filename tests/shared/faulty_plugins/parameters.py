@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from booster_core.plugin import ModelWrapper
-from booster_testing.mutants.reference import ReferenceOptimizer, ReferencePlugin, ReferenceStateAdapter
+from booster_testing.reference import ReferenceOptimizer, ReferencePlugin, ReferenceStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

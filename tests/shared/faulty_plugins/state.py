@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from booster_core.plugin import unwrap_model
 from booster_core.state import NamedTensors
-from booster_testing.mutants.reference import ReferencePlugin, ReferenceStateAdapter
+from booster_testing.reference import ReferencePlugin, ReferenceStateAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

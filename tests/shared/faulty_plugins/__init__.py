@@ -1,11 +1,8 @@
-"""A plugin that is correct, and copies of it with one fault each: the conformance kit must find every one.
-
-A kit is worth what it finds. Third parties may use `ReferencePlugin` as a short example of a whole plugin.
-"""
+"""Copies of the kit's reference plugins with one fault each: the conformance kit must find every one."""
 
 from __future__ import annotations
 
-from booster_testing.mutants.gradients import (
+from faulty_plugins.gradients import (
     AveragesNoMoreAfterEvaluation,
     DecidesOverflowLocally,
     FlattensPresentGradients,
@@ -20,7 +17,7 @@ from booster_testing.mutants.gradients import (
     SyncsUnderNoSync,
     WithoutAveraging,
 )
-from booster_testing.mutants.parameters import (
+from faulty_plugins.parameters import (
     ChangesWeightsInEvaluation,
     ComputesInFP32,
     IgnoresGroups,
@@ -32,14 +29,12 @@ from booster_testing.mutants.parameters import (
     StartsApart,
     UntiesWeights,
 )
-from booster_testing.mutants.pipeline import (
+from faulty_plugins.pipeline import (
     DropsLastMicrobatch,
-    ReferencePipelinePlugin,
     ReversesOutputs,
     TakesOneBatchAhead,
 )
-from booster_testing.mutants.reference import ReferencePlugin
-from booster_testing.mutants.state import (
+from faulty_plugins.state import (
     ForgetsBuffers,
     ForgetsExtraState,
     ForgetsMasters,
@@ -70,8 +65,6 @@ __all__ = [
     "OffByOneRounding",
     "OffByOneRoundingOutsideOfShards",
     "OtherBeta2",
-    "ReferencePipelinePlugin",
-    "ReferencePlugin",
     "ReversesOutputs",
     "SameSamples",
     "StartsApart",
