@@ -21,9 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _picture import picture
 from _results import Result, in_unit
-
-from booster_tools.pictures import picture
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
 

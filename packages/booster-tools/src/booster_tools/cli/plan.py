@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import click
 
@@ -31,10 +30,6 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 )
 @click.option("--processes", type=click.IntRange(min=1), help="Plans made at a time.  [default: one for each core]")
 @click.option("--json", "as_json", is_flag=True, help="Print the best setting as a file for `booster run --settings`.")
-@click.option(
-    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the comparison: .png, .svg or .pdf."
-)
-@click.option("--dark", is_flag=True, help="Draw it for dark pages.")
 def command(
     *,
     build: str,
@@ -48,8 +43,6 @@ def command(
     precision: str | None,
     processes: int | None,
     as_json: bool,
-    picture: Path | None,
-    dark: bool,
 ) -> None:
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
@@ -59,7 +52,6 @@ def command(
     """
     from booster_core.errors import BoosterError
     from booster_core.run_settings import option_value
-    from booster_tools.pictures import check_picture, draw_plan
     from booster_tools.planning import Candidate, Devices, default_processes, plan
     from booster_tools.verification.script import functions_of
 
@@ -67,8 +59,6 @@ def command(
         msg = f"`--option {options[0]}` is an argument of one plugin. Name it, and no other, by `--plugin`."
         raise click.UsageError(msg)
     try:
-        if picture is not None:
-            check_picture(picture)
         given = dict(map(option_value, options))
         found = plan(
             *functions_of(build, batch),
@@ -84,8 +74,6 @@ def command(
             progress=lambda line: click.echo(line, err=True),
             num_processes=processes or default_processes(),
         )
-        if picture is not None:
-            draw_plan(found, picture, dark=dark)
     except (BoosterError, TypeError) as error:
         click.echo(f"booster plan: {error}", err=True)
         sys.exit(2)

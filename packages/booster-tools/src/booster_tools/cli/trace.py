@@ -24,7 +24,6 @@ def command(*, run: Path, out: Path | None) -> None:
     Prints the peak of each rank's memories and, of pipelines, which part of the last batch each rank did not compute.
     """
     from booster_runtime.trace import read_traces
-    from booster_tools.pictures import format_bytes
 
     events = read_traces(run)
     target = run / "trace.json" if out is None else out
@@ -32,7 +31,7 @@ def command(*, run: Path, out: Path | None) -> None:
     target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     click.echo(target)
     for (rank, name), peak in _peaks(events).items():
-        click.echo(f"rank {rank}: {name}: at most {format_bytes(peak)}")
+        click.echo(f"rank {rank}: {name}: at most {_format_bytes(peak)}")
     for rank, share, seconds in _idle_shares(events):
         click.echo(f"rank {rank}: idle {share:.1%} of {seconds:.4g} s")
 
@@ -64,3 +63,9 @@ def _idle_shares(events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, float,
             works = [each for each in slices if each["pid"] == rank and "stage" in each["args"]]
             busy = sum(each["dur"] for each in works if each["args"]["batch"] == last)
             yield rank, 1.0 - busy / (end - begin) if end > begin else 0.0, (end - begin) / 1e6
+
+
+def _format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes as people write it, such as ``"1.5 GiB"``."""
+    unit = min(max(int(num_bytes).bit_length() - 1, 0) // 10, 4)
+    return f"{num_bytes / 1024.0**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

@@ -28,7 +28,7 @@ def watch_memory(model: nn.Module, folder: str | Path, *, interval_seconds: floa
 
     On CUDA devices it is what torch's allocator has allocated; else the anonymous resident memory of the process, which
     freed memory may stay in for a while. Watch a few steps: samples are kept until the end of the block. It writes
-    ``step-memory-rankN.trace.json``, which Perfetto (ui.perfetto.dev) opens and ``booster plot`` draws.
+    ``step-memory-rankN.trace.json``, which Perfetto (ui.perfetto.dev) opens.
 
     Example::
 
