@@ -27,6 +27,7 @@ WHAT = {
     "booster-runtime": "what strategies share",
     "booster-testing": "conformance kit",
     "booster-tools": "plan, verify, track",
+    "booster-trainer": "transformers, TRL",
     "booster-zero": "ZeRO 1, 2; the engine",
 }
 

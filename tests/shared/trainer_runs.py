@@ -84,7 +84,7 @@ def make_trainer(
     forget_ranks()
     make, ours, num_processes = Trainer, {}, 1
     if name is not None:
-        from booster_tools.integrations.transformers import BoosterTrainer
+        from booster_trainer import BoosterTrainer
 
         booster = Booster(plugin=plugin_named(name), mixed_precision=precision)
         num_processes = booster.plugin.data_parallel_coordinates(booster.context.coordinator)[1]

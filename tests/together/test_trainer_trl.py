@@ -43,7 +43,7 @@ def _train(name, folder):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from booster_tools.integrations.transformers import with_booster
+    from booster_trainer import with_booster
 
     forget_ranks()
     make, ours, num_processes = SFTTrainer, {}, 1
@@ -132,7 +132,7 @@ def _tune(kind, names, folder):
     use_isolated_libraries()
     from datasets import Dataset
 
-    from booster_tools.integrations.transformers import with_booster
+    from booster_trainer import with_booster
 
     found = {}
     rank, world_size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())

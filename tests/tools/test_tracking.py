@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from booster_tools.cli.plot import command
 from click.testing import CliRunner
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
-from booster_tools.cli.plot import command
 from booster_tools.tracking import (
     JsonLines,
     MLflow,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from booster_tools.cli.plot import command
 from click.testing import CliRunner
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_runtime.trace import read_traces
-from booster_tools.cli.plot import command
 from booster_tools.tracking import watch_memory
 
 MIB = 1 << 20

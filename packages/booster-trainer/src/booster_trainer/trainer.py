@@ -19,14 +19,14 @@ from transformers.trainer_utils import has_length
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.plugin import ModelWrapper, PipelinePlugin, unwrap_model
 from booster_core.state import is_adapted
-from booster_tools.integrations.transformers.accelerator import BoosterAccelerator, share_ranks
-from booster_tools.integrations.transformers.arguments import (
+from booster_trainer.accelerator import BoosterAccelerator, share_ranks
+from booster_trainer.arguments import (
     check_accelerator,
     check_arguments,
     check_forward,
     check_model,
 )
-from booster_tools.integrations.transformers.losses import WeightedLosses
+from booster_trainer.losses import WeightedLosses
 
 if TYPE_CHECKING:
     from torch import nn

@@ -68,7 +68,7 @@ def test_each_head_trains_and_is_evaluated_as_by_one_process_at_once(num_ranks, 
 def generate(name, folder):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-    from booster_tools.integrations.transformers import with_booster
+    from booster_trainer import with_booster
 
     forget_ranks()
     make, rows = heads()["bart"]
@@ -296,7 +296,7 @@ args = TrainingArguments(output_dir="run", use_cpu=True, report_to="none", max_s
 import torch
 from booster_core import Booster, launch_from_torch
 from booster_testing.reference import ReferencePlugin
-from booster_tools.integrations.transformers import BoosterTrainer
+from booster_trainer import BoosterTrainer
 
 assert torch.distributed.is_initialized()
 coordinator = launch_from_torch()
@@ -316,7 +316,7 @@ def test_arguments_may_be_made_before_the_launch(scripts, tmp_path):
 
 
 def boost_a_module():
-    from booster_tools.integrations.transformers import with_booster
+    from booster_trainer import with_booster
 
     with_booster(torch.nn.Module)
 
