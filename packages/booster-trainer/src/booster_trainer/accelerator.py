@@ -276,6 +276,3 @@ class _DrawnAlike(Sampler[Any]):
         with nullcontext() if self._coordinator.rank == 0 else OwnDraws(states):
             order = list(self._sampler)
         yield from order
-
-
-__all__ = ["BoosterAccelerator", "share_ranks"]

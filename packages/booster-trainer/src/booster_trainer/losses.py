@@ -167,6 +167,3 @@ def _filled(values: Any, number: int, size: int) -> Any:
         return torch.cat([tensor, tensor[-1:].expand(size - number, *tensor.shape[1:])])
 
     return recursively_apply(filled, values) if number else values
-
-
-__all__ = ["WeightedLosses"]
