@@ -9,6 +9,7 @@ import pytest
 import torch
 from command_runs import command_runner
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster_core.errors import ConfigError
 from booster_tools.cli.plan import command
@@ -46,6 +47,28 @@ def test_the_setting_that_fits_is_printed_as_code(run):
     told = [line.split(maxsplit=1) for line in done.stderr.splitlines() if line[:1].isdigit()]
     assert [count for count, _ in told] == ["1/4", "2/4", "3/4", "4/4"]
     assert "ddp()" in [setting for _, setting in told]
+
+
+def test_a_model_of_transformers_is_planned_by_its_folder(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    LlamaConfig(vocab_size=128, tie_word_embeddings=False, **sizes).save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--length", "512", "--samples", "8", "--devices", "4", "--memory"]
+    runner = command_runner()
+
+    def row(*more):
+        done = runner.invoke(command, [*options, "1GiB", "--plugin", "ddp", *more])
+        assert done.exit_code == 0, done.output
+        return next(line.split() for line in done.stdout.splitlines() if line.endswith("ddp()"))
+
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))
+    held = 4 * sum(each.numel() for each in model.parameters())
+    whole = row()
+    assert float(whole[3]) == pytest.approx(held / 2**20, rel=0.02)  # parameters, in MiB
+    assert float(row("--recompute")[1]) < float(whole[1])
+    none = runner.invoke(command, ["--model", str(tmp_path / "absent"), "--devices", "4", "--memory", "1GiB"])
+    assert none.exit_code == 2
+    assert "transformers finds no configuration of" in none.stderr
+    assert "Name either FILE:FUNCTION or a model" in runner.invoke(command, [*SIZES, "1GiB"]).stderr
 
 
 def test_the_best_setting_is_printed_for_booster_run(run):

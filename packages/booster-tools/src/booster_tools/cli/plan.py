@@ -15,7 +15,13 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 
 
 @click.command()
-@click.argument("build", metavar="FILE:FUNCTION")
+@click.argument("build", metavar="[FILE:FUNCTION]", required=False)
+@click.option("--model", "pretrained", help="Plan this language model of transformers: a Hub id or a folder.")
+@click.option("--length", default=4096, show_default=True, help="Tokens of a sample, with --model.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), help="Samples of the batch, with --model.  [default: one a device]"
+)
+@click.option("--recompute", is_flag=True, help="Recompute activations in backward, with --model.")
 @click.option("--devices", required=True, type=click.IntRange(min=1), help="Number of devices; one rank each.")
 @click.option("--memory", required=True, help="Memory of each device, such as 80GiB.")
 @click.option("--interconnect", default="400Gbps", show_default=True, help="What each device can send: Gbps or GB/s.")
@@ -32,7 +38,11 @@ _RATES = {"MBPS": 1e6 / 8, "GBPS": 1e9 / 8, "TBPS": 1e12 / 8, "MB/S": 1e6, "GB/S
 @click.option("--json", "as_json", is_flag=True, help="Print the best setting as a file for `booster run --settings`.")
 def command(
     *,
-    build: str,
+    build: str | None,
+    pretrained: str | None,
+    length: int,
+    samples: int | None,
+    recompute: bool,
     devices: int,
     memory: str,
     interconnect: str,
@@ -47,21 +57,30 @@ def command(
     """Predict memory and communication of a script's training under the installed plugins, and rank them.
 
     FILE:FUNCTION, such as `train.py:build`, names a function that returns (model, optimizer) or (model, optimizer,
-    criterion); another one of that file returns the whole batch, as for `booster verify`. The plugins' own code
-    runs on this machine, on tensors without values. The exit status is 1 where no setting fits.
+    criterion); another one of that file returns the whole batch, as for `booster verify`. `--model` plans a language
+    model of transformers with AdamW in its place. The plugins' own code runs on this machine, on tensors without
+    values. The exit status is 1 where no setting fits.
     """
     from booster_core.errors import BoosterError
     from booster_core.run_settings import option_value
     from booster_tools.planning import Candidate, Devices, default_processes, plan
-    from booster_tools.verification.script import functions_of
+    from booster_tools.verification.script import functions_of, language_model
 
     if options and len(plugins) != 1:
         msg = f"`--option {options[0]}` is an argument of one plugin. Name it, and no other, by `--plugin`."
         raise click.UsageError(msg)
+    if (build is None) == (pretrained is None):
+        msg = "Name either FILE:FUNCTION or a model, as by `--model meta-llama/Llama-3.1-8B`."
+        raise click.UsageError(msg)
     try:
+        if pretrained is not None:
+            shape = {"length": length, "samples": samples or devices}
+            functions = language_model(pretrained, **shape, recomputes=recompute)
+        else:
+            functions = functions_of(str(build), batch)
         given = dict(map(option_value, options))
         found = plan(
-            *functions_of(build, batch),
+            *functions,
             Devices(
                 number=devices,
                 memory_bytes=int(_parse("memory", memory, _BYTES)),

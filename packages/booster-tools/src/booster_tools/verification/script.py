@@ -47,6 +47,47 @@ def _function_of(module: Any, name: str, file: str) -> Callable[[], Any]:
     return function
 
 
+def language_model(
+    name: str, *, length: int, samples: int, recomputes: bool = False
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return functions that make a language model of transformers, its optimizer, and a batch of tokens.
+
+    Args:
+        name: Its id on the Hub, or a folder with its ``config.json``; no weights are read.
+        length: Tokens of a sample.
+        samples: Samples of the whole batch.
+        recomputes: Recompute activations in backward, layer by layer.
+
+    Raises:
+        ConfigError: If transformers is not installed, or finds no configuration.
+    """
+    import torch
+
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as cause:
+        msg = f"`--model {name}` needs transformers ({cause}). Run `pip install transformers`, or name FILE:FUNCTION."
+        raise ConfigError(msg) from cause
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as cause:
+        msg = f"transformers finds no configuration of '{name}': {cause}"
+        raise ConfigError(msg) from cause
+
+    def build() -> tuple[Any, Any]:
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        if recomputes:
+            # newer versions of transformers deprecate the second name
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def batch() -> dict[str, Any]:
+        tokens = torch.zeros(samples, length, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return build, batch
+
+
 def functions_of(build: str, batch: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return a script's functions that make what is trained, and the batch.
 
