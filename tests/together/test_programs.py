@@ -1,0 +1,60 @@
+"""Random programs of a script, run in one process and under each plugin: equal, or refused by every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import example, given, settings
+
+from booster_ddp import TorchDDPPlugin
+from booster_fsdp import TorchFSDPPlugin
+from booster_gemini import GeminiPlugin
+from booster_hybrid import HybridParallelPlugin
+from booster_testing import Ranks
+from booster_testing.program import LAYERS, Program, judge, programs
+from booster_zero import LowLevelZeroPlugin
+
+RANKS = Ranks(2)
+SETTINGS = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero": partial(LowLevelZeroPlugin, bucket_bytes=256),  # a bucket for each parameter
+    "zero with gathers that overlap": partial(LowLevelZeroPlugin, stage=2, overlap_allgather=True, bucket_bytes=512),
+    "gemini": partial(GeminiPlugin, min_chunk_bytes=256),
+    "hybrid": partial(HybridParallelPlugin, zero_stage=1),
+    "hybrid with stage 3": partial(HybridParallelPlugin, zero_stage=3),
+}
+CHOSEN_BY_DATA = "routed"
+"""Plugins that gather layers where they are called have to be told of modules that the data chooses, and DDP looks for
+unused parameters in the last forward alone."""
+FOUND: list[Program] = [
+    Program(("linear",), ("data = x",)),
+    Program(("residual",), ("backward", "data = x")),
+    Program(("tied", "linear"), ("learning rate", "loss.backward in no_sync", "freeze", "zero_grad", "clip by value")),
+]
+"""Programs that went wrong once."""
+
+
+def judged(setting, number):
+    layers = [each for each in LAYERS if each != CHOSEN_BY_DATA or setting.startswith("zero")]
+
+    @settings(derandomize=True, max_examples=number, deadline=None, database=None)
+    @given(program=programs(layers=layers))
+    def run(program):
+        judge(program, SETTINGS[setting], RANKS)
+
+    for program in FOUND:
+        run = example(program)(run)
+    run()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_programs_are_as_in_one_process_or_refused_alike(setting):
+    judged(setting, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_many_programs_are_as_in_one_process_or_refused_alike(setting):
+    judged(setting, 1000)
