@@ -57,7 +57,12 @@ def gathered_over_a_step(tied, options):
         layer.register_forward_pre_hook(lambda *_, index=index: look(f"forward {index}"))
         layer.mlp.register_full_backward_hook(lambda *_, index=index: look(f"backward {index}"))
     sizes, original = [], collectives.all_gather
-    collectives.all_gather = lambda tensor, *args: (sizes.append(tensor.numel()), original(tensor, *args))[1]
+
+    def gathering(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    collectives.all_gather = gathering
     try:
         booster.backward(loss_of(model, batch()[dist.get_rank() :: dist.get_world_size()]), optimizer)
     finally:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from booster_core import discovery
 from booster_core.errors import ConfigError
@@ -31,9 +31,6 @@ def test_options_reach_the_config():
         ({"max_norm": -1.0}, "`max_norm=-1.0` must be 0"),
         ({"partition": "rows"}, "`partition='rows'` is not one of"),
         ({"unit_classes": ["A"], "unit_min_numel": 1}, "`unit_classes` and `unit_min_numel` all choose the units"),
-        ({"mesh": object()}, r"does not take `mesh=.*pass `replica_size=2`"),
-        ({"offload_policy": OffloadPolicy()}, r"does not take `offload_policy=.*Pass `cpu_offload=True`"),
-        ({"autocast": False}, r"does not take `autocast=False`.*mixed_precision=MixedPrecisionPolicy"),
         (
             {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.float16), "precision": "bf16"},
             r"`mixed_precision` has param_dtype torch.float16, and the precision 'bf16' asks for torch.bfloat16",

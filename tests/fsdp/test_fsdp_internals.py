@@ -34,6 +34,7 @@ def boosted():
 REMOVED = {
     "post_backward": (FSDPParamGroup, "post_backward"),
     "reset_sharded_param": (FSDPParam, "reset_sharded_param"),
+    "unsharded_param": (FSDPParam, "unsharded_param"),
     "_root_post_backward_final_callback": (FSDPState, "_root_post_backward_final_callback"),
 }
 
@@ -60,25 +61,6 @@ def test_torch_that_lacks_something_is_refused(name):
         rf"does not know the FSDP of torch {torch.__version__[:4]}.*its `{REMOVED[name][0].__name__}` has no `{name}`"
     )
     expect_on_ranks(ConfigError, match, boost_without, 2, name)
-
-
-def boost_with(name, is_property):
-    """Boost under a torch that keeps something elsewhere."""
-    kept = property(lambda inner: inner._elsewhere, lambda _inner, _value: None) if is_property else None
-    with mock.patch.object(FSDPParam, name, kept, create=True):
-        boosted()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_property", "found"),
-    [
-        ("unsharded_param", True, "`FSDPParam` keeps no gathered parameter as `_unsharded_param`"),
-        ("unsharded_param", False, "`FSDPParam` keeps no gathered parameter as `_unsharded_param`"),
-        ("unsharded_accumulated_grad", True, "`FSDPParam` accumulates gradients neither apart nor as `grad`"),
-    ],
-)
-def test_torch_that_keeps_gradients_elsewhere_is_refused(name, is_property, found):
-    expect_on_ranks(ConfigError, found, boost_with, 2, name, is_property)
 
 
 def accumulate_by_a_part():

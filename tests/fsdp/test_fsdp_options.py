@@ -15,6 +15,7 @@ from booster_core import Booster
 from booster_fsdp import TorchFSDPPlugin
 from booster_runtime import collectives
 from booster_testing import run_on_ranks
+from booster_testing.compare import tolerance_for
 from booster_testing.models import TinyMLP
 
 WIDTHS = (4, 8, 12, 16, 20, 24)
@@ -38,10 +39,10 @@ def events_of_a_step(options):
         layer.register_forward_hook(lambda *_, index=index: events.append(("forward", index)))
     originals = collectives.all_gather, collectives.reduce_scatter
 
-    def gathering(tensor, bounds, group):
+    def gathering(tensor, bounds, group, **options):
         events.append(("gather", layer_of[tensor.numel()]))
         sizes.append(dist.get_world_size(group))
-        return originals[0](tensor, bounds, group)
+        return originals[0](tensor, bounds, group, **options)
 
     def reducing(tensor, *args, **kwargs):
         events.append(("reduce", layer_of[tensor.numel()]))
@@ -170,3 +171,31 @@ def freezes_and_unfreezes(step, model, _optimizer):
 def test_parameters_can_be_frozen_and_unfrozen(unit_classes):
     case = Case(build=frozen_at_first, batch=rows, optimizer=momentum, before_step=freezes_and_unfreezes, steps=5)
     assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": unit_classes}))
+
+
+def frozen_unit():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model[0].requires_grad_(False)
+    return model
+
+
+def over_all(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def unfreeze(step, model, _optimizer):
+    if step == 2:
+        model[0].requires_grad_(True)
+
+
+def test_units_in_low_precision_train_once_they_are_unfrozen():
+    case = Case(
+        build=frozen_unit,
+        batch=rows,
+        optimizer=over_all,
+        before_step=unfreeze,
+        steps=4,
+        max_norm=None,
+        tolerance=tolerance_for(torch.bfloat16),  # one process computes in fp32
+    )
+    assert_equals_one_process(case, Setting(TorchFSDPPlugin, {"unit_classes": ["Linear"]}, precision="bf16"))

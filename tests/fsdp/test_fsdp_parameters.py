@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import Case, Setting, assert_equals_one_process
 from torch import nn
 
 from booster_core import Booster
 from booster_core.errors import ConfigError
 from booster_fsdp import TorchFSDPPlugin
-from booster_testing import expect_on_ranks, run_on_ranks
-from booster_testing.compare import assert_same_tensors, tolerance_for
-from booster_testing.training import whole_model
+from booster_testing import expect_on_ranks
 
 
 class WithEmpty(nn.Module):
@@ -27,26 +25,12 @@ class WithEmpty(nn.Module):
         return torch.cat([self.inner(x), x @ self.rows.t()], dim=1)
 
 
-def compare_empty_parameter():
-    torch.manual_seed(0)
-    model, plain = WithEmpty(), WithEmpty()
-    plain.load_state_dict(model.state_dict())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    booster = Booster("cpu", plugin=TorchFSDPPlugin())
-    boosted, wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(2):
-        whole = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        booster.backward(boosted(whole[dist.get_rank() :: 2]).square().mean(), wrapped)
-        wrapped.step()
-        wrapped.zero_grad()
-        plain(whole).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_tensors(whole_model(booster, boosted), plain.state_dict(), tolerance_for(torch.float32))
+def rows(number, replica):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + replica))
 
 
 def test_empty_parameter_equals_one_process():
-    run_on_ranks(compare_empty_parameter, 2)
+    assert_equals_one_process(Case(build=WithEmpty, batch=rows), Setting(TorchFSDPPlugin))
 
 
 def boost_with(change):

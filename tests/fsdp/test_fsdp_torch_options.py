@@ -128,12 +128,6 @@ def test_step_equals_fully_shard_by_hand(name):
         assert gradients.keys() == dict(plain.named_parameters()).keys()
 
 
-def test_placements_follow_the_options():
-    (_, _, (*_, placements), _), _ = run_on_ranks(both, 2, "placement")[0]
-    assert placements["first.weight"] == str((Shard(1),))
-    assert placements["first.bias"] == str((Shard(0),))
-
-
 # ---- bf16 without autocast
 
 

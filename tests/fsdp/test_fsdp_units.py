@@ -29,80 +29,66 @@ def units(model, **options):
     return choose_units(model, FSDPConfig(**options))
 
 
-def test_no_split_modules_are_units_by_default():
-    assert units(tiny_llama()) == ["model.layers.0", "model.layers.1"]
+def large_members():
+    return nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2), nn.ModuleList([nn.Linear(300, 300)]))
 
 
-def test_large_members_of_containers_are_units_by_default():
-    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2), nn.ModuleList([nn.Linear(300, 300)]))
-    assert units(model) == ["0", "3.0"]
+def frozen_members():
+    return nn.Sequential(nn.Linear(300, 300).requires_grad_(requires_grad=False), nn.Linear(2, 2))
 
 
-def test_model_without_layers_is_one_unit():
-    assert units(nn.Linear(1000, 1000)) == []
-
-
-def test_units_by_class():
-    assert units(Net(), unit_classes=("Block", "Embedding")) == ["embedding", "blocks.0", "blocks.1"]
-
-
-def test_units_by_size_do_not_count_inner_units():
-    # A block has 40 elements in two layers of 20; the head and the embedding have 40 each.
-    assert units(Net(), unit_min_numel=40) == ["embedding", "blocks.0", "blocks.1", "head"]
-    assert units(Net(), unit_min_numel=20) == [
-        "embedding",
-        "blocks.0.first",
-        "blocks.0.second",
-        "blocks.1.first",
-        "blocks.1.second",
-        "head",
-    ]
-
-
-def test_projection_of_multihead_attention_is_not_a_unit():
-    assert units(nn.Sequential(nn.MultiheadAttention(8, 2)), unit_min_numel=50) == ["0"]
-
-
-def test_units_by_a_function():
-    assert units(Net(), unit_if=lambda name, module: name.endswith("second")) == ["blocks.0.second", "blocks.1.second"]
-
-
-def test_tied_parameters_stay_in_one_unit():
+def tied_over_units():
     model = Net()
     model.head.weight = model.embedding.weight
-    assert units(model, unit_classes=("Block", "Embedding", "Linear")) == [
-        "blocks.0",
-        "blocks.0.first",
-        "blocks.0.second",
-        "blocks.1",
-        "blocks.1.first",
-        "blocks.1.second",
-    ]
+    return model
 
 
-def test_tie_within_a_unit_keeps_the_unit():
+def tied_within_a_unit():
     model = Net()
     model.blocks[0].second.weight = model.blocks[0].first.weight
-    assert units(model, unit_classes=("Block", "Linear")) == [
-        "blocks.0",
-        "blocks.1",
-        "blocks.1.first",
-        "blocks.1.second",
-        "head",
-    ]
+    return model
 
 
-def test_module_shared_by_two_units_removes_both_units():
+def shared_by_units():
     model = Net()
     model.blocks[1].second = model.blocks[0].second
-    assert units(model, unit_classes=("Block",)) == []
+    return model
 
 
-def test_unit_that_is_registered_twice_is_kept():
-    block = Block()
-    model = nn.Module()
+def registered_twice():
+    block, model = Block(), nn.Module()
     model.layers = nn.ModuleList([block, block])
-    assert units(model, unit_classes=("Block",)) == ["layers.0"]
+    return model
+
+
+LAYERS = ["blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second"]
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "expected"),
+    [
+        (tiny_llama, {}, ["model.layers.0", "model.layers.1"]),
+        (large_members, {}, ["0", "3.0"]),
+        (frozen_members, {}, ["0"]),
+        (lambda: nn.Linear(1000, 1000), {}, []),
+        (Net, {"unit_classes": ("Block", "Embedding")}, ["embedding", "blocks.0", "blocks.1"]),
+        # A block has 40 elements in two layers of 20, which do not count for it; head and embedding have 40 each.
+        (Net, {"unit_min_numel": 40}, ["embedding", "blocks.0", "blocks.1", "head"]),
+        (Net, {"unit_min_numel": 20}, ["embedding", *LAYERS, "head"]),
+        (lambda: nn.Sequential(nn.MultiheadAttention(8, 2)), {"unit_min_numel": 50}, ["0"]),
+        (Net, {"unit_if": lambda name, _: name.endswith("second")}, LAYERS[1::2]),
+        (
+            tied_over_units,
+            {"unit_classes": ("Block", "Embedding", "Linear")},
+            ["blocks.0", *LAYERS[:2], "blocks.1", *LAYERS[2:]],
+        ),
+        (tied_within_a_unit, {"unit_classes": ("Block", "Linear")}, ["blocks.0", "blocks.1", *LAYERS[2:], "head"]),
+        (shared_by_units, {"unit_classes": ("Block",)}, []),
+        (registered_twice, {"unit_classes": ("Block",)}, ["layers.0"]),
+    ],
+)
+def test_units(build, options, expected):
+    assert units(build(), **options) == expected
 
 
 def test_each_parameter_belongs_to_its_innermost_unit():
@@ -111,21 +97,6 @@ def test_each_parameter_belongs_to_its_innermost_unit():
     assert owned["blocks.0.first"] == list(model.blocks[0].first.parameters())
     assert owned["blocks.0"] == list(model.blocks[0].second.parameters())
     assert len(owned[""]) == 6
-
-
-def test_unknown_class_raises_and_lists_the_classes():
-    with pytest.raises(
-        ConfigError, match=r"'Blocks', but the model has no.*'Block', 'Embedding'.*Did you mean 'Block'\?"
-    ):
-        units(Net(), unit_classes=("Blocks",))
-
-
-@pytest.mark.parametrize(
-    "options", [{"unit_classes": ("ModuleList",)}, {"unit_if": lambda name, _: name == "blocks"}], ids=["class", "if"]
-)
-def test_container_as_unit_raises(options):
-    with pytest.raises(ConfigError, match="chooses 'blocks', a ModuleList, which has no forward"):
-        units(Net(), **options)
 
 
 def ignored(model, **options):
@@ -142,20 +113,19 @@ def test_ignored_parameters_by_name():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("choose", "options", "message"),
     [
-        ({"ignored_modules": ("heat",)}, r"'heat', which is neither a module.*Did you mean 'head'\?"),
+        (units, {"unit_classes": ("Blocks",)}, "'Blocks', but the model has no.*It has: 'Block', 'Embedding'"),
         (
-            {"ignored_parameters": ("head.weights",)},
-            r"'head.weights', which is not a parameter.*Did you mean 'head.weight'",
+            units,
+            {"unit_classes": ("ModuleList",)},
+            "unit_classes` chooses 'blocks', a ModuleList, which has no",
         ),
+        (units, {"unit_if": lambda name, _: name == "blocks"}, "unit_if` chooses 'blocks', a ModuleList"),
+        (ignored, {"ignored_modules": ("heat",)}, "'heat', which is neither a module"),
+        (ignored, {"ignored_parameters": ("head.weights",)}, "'head.weights', which is not a parameter"),
     ],
 )
-def test_unknown_ignored_name_raises(options, message):
+def test_what_is_no_unit_or_not_there_raises(choose, options, message):
     with pytest.raises(ConfigError, match=message):
-        ignored(Net(), **options)
-
-
-def test_frozen_parameters_count_for_unit_sizes():
-    model = nn.Sequential(nn.Linear(300, 300).requires_grad_(requires_grad=False), nn.Linear(2, 2))
-    assert units(model) == ["0"]
+        choose(Net(), **options)

@@ -71,20 +71,20 @@ def step(model, x=None):
         (Block, 1, [2, 2, 2, 2]),
         (lambda name, module: name.endswith("1"), 1, [1, 2, 1, 1]),
         ([Block], 1, [2, 2, 2, 2]),
+        (2, 1, [1, 1, 2, 1]),
+        ([0, 1], 1, [2, 2, 1, 1]),
     ],
 )
 def test_chosen_modules_run_twice_and_gradients_are_equal(by, every, expected):
     model = make_stack()
+    if isinstance(by, int):  # a module, or several
+        by = model.blocks[by]
+    elif by == [0, 1]:
+        by = list(model.blocks[:2])
     names = enable_activation_checkpointing(model, by, every=every)
     assert_same_tensors(step(model), step(make_stack()), EXACT)
     assert num_calls(model) == expected
     assert names == [f"blocks.{index}" for index, calls in enumerate(expected) if calls == 2]
-
-
-def test_a_single_module_may_be_passed():
-    model = make_stack()
-    assert enable_activation_checkpointing(model, model.blocks[2]) == ["blocks.2"]
-    assert enable_activation_checkpointing(model, [model.blocks[0], model.blocks[1]]) == ["blocks.0", "blocks.1"]
 
 
 def test_dropout_draws_in_backward_what_it_drew_in_forward():
@@ -238,22 +238,6 @@ def test_random_operations_are_computed_again_even_if_they_are_named():
     assert_same_tensors(step(model), step(make()), EXACT)
 
 
-@pytest.mark.parametrize(
-    ("keep", "error", "message"),
-    [
-        ("matmul", ConfigError, r"`keep='matmul'` is not known. Use 'expensive'"),
-        ([], ConfigError, r"`keep` has no operations"),
-        ([torch.tanh], TypeError, r"`keep` has operations, such as `torch.ops.aten.mm`; got `<built-in"),
-        ([aten.add_.Tensor], ConfigError, r"`aten.add_.Tensor`, which writes to its arguments"),
-    ],
-)
-def test_what_can_not_be_kept_is_refused(keep, error, message):
-    model = make_stack()
-    with pytest.raises(error, match=message):
-        enable_activation_checkpointing(model, keep=keep)
-    assert "forward" not in vars(model.blocks[0]), "nothing is changed"
-
-
 # ---- on the host; tests/together/devices has what this does on a device
 
 
@@ -280,59 +264,49 @@ def test_one_function_changes_a_module():
     assert enable_activation_checkpointing(model, every=4) == ["blocks.0"]
 
 
+# ---- what a user can get wrong
+
+
+def by_itself():
+    model = tiny_llama()
+    use_own_checkpointing(model)
+    return model
+
+
+def checkpointed():
+    model = make_stack()
+    enable_activation_checkpointing(model, every=4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (make_stack, {"by": "Layer"}, ConfigError, r"`by='Layer'`. Classes of its modules: Linear \(5\), Block \(4\)"),
+        (make_stack, {"by": ["Block", "Layer"]}, ConfigError, "No module of the model is meant by 'Layer'"),
+        (make_stack, {"by": ["Block", "Linear"]}, ConfigError, r"'blocks\.(\d)\.inner' is inside of 'blocks\.\1'"),
+        (make_stack, {"by": make_stack().head}, ConfigError, "is not part of the model"),
+        (make_stack, {"by": 3}, TypeError, "`by` is a module class"),
+        (lambda: lambda: None, {}, TypeError, r"needs a torch\.nn\.Module"),
+        (checkpointed, {}, ConfigError, r"1 module\(s\) are checkpointed already, such as 'blocks.0'"),
+        (by_itself, {}, ConfigError, "'model.layers.0' is checkpointed by the model itself"),
+        *((make_stack, {"every": every}, ConfigError, "is not a number of modules") for every in (0, -1, 0.5, True)),
+        (make_stack, {"keep": "matmul"}, ConfigError, "`keep='matmul'` is not known. Use 'expensive'"),
+        (make_stack, {"keep": []}, ConfigError, "`keep` has no operations"),
+        (make_stack, {"keep": [torch.tanh]}, TypeError, "`keep` has operations, such as .*; got `<built-in"),
+        (make_stack, {"keep": [aten.add_.Tensor]}, ConfigError, "`aten.add_.Tensor`, which writes to its arguments"),
+    ],
+)
+def test_what_cannot_be_checkpointed_raises_and_changes_nothing(make, options, error, message):
+    model = make()
+    before = {module for module in model.modules() if "forward" in vars(module)} if isinstance(model, Stack) else set()
+    with pytest.raises(error, match=message):
+        enable_activation_checkpointing(model, **options)
+    if isinstance(model, Stack):
+        assert {module for module in model.modules() if "forward" in vars(module)} == before
+
+
 @pytest.mark.parametrize("least_bytes", [0, -1, 0.5, True])
 def test_least_bytes_must_be_positive(least_bytes):
     with pytest.raises(ConfigError, match="is not a positive number of bytes"):
         enable_activation_offload(make_stack(), least_bytes=least_bytes)
-
-
-# ---- what a user can get wrong
-
-
-def test_no_match_lists_what_there_is():
-    with pytest.raises(
-        ConfigError, match=r"is meant by `by='Layer'`. Classes of its modules: Linear \(5\), Block \(4\)"
-    ):
-        enable_activation_checkpointing(make_stack(), "Layer")
-
-
-def test_no_match_of_one_of_several_raises():
-    with pytest.raises(ConfigError, match="No module of the model is meant by 'Layer'"):
-        enable_activation_checkpointing(make_stack(), ["Block", "Layer"])
-
-
-def test_repeated_enabling_raises():
-    model = make_stack()
-    enable_activation_checkpointing(model, every=4)
-    with pytest.raises(ConfigError, match=r"1 module\(s\) are checkpointed already, such as 'blocks.0'"):
-        enable_activation_checkpointing(model)
-    assert "forward" not in vars(model.blocks[1]), "nothing is changed"
-
-
-def test_a_module_inside_of_another_raises():
-    with pytest.raises(ConfigError, match=r"'blocks\.(\d)\.inner' is inside of 'blocks\.\1'"):
-        enable_activation_checkpointing(make_stack(), ["Block", "Linear"])
-
-
-def test_a_module_that_its_model_checkpoints_raises():
-    model = tiny_llama()
-    use_own_checkpointing(model)
-    with pytest.raises(ConfigError, match=r"'model.layers.0' is checkpointed by the model itself"):
-        enable_activation_checkpointing(model)
-
-
-def test_a_module_of_another_model_raises():
-    with pytest.raises(ConfigError, match="is not part of the model"):
-        enable_activation_checkpointing(make_stack(), make_stack().head)
-
-
-@pytest.mark.parametrize("every", [0, -1, 0.5, True])
-def test_every_must_be_a_number_of_modules(every):
-    with pytest.raises(ConfigError, match="is not a number of modules"):
-        enable_activation_checkpointing(make_stack(), every=every)
-
-
-@pytest.mark.parametrize(("model", "by"), [(lambda: None, None), (make_stack(), 3)])
-def test_wrong_types_raise(model, by):
-    with pytest.raises(TypeError):
-        enable_activation_checkpointing(model, by)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from booster_runtime import LazyInitContext
 from booster_runtime.lazy import is_lazy, materialize
-from booster_runtime.lazy.log import Constant, Entry
+from booster_runtime.lazy.log import Entry
 from booster_runtime.lazy.replay import Replay
 from booster_testing.models import TinyMixedBag
 
@@ -474,40 +474,16 @@ def test_parametrized_model_keeps_training() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_memory_that_others_write_to_is_copied_when_it_is_read() -> None:
+def test_what_was_read_is_copied() -> None:
+    """A script fills one buffer again and again, in ways that torch does not count, and changes it in the end."""
     buffer = np.empty((100, 100), dtype=np.float32)
-    shown = torch.zeros(100, 100)
-    as_numpy = shown.numpy()
-    shared = torch.zeros(100, 100).share_memory_()
-    sources = {"from_numpy": buffer, "frombuffer": bytearray(40_000), "numpy": as_numpy, "shared": shared.numpy()}
-    tensors = {
-        "from_numpy": torch.from_numpy(buffer),
-        "frombuffer": torch.frombuffer(sources["frombuffer"], dtype=torch.float32).view(100, 100),
-        "numpy": shown,
-        "shared": shared,
-    }
-    sources["frombuffer"] = np.frombuffer(sources["frombuffer"], dtype=np.float32).reshape(100, 100)
+    tensor = torch.from_numpy(buffer)
     with LazyInitContext():
-        model = nn.ModuleDict({name: nn.ModuleList(nn.Linear(100, 100) for _ in range(3)) for name in sources})
-        for name, source in sources.items():
-            for number in range(3):
-                source[:] = number + np.arange(100)
-                model[name][number].weight.data.copy_(tensors[name])
-    buffer[:] = -1
-    materialize(model)
-    for name in sources:
-        for number in range(3):
-            assert torch.equal(model[name][number].weight, (number + torch.arange(100.0)).expand(100, 100)), name
-
-
-def test_a_large_tensor_is_kept_once_and_not_copied() -> None:
-    values = torch.arange(10_000.0).view(100, 100)
-    with LazyInitContext() as context:
         model = nn.ModuleList(nn.Linear(100, 100) for _ in range(3))
-        for layer in model:
-            layer.weight.data.copy_(values)
-    consts = {id(leaf): leaf for entry in context.recorder.entries for leaf in entry.args if isinstance(leaf, Constant)}
-    assert [const.get().data_ptr() for const in consts.values()] == [values.data_ptr()]
-    assert values.untyped_storage().resizable()
+        for number, layer in enumerate(model):
+            buffer[:] = number + np.arange(100)
+            layer.weight.data.copy_(tensor)
+    tensor.data.zero_()
     materialize(model)
-    assert all(torch.equal(layer.weight, values) for layer in model)
+    for number, layer in enumerate(model):
+        assert torch.equal(layer.weight, (number + torch.arange(100.0)).expand(100, 100))

@@ -17,8 +17,10 @@ def values_of(rank, numel):
 def exchange(bounds):
     """Return what this rank gets of a sum, a gather and an exchange."""
     rank, size, numel = dist.get_rank(), dist.get_world_size(), bounds[-1]
-    out = torch.ones(bounds[rank + 1] - bounds[rank])
-    transport.reduce_scatter_by_torch(values_of(rank, numel), bounds, out, None, scale=0.5, accumulate=True).wait()
+    outs = [torch.ones(bounds[rank + 1] - bounds[rank], dtype=dtype) for dtype in (torch.float32, torch.float64) * 2]
+    for number, out in enumerate(outs):
+        source, adds = values_of(rank, numel), number > 1
+        transport.reduce_scatter_by_torch(source, bounds, out, None, scale=0.5, accumulate=adds).wait()
     buffer = values_of(rank, numel).clone()
     if bounds[1] - bounds[0] == bounds[2] - bounds[1]:  # gloo gathers nothing else
         transport.all_gather_by_torch(buffer, bounds, None).wait()
@@ -27,15 +29,19 @@ def exchange(bounds):
     transport.all_to_all_by_torch(
         values_of(rank, numel), bounds, received, [length * each for each in range(size + 1)], None
     ).wait()
-    return out, buffer, received
+    return outs, buffer, received
 
 
 @pytest.mark.parametrize("bounds", [[0, 4, 8], [0, 3, 8]], ids=["even", "uneven"])
 def test_slices_are_summed_gathered_and_exchanged(bounds):
     numel = bounds[-1]
     gathered = torch.cat([values_of(rank, numel)[start:stop] for rank, (start, stop) in enumerate(pairwise(bounds))])
-    for (out, buffer, received), (start, stop) in zip(run_on_ranks(exchange, 2, bounds), pairwise(bounds), strict=True):
+    for (outs, buffer, received), (start, stop) in zip(
+        run_on_ranks(exchange, 2, bounds), pairwise(bounds), strict=True
+    ):
         total = values_of(0, numel) + values_of(1, numel)
-        torch.testing.assert_close(out, 1 + 0.5 * total[start:stop], rtol=0, atol=0)
+        for number, out in enumerate(outs):
+            expected = (number > 1) + 0.5 * total[start:stop]
+            torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0)
         assert bounds[1] != 4 or torch.equal(buffer, gathered)
         assert torch.equal(received, torch.cat([values_of(rank, numel)[start:stop] for rank in range(2)]))

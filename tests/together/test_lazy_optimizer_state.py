@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process
-from torch import nn
 
 from booster_core.plugin import load
 from booster_runtime import LazyInitContext
+from booster_testing.models import TinyMLP
 
-
-class Penalized(nn.Module):
-    """A model whose forward takes a tensor that is kept by no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.second = nn.Linear(16, 4)
-        scale = torch.rand(4)
-        self.scale = lambda: scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x))) * self.scale()
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def rows(number: int, replica: int) -> torch.Tensor:
@@ -39,7 +29,7 @@ def accumulating(model: nn.Module) -> torch.optim.Optimizer:
 def lazily() -> nn.Module:
     """Return a model that is lazy on ranks."""
     with LazyInitContext() if dist.is_initialized() else contextlib.nullcontext():
-        return Penalized()
+        return TinyMLP()
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "gemini", "hybrid"])

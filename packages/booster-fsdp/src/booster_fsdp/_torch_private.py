@@ -6,7 +6,6 @@ boosted. Otherwise gradients could be lost without a word.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,14 @@ _OF_GROUPS = (
     "reduce_grads",
     "wait_for_unshard",
 )
-_OF_PARAMETERS = ("_param_fqn", "all_gather_outputs", "reset_sharded_param", "sharded_param")
+_OF_PARAMETERS = (
+    "_param_fqn",
+    "all_gather_outputs",
+    "reset_sharded_param",
+    "sharded_param",
+    "unsharded_accumulated_grad",
+    "unsharded_param",
+)
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
@@ -41,12 +47,6 @@ def groups_of(module: FSDPModule) -> Iterator[Any]:
     if groups is None:  # before torch 2.12 there was only one
         groups = [state._fsdp_param_group]  # noqa: SLF001
     yield from (group for group in groups if group is not None)
-
-
-def finish_gather(group: Any) -> None:
-    """End the gather of a group that was begun ahead of a forward that has not come, so that it can be resharded."""
-    if group._all_gather_result is not None:  # noqa: SLF001
-        group.wait_for_unshard()
 
 
 def take_parameters(modules: Iterable[FSDPModule]) -> None:
@@ -84,41 +84,54 @@ def take_formats(group: Any) -> None:
         group._init_mp_dtypes()  # noqa: SLF001
 
 
-def unreduced_gradient(inner: Any) -> torch.Tensor | None:
-    """Return the gradient of a gathered parameter that is not reduced yet."""
-    whole = getattr(inner, "_unsharded_param", None)
-    if whole is None:  # its unit has never run
+def gathered_of(inner: Any) -> Any:
+    """Return the tensor that a parameter is gathered into; ``None`` if its unit has never run."""
+    return getattr(inner, "unsharded_param", None)
+
+
+def unreduced_gradient(inner: Any, whole: Any) -> torch.Tensor | None:
+    """Return the gradient of a parameter that is not reduced yet; ``whole`` is what `gathered_of` returns."""
+    if whole is None:
         return None
     apart: torch.Tensor | None = inner.unsharded_accumulated_grad  # of `no_sync`
-    return whole.grad if apart is None else apart
+    gradient: torch.Tensor | None = whole.grad
+    return gradient if apart is None else apart
 
 
-def was_written(inner: Any) -> bool:
+def has_unreduced(group: Any) -> bool:
+    """Return whether a group's parameters have gradients that are not reduced yet."""
+    return any(unreduced_gradient(inner, gathered_of(inner)) is not None for inner in group.fsdp_params)
+
+
+def was_written(inner: Any, whole: Any) -> bool:
     """Return whether a script has written to a gathered parameter in place, or has given it other values."""
-    whole = inner._unsharded_param  # noqa: SLF001 - see the module's docstring
     if whole.is_inference():
         return False
-    # torch's gathers leave the version counters at zero, and write to the memory of their outputs.
-    memory = {each.untyped_storage().data_ptr() for each in inner.all_gather_outputs}
-    return bool(whole._version) or whole.untyped_storage().data_ptr() not in memory  # noqa: SLF001 - as autograd notices it
+    if whole._version:  # noqa: SLF001 - as autograd notices it: torch's gathers leave it at zero
+        return True
+    # torch's gathers write to the memory of their outputs.
+    memory = whole.untyped_storage().data_ptr()
+    for each in inner.all_gather_outputs:  # noqa: SIM110 - a generator would be a call for each parameter
+        if each.untyped_storage().data_ptr() == memory:
+            return False
+    return True
 
 
 def drop_gradient(inner: Any) -> None:
     """Drop the gradient of a parameter that is not reduced yet, if there is one."""
     if _keeps_apart(inner):
         inner.unsharded_accumulated_grad = None
-    whole = getattr(inner, "_unsharded_param", None)
+    whole = gathered_of(inner)
     if whole is not None:
         whole.grad = None
 
 
-def fill_gradients(gathered: Sequence[Any]) -> None:
-    """Set the missing gradients of a unit's gathered parameters to zero."""
+def fill_gradients(gathered: Sequence[tuple[Any, Any]]) -> None:
+    """Set the missing gradients of a unit's parameters, and what they are gathered into, to zero."""
     # Under `no_sync`, torch before 2.15 accumulates in the reduction's dtype; all gradients of a unit need the same.
-    summed = next((apart for apart in map(_apart, gathered) if apart is not None), None)
-    for inner in gathered:
-        whole = inner._unsharded_param  # noqa: SLF001
-        if unreduced_gradient(inner) is None:
+    summed = next((apart for apart in (_apart(inner) for inner, _ in gathered) if apart is not None), None)
+    for inner, whole in gathered:
+        if unreduced_gradient(inner, whole) is None:
             # Since torch 2.15, that of accumulated gradients differs from the parameter's.
             whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         if summed is not None and _apart(inner) is None:
@@ -157,31 +170,12 @@ def _differences(modules: Sequence[FSDPModule]) -> Iterator[str]:
             yield from _lacking(group, _OF_GROUPS)
             for inner in group.fsdp_params:
                 yield from _lacking(inner, _OF_PARAMETERS)
-                yield from _kept_elsewhere(inner)
 
 
 def _lacking(found: Any, names: Sequence[str]) -> Iterator[str]:
-    yield from (f"its `{type(found).__name__}` has no `{name}`" for name in names if not hasattr(found, name))
-
-
-def _kept_elsewhere(inner: Any) -> Iterator[str]:
-    """Ask the properties of a parameter's class about an object that stands in for one that is gathered."""
-    whole = SimpleNamespace(grad=object())
-    stand_in = SimpleNamespace(_unsharded_param=whole)
-    kind = type(inner)
-    if _asked(kind, "unsharded_param", stand_in) is not whole:
-        yield f"its `{kind.__name__}` keeps no gathered parameter as `_unsharded_param`"
-    if not _keeps_apart(inner) and _asked(kind, "unsharded_accumulated_grad", stand_in) is not whole.grad:
-        yield f"its `{kind.__name__}` accumulates gradients neither apart nor as `grad`"
-
-
-def _asked(kind: type, name: str, stand_in: SimpleNamespace) -> Any:
-    """Return a property's value for an object that stands in; ``None`` if it has none."""
-    asked = getattr(kind, name, None)
-    try:
-        return asked.fget(stand_in) if isinstance(asked, property) and asked.fget else None
-    except AttributeError:
-        return None
+    # A property may have no value before the first forward.
+    missing = (name for name in names if not hasattr(found, name) and not hasattr(type(found), name))
+    yield from (f"its `{type(found).__name__}` has no `{name}`" for name in missing)
 
 
 def _keeps_apart(inner: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from booster_core.errors import ConfigError
 from booster_core.precision import NARROW, PrecisionPolicy
@@ -94,8 +94,8 @@ def reduce_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype | None) -> tor
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
-    # Before torch 2.15, that of the gathered parameters came first.
-    return dtype if torch.__version__ >= "2.15" else policy.param_dtype or dtype
+    # Before torch 2.15, which brought that method, the dtype of the gathered parameters came first.
+    return dtype if hasattr(FSDPModule, "finalize_backward") else policy.param_dtype or dtype
 
 
 def describe_formats(

@@ -23,8 +23,9 @@ from booster_core.ranks import NamedCall
 from booster_fsdp._torch_private import (
     drop_gradient,
     fill_gradients,
-    finish_gather,
+    gathered_of,
     groups_of,
+    has_unreduced,
     reduce_accumulated,
     take_formats,
     unreduced_gradient,
@@ -167,8 +168,12 @@ class ShardedGradients:
         self.has_backward = False
         self.calls = UnitCalls(cast("Mapping[str, nn.Module]", units))
         self.notes: list[Callable[[], None]] = []
-        self._groups = [group for module in self.modules for group in groups_of(module)]
+        self._units = [(module, group) for module in self.modules for group in groups_of(module)]
         self._parameters = list(model.parameters())
+        self._keys = [id(parameter) for parameter in self._parameters]
+        self._replicated = [
+            (number, each) for number, each in enumerate(self._parameters) if not isinstance(each, DTensor)
+        ]
         # peft and torch set these to their own memory while forward runs, which counts as a write.
         self._excepted = {id(each) for module in parametrized_in_forward(model) for each in module.parameters()}
         self._device = device
@@ -211,11 +216,9 @@ class ShardedGradients:
         if not self.has_backward and not self._was_reduced:
             return
         self.has_backward = self._was_reduced = False
-        parameters, used = self._parameters, self._used
-        flags = bytearray(
-            id(parameter) in used if isinstance(parameter, DTensor) else parameter.grad is not None
-            for parameter in parameters
-        )
+        flags = bytearray(map(self._used.__contains__, self._keys))
+        for number, parameter in self._replicated:
+            flags[number] = parameter.grad is not None
         flags += bytearray(self._buffers.changed() if self._buffers is not None else ())
         # Where ranks train other parameters, torch has reduced gradients of other sizes already.
         note = b"" if self.scaling is None else self.scaling.settings.note(self.scaling.groups, b"")
@@ -227,12 +230,13 @@ class ShardedGradients:
         self.calls.check(of_calls)
         if self.scaling is not None:
             self.scaling.settings.check(of_settings, (), self.context)
-        self._changed_buffers = [*map(bool, anywhere[len(parameters) : len(flags)])]
+        used, of_buffers = anywhere[: len(self._keys)], anywhere[len(self._keys) : len(flags)]
+        self._changed_buffers = [*map(bool, of_buffers)]
+        for number in (number for number, is_used in enumerate(used) if not is_used):
+            self._parameters[number].grad = None
         replicated = []
-        for parameter, is_used in zip(parameters, anywhere, strict=False):
-            if not is_used:
-                parameter.grad = None
-            elif not isinstance(parameter, DTensor):
+        for number, parameter in self._replicated:
+            if used[number]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 replicated.append(parameter.grad)
@@ -271,8 +275,10 @@ class ShardedGradients:
         Args:
             parameters: Ids of the sharded parameters; ``None`` for all.
         """
-        for group in self._groups:
+        self._note_unreduced()
+        for _, group in self._units:
             group._partial_reduce_output = None  # noqa: SLF001 - HSDP's sums that are not averaged over replicas yet
+        for group in self._unreduced:
             for inner in group.fsdp_params:
                 if parameters is None or id(inner.sharded_param) in parameters:
                     drop_gradient(inner)
@@ -292,11 +298,18 @@ class ShardedGradients:
         if self._stays_gathered:
             self.modules[0].set_reshard_after_backward(True)
             self._stays_gathered = False
-        for group in self._groups:
-            finish_gather(group)
-        for module in self.modules:
-            if not all(group.is_sharded for group in groups_of(module)):
+        self._note_unreduced()
+        for module, group in self._units:
+            if group._all_gather_result is not None:  # noqa: SLF001 - begun ahead of a forward that has not come
+                group.wait_for_unshard()
+            if not group.is_sharded:
                 module.reshard()
+
+    def _note_unreduced(self) -> None:
+        """Note gathered units with gradients: in outputs that torch can't look into, it does not see these units."""
+        for _, group in self._units:
+            if not group.is_sharded and has_unreduced(group):
+                self._unreduced.add(group)
 
     def gather_once(self) -> None:
         """Let torch make what it gathers into, if it has not yet: made in inference mode, that could not be trained.
@@ -325,17 +338,14 @@ class ShardedGradients:
 
     def _post_backward(self, number: int, group: Any, reduce: Any, *unused: Any) -> None:
         """Complete a unit's gradients, then let torch reduce them."""
-        gathered = [
-            inner
-            for inner in group.fsdp_params
-            if hasattr(inner, "_unsharded_param")  # else its unit has never run
-        ]
+        # Those of a unit that has never run are gathered into nothing.
+        gathered = [(inner, whole) for inner in group.fsdp_params if (whole := gathered_of(inner)) is not None]
         for note in self.notes:
             note()
         if self._refuse is not None:
-            name = next((inner._param_fqn for inner in gathered if unreduced_gradient(inner) is not None), None)  # noqa: SLF001
-            if name is not None:
-                raise self._refuse(name)
+            for inner, whole in gathered:
+                if unreduced_gradient(inner, whole) is not None:
+                    raise self._refuse(inner._param_fqn)  # noqa: SLF001 - as in `_torch_private`
         elif group.reduce_grads:
             self._was_reduced = True
             self._unreduced.discard(group)
@@ -348,23 +358,22 @@ class ShardedGradients:
             take_formats(group)
             reduce(*unused)
 
-    def _complete(self, gathered: Sequence[Any]) -> None:
+    def _complete(self, gathered: Sequence[tuple[Any, Any]]) -> None:
         """Record the parameters of a unit that this rank has used, and give the others gradients of zero.
 
         Raises:
             ConfigError: If forward has written to a parameter: torch keeps only shards, so that the values are lost.
         """
         trained, is_complete = [], True
-        for inner in gathered:
-            whole = inner._unsharded_param  # noqa: SLF001 - as in `_torch_private`
-            if was_written(inner) and id(inner.sharded_param) not in self._excepted:
+        for inner, whole in gathered:
+            if was_written(inner, whole) and id(inner.sharded_param) not in self._excepted:
                 msg = (
                     f"Parameter '{inner._param_fqn}' was changed during forward. FSDP drops that change, because it "  # noqa: SLF001
                     "keeps only shards. Change parameters after `optimizer.step()`, or keep the module whole by "
                     "`ignored_modules`."
                 )
                 raise ConfigError(msg)
-            has_gradient = unreduced_gradient(inner) is not None
+            has_gradient = unreduced_gradient(inner, whole) is not None
             if not whole.requires_grad and not has_gradient:
                 continue
             if has_gradient and whole.requires_grad and not inner.sharded_param.requires_grad:
@@ -373,7 +382,7 @@ class ShardedGradients:
                     "which would give it a gradient all the same. Freeze it before forward, or after backward."
                 )
                 raise GradientError(msg)
-            trained.append(inner)
+            trained.append((inner, whole))
             key = id(inner.sharded_param)
             if has_gradient or (key not in self._filled and gradient_of(inner.sharded_param) is not None):
                 self._used.add(key)
@@ -389,19 +398,17 @@ class ShardedGradients:
 
         Collective: every rank of the world, if there was such a backward since the last reduction; else none.
         """
-        # In outputs that torch can't look into, nothing has told it that backward has come to a unit.
-        self._unreduced.update(
-            group for group in self._groups if any(unreduced_gradient(inner) is not None for inner in group.fsdp_params)
-        )
+        self._note_unreduced()
         if not self._unreduced:
             return
-        before = [(group.reduce_grads, group.all_reduce_grads) for group in self._groups]
-        for group in self._groups:
+        groups = [group for _, group in self._units]
+        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+        for group in groups:
             group.reduce_grads = group.all_reduce_grads = True
         try:
             reduce_accumulated(self.modules[0])
         finally:
-            for group, (reduces, all_reduces) in zip(self._groups, before, strict=True):
+            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
                 group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
         if self._unreduced:
             msg = (

@@ -74,12 +74,9 @@ class TorchFSDPPlugin(Strategy):
         broadcast_buffers: Broadcast buffers that forward changes after each step.
         forward_methods: Methods other than ``forward`` that use parameters.
         precision: Name or policy of the run's precision; the same as ``Booster(mixed_precision=...)``.
-        mesh: Not taken: ``replica_size`` says how ranks are laid out.
-        offload_policy: Not taken: ``cpu_offload=True`` offloads.
-        autocast: Not taken: ``mixed_precision`` runs forward without autocast.
 
     Raises:
-        ConfigError: If a value is out of range, two contradict each other, or an option is not taken.
+        ConfigError: If a value is out of range, or two contradict each other.
 
     Memory per rank and step, for N ranks: 1/N of parameters, gradients and optimizer state; the gathered parameters and
     gradients of one or two units.
@@ -104,6 +101,9 @@ class TorchFSDPPlugin(Strategy):
         "param_init_fn": "build the model in `with LazyInitContext():`",
         "sync_module_states": "leave it out: all ranks begin with the first one's values",
         "fp8_communication": OF_PRECISION["fp8_communication"],
+        "mesh": "it is made of all ranks; `replica_size=2` shards the model within halves of them",
+        "offload_policy": "pass `cpu_offload=True`, which offloads to pinned memory where there is a device",
+        "autocast": "`mixed_precision=MixedPrecisionPolicy(...)` of `torch.distributed.fsdp` runs forward without it",
     }
 
     def __init__(
@@ -126,11 +126,7 @@ class TorchFSDPPlugin(Strategy):
         broadcast_buffers: bool = True,
         forward_methods: Sequence[str] | None = None,
         precision: PrecisionPolicy | str | None = None,
-        mesh: None = None,
-        offload_policy: None = None,
-        autocast: bool = True,
     ) -> None:
-        _refuse({"mesh": mesh, "offload_policy": offload_policy, "autocast": None if autocast else False})
         for option, names in (
             ("unit_classes", unit_classes),
             ("ignored_modules", ignored_modules),
@@ -304,23 +300,3 @@ class TorchFSDPPlugin(Strategy):
 
 def _optimizers_of(model: ModelWrapper) -> tuple[FSDPOptimizer, ...]:
     return tuple(each for each in model.boosted_optimizers if isinstance(each, FSDPOptimizer))
-
-
-def _refuse(options: Mapping[str, object]) -> None:
-    """Raise for options of torch that this plugin does not take, with what says the same.
-
-    Raises:
-        ConfigError: If one is given.
-    """
-    remedies = {
-        "mesh": "The plugin makes it of all ranks: pass `replica_size=2` to shard the model within halves of them.",
-        "offload_policy": "Pass `cpu_offload=True`, which offloads to pinned memory where there is a device.",
-        "autocast": (
-            "To run forward without autocast, pass `mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-            "reduce_dtype=torch.float32)` of `torch.distributed.fsdp`."
-        ),
-    }
-    for name, value in options.items():
-        if value is not None:
-            msg = f"The FSDP plugin does not take `{name}={value}`. {remedies[name]}"
-            raise ConfigError(msg)

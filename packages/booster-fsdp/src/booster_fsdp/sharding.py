@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -172,10 +173,10 @@ def shard_model(
     modules = dict(model.named_modules())
     for name, format_of_unit in formats.items():
         _shard(modules[name], name, mesh=mesh, mp_policy=format_of_unit, reshard=kept.get(name, asked), **options)
-    is_ours = mesh.device_type == "cpu" and mesh.size(mesh.ndim - 1) <= MOST_RANKS
+    is_gloo = "cpu:gloo" in dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
+    is_ours = is_gloo and mesh.device_type == "cpu" and mesh.size(mesh.ndim - 1) <= MOST_RANKS
     if is_ours:
-        for number, name in enumerate(formats):
-            use_runtime_collectives(cast("FSDPModule", modules[name]), name, number)
+        use_runtime_collectives({name: cast("FSDPModule", modules[name]) for name in formats})
     kept_in = {dtype for dtype in dtype_of.values() if dtype is not None}
     note_compute(model, describe_formats(config, policy, kept_in, has_unrounded=bool(unrounded)))
     is_summed_here = is_ours and hasattr(model, "set_custom_reduce_scatter")
@@ -260,6 +261,8 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     del module, args
     if not torch.is_grad_enabled():
         return output
+    if isinstance(output, torch.Tensor):  # as most are: walking through them costs more than the rest of this
+        return output.clone() if output._is_view() else output  # noqa: SLF001 - the only way to ask
     return tree_map_only(torch.Tensor, lambda each: each.clone() if each._is_view() else each, output)  # noqa: SLF001 - the only way to ask
 
 

@@ -6,7 +6,6 @@ A unit's parameters are gathered together, right before its forward. No process 
 from __future__ import annotations
 
 import contextlib
-import difflib
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -15,7 +14,7 @@ from booster_core.errors import ConfigError
 from booster_runtime.sharding import CONTAINERS, LAYER_NUMEL, layers_of, modules_by_size, without_split_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from booster_fsdp.config import FSDPConfig
 
@@ -32,12 +31,10 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[str]:
 
     Collective: none; every rank chooses the same.
     """
-    if config.unit_classes:
-        chosen = _by_class(model, config.unit_classes)
-    elif config.unit_min_numel is not None:
+    if config.unit_min_numel is not None:
         chosen = modules_by_size(model, config.unit_min_numel, bool)
-    elif config.unit_if is not None:
-        chosen = _by_function(model, config.unit_if)
+    elif config.unit_classes or config.unit_if is not None:
+        chosen = _asked_for(model, config)
     else:
         chosen = _layers_and_ends(model)
     kept = without_split_ties(model, {id(module) for module in chosen.values()})
@@ -56,14 +53,14 @@ def find_ignored(model: nn.Module, config: FSDPConfig) -> set[nn.Parameter]:
         found = [modules[name]] if name in modules else [m for m in modules.values() if _class_name(m) == name]
         if not found:
             msg = f"`ignored_modules` names '{name}', which is neither a module of the model nor the class of one."
-            raise ConfigError(msg + _suggestion(name, [*modules, *_class_names(model)]))
+            raise ConfigError(msg)
         for module in found:
             ignored.update(module.parameters())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in config.ignored_parameters:
         if name not in parameters:
             msg = f"`ignored_parameters` names '{name}', which is not a parameter of the model."
-            raise ConfigError(msg + _suggestion(name, list(parameters)))
+            raise ConfigError(msg)
         ignored.add(parameters[name])
     return ignored
 
@@ -98,35 +95,27 @@ def _named_by(model: nn.Module, accessor: str) -> set[int]:
     return found
 
 
-def _by_class(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:
-    present = _class_names(model)
+def _asked_for(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
+    present, classes, is_unit = _class_names(model), config.unit_classes, config.unit_if
     for name in classes:
         if name not in present:
             msg = (
                 f"`unit_classes` names '{name}', but the model has no module of that class. "
                 f"It has: {', '.join(map(repr, present))}."
             )
-            raise ConfigError(msg + _suggestion(name, present))
-    chosen = {name: module for name, module in model.named_modules() if name and _class_name(module) in classes}
-    for name, module in chosen.items():
-        _check_has_forward(name, module, "`unit_classes`")
+            raise ConfigError(msg)
+    chosen = {}
+    for name, module in model.named_modules():
+        if not name or not (_class_name(module) in classes if is_unit is None else is_unit(name, module)):
+            continue
+        if isinstance(module, CONTAINERS):
+            msg = (
+                f"`{'unit_if' if is_unit else 'unit_classes'}` chooses '{name}', a {_class_name(module)}, which has no "
+                "forward and so can't be a unit. Choose the modules inside it."
+            )
+            raise ConfigError(msg)
+        chosen[name] = module
     return chosen
-
-
-def _by_function(model: nn.Module, choose: Callable[[str, nn.Module], bool]) -> dict[str, nn.Module]:
-    chosen = {name: module for name, module in model.named_modules() if name and choose(name, module)}
-    for name, module in chosen.items():
-        _check_has_forward(name, module, "`unit_if`")
-    return chosen
-
-
-def _check_has_forward(name: str, module: nn.Module, option: str) -> None:
-    if isinstance(module, CONTAINERS):
-        msg = (
-            f"{option} chooses '{name}', a {_class_name(module)}, which has no forward and so can't be a unit. "
-            "Choose the modules inside it."
-        )
-        raise ConfigError(msg)
 
 
 def _class_name(module: nn.Module) -> str:
@@ -135,8 +124,3 @@ def _class_name(module: nn.Module) -> str:
 
 def _class_names(model: nn.Module) -> list[str]:
     return sorted({_class_name(module) for name, module in model.named_modules() if name})
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""

@@ -39,7 +39,7 @@ class Views:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.of: dict[Any, nn.Parameter] = {}
-        self._rows: dict[nn.Parameter, None] = {}
+        self._rows: dict[nn.Parameter, nn.Parameter] = {}  # the views of rows, gone through without a look-up
         self._lists: list[dict[str, Any]] | None = None  # of each group, without the views
         self._known: dict[int, DTensor] = {}  # those from before, by the ids of their local values
 
@@ -49,8 +49,7 @@ class Views:
             self.of[parameter] = parameter
             return
         rows = local_of(parameter)
-        self.of[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-        self._rows[parameter] = None
+        self.of[parameter] = self._rows[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
         state = self._optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and is_cut(key, value, parameter.shape):
@@ -81,16 +80,16 @@ class Views:
 
     def point_at_rows(self) -> None:
         """Let the views of rows have the current memory of the rows and their gradients."""
-        for parameter in self._rows:
-            view, rows, gradient = self.of[parameter], _local(parameter), gradient_of(parameter)
+        for parameter, view in self._rows.items():
+            rows, gradient = _local(parameter), gradient_of(parameter)
             if rows.data_ptr() != view.data_ptr():
                 view.data = rows
             view.grad = None if gradient is None else _local(gradient)
 
     def drop_gradients(self) -> None:
         """Let the views of rows have no gradients."""
-        for parameter in self._rows:
-            self.of[parameter].grad = None
+        for view in self._rows.values():
+            view.grad = None
 
     def show(self) -> None:
         """Let the optimizer's groups and state hold the views, with plain tensors as their state."""

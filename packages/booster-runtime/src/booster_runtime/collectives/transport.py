@@ -34,8 +34,8 @@ _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG, _COMBINE_TAG, _SPREAD_TAG = range(7001,
 SMALL_BYTES = 1 << 17
 """Tensors up to this size are sent whole to every rank. Measured on 2 and 4 ranks, that takes 0.3 to 0.9 of the time of
 gloo's all-reduce up to here, and is slower from 1 MiB on."""
-_MOST_SENT_BYTES = 3 * SMALL_BYTES
-"""The most of such tensors that a rank sends in all."""
+_MOST_SENT_BYTES, _MOST_PEERS = 3 * SMALL_BYTES, 15
+"""The most of such tensors that a rank sends in all, and to how many others."""
 _BLOCK_NUMEL = 1 << 16
 """On the CPU sums are computed in blocks of this many elements, which stay in the cache between passes."""
 
@@ -74,6 +74,7 @@ class Transport:
         scale: float,
         accumulate: bool,
         scratch: Tensor | None,
+        mark: int,
     ) -> Pending:
         """See `booster_runtime.collectives.reduce_scatter`."""
         if isinstance(source, torch.Tensor):
@@ -82,11 +83,11 @@ class Transport:
             source = [(0, source)]
         matrices = [(offset, part) for offset, part in source if part.dim() == 2 and self.size > 1]
         parts = [(offset, part.view(-1)) for offset, part in source if part.dim() < 2 or self.size == 1]
-        works, sums = self._send_parts(parts, bounds, out, scratch, accumulate=accumulate)
+        works, sums = self._send_parts(parts, bounds, out, scratch, accumulate=accumulate, mark=mark)
         exchanges = []
         for offset, matrix in matrices:
             exchange, target = self._send_rows(offset, matrix, bounds, out)
-            # Not in `wait`, as in `_combine_slices`.
+            # As in `_combine_slices`.
             works.append(self._stages.add(exchange.start_receiving))
             exchanges.append((exchange, target))
 
@@ -106,6 +107,7 @@ class Transport:
         scratch: Tensor | None,
         *,
         accumulate: bool,
+        mark: int,
     ) -> tuple[list[Any], list[tuple[Tensor, list[Tensor]]]]:
         """Start sending slices of flat parts; return what to wait for, and what is to be summed then, and into what."""
         rank, low = self._rank, bounds[self._rank]
@@ -113,15 +115,15 @@ class Transport:
         num_in_place = 0 if accumulate else in_place_terms(self.size, parts[0][1].dtype if parts else None, out.dtype)
         received = _rooms(own, self.size - 1 - num_in_place, scratch)
         works: list[Any] = []
+        tag = _marked(_REDUCE_TAG, mark)
         sums: list[tuple[Tensor, list[Tensor]]] = []
         for room, (offset, part) in zip(received, own, strict=True):
             target = out[offset - low : offset - low + part.numel()]
             sums.append((target, self._in_rank_order(part, [*[target] * num_in_place, *room])))
         for sender, receiver in self._neighbours():
-            works += [self._receive(terms[sender], sender, _REDUCE_TAG) for _, terms in sums]
+            works += [self._receive(terms[sender], sender, tag) for _, terms in sums]
             works += [
-                self._send(part, receiver, _REDUCE_TAG)
-                for _, part in overlaps(parts, bounds[receiver], bounds[receiver + 1])
+                self._send(part, receiver, tag) for _, part in overlaps(parts, bounds[receiver], bounds[receiver + 1])
             ]
         return works, sums
 
@@ -132,11 +134,11 @@ class Transport:
         start = offset + ends[self._rank] - bounds[self._rank]
         return exchange, out[max(start, 0) :][: ends[self._rank + 1] - ends[self._rank]]
 
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, mark: int = 0) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
         if self.is_by_torch(buffer):
             return all_gather_by_torch(buffer, bounds, self._group)
-        return Pending(self._spread(buffer, bounds, _GATHER_TAG), keep=buffer)
+        return Pending(self._spread(buffer, bounds, _marked(_GATHER_TAG, mark)), keep=buffer)
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_to_all`."""
@@ -159,7 +161,8 @@ class Transport:
             return Pending()
         is_ours = not self.is_by_torch(tensor) and tensor.is_contiguous() and not tensor.is_complex()
         # To every other rank is too much where there are many; what has no order to keep is gloo's then.
-        is_sent_whole = op in SUMMED or tensor.nbytes * (self.size - 1) <= _MOST_SENT_BYTES
+        peers = self.size - 1
+        is_sent_whole = op in SUMMED or (peers <= _MOST_PEERS and tensor.nbytes * peers <= _MOST_SENT_BYTES)
         if is_ours and tensor.numel() and op in COMBINED and tensor.nbytes <= SMALL_BYTES and is_sent_whole:
             return self._combine_whole(tensor.view(-1), op)
         if is_ours and op in SUMMED and tensor.is_floating_point() and not self._sums_exactly(tensor, op):
@@ -221,7 +224,7 @@ class Transport:
             _sum_in_blocks(own, terms, scale=scale_of(op, self.size), accumulate=False)
             return self._spread(flat, bounds, _SPREAD_TAG)
 
-        # Not in `wait`: ranks may wait for several operations in different orders.
+        # In the order of the calls: ranks may wait for several operations in different orders.
         return Pending([self._stages.add(sum_and_spread)], keep=flat)
 
     def _spread(self, buffer: Tensor, bounds: Sequence[int], tag: int) -> list[Any]:
@@ -280,6 +283,10 @@ def _rooms(own: Sequence[tuple[int, Tensor]], senders: int, scratch: Tensor | No
     return rooms
 
 
+def _marked(tag: int, mark: int) -> int:
+    return tag + (mark << 14)
+
+
 def _scale(tensor: Tensor, factor: float) -> None:
     tensor.mul_(factor)
 
@@ -303,7 +310,8 @@ def reduce_scatter_by_torch(
 ) -> Pending:
     """Start summing a flat buffer over ranks; see `booster_runtime.collectives.reduce_scatter`."""
     rank = dist.get_rank(group)
-    own = source.new_empty(bounds[rank + 1] - bounds[rank])
+    is_in_place = not accumulate and out.dtype == source.dtype
+    own = out if is_in_place else source.new_empty(bounds[rank + 1] - bounds[rank])
     op = dist.ReduceOp.SUM
     if source.dtype == torch.float16:
         # A sum of scaled gradients may overflow where their average does not.
@@ -315,7 +323,14 @@ def reduce_scatter_by_torch(
     else:
         slices = [source[start:stop] for start, stop in pairwise(bounds)]
         work = dist.reduce_scatter(own, slices, op, group=group, async_op=True)
-    return Pending([work], lambda: sum_into(out, [own], scale=scale, accumulate=accumulate), keep=source)
+
+    def finish() -> None:
+        if not is_in_place:
+            sum_into(out, [own], scale=scale, accumulate=accumulate)
+        elif scale != 1.0:
+            out.mul_(scale)
+
+    return Pending([work], finish, keep=source)
 
 
 def all_gather_by_torch(buffer: Tensor, bounds: Sequence[int], group: ProcessGroup | None) -> Pending:

@@ -46,6 +46,7 @@ class WatchedTransport(Transport):
         scale: float,
         accumulate: bool,
         scratch: Tensor | None,
+        mark: int,
     ) -> Pending:
         """See `booster_runtime.collectives.reduce_scatter`."""
         parts = [(0, source)] if isinstance(source, torch.Tensor) else source
@@ -68,18 +69,18 @@ class WatchedTransport(Transport):
             payload_bytes,
             payload_bytes - own_bytes,
             lambda: self._inner.reduce_scatter(
-                source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch
+                source, bounds, out, scale=scale, accumulate=accumulate, scratch=scratch, mark=mark
             ),
         )
 
-    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, mark: int = 0) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
         NOTES.note(self._world, "all_gather", buffer.dtype, _lengths(bounds))
         return self._start(
             "all_gather",
             buffer.nbytes,
             buffer.nbytes - self._own_bytes(bounds, buffer),
-            lambda: self._inner.all_gather(buffer, bounds),
+            lambda: self._inner.all_gather(buffer, bounds, mark=mark),
         )
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:

@@ -54,12 +54,11 @@ def begin_lazy(
     """
     model = objects.model
     with raised_on_all("boost", context.device):
-        elsewhere = find_elsewhere(model, objects.criterion)
+        elsewhere = find_elsewhere(model, objects.optimizers, objects.criterion)
         if is_lazy(model):
             model.__dict__[_RUN_EAGERLY] = sum((each.run_eagerly for each in ReplaySource(model).recorders), Counter())
         if placeholders is not None:
-            # First, so that a strategy finds optimizer state with values; views of parameters are copies from now on,
-            # as of an eager model, whose parameters move to other memory.
+            # First, so that a strategy finds optimizer state with values.
             fill_elsewhere(elsewhere)
         else:
             materialize_objects(model, objects.optimizers, context.device, elsewhere)
@@ -89,7 +88,7 @@ def materialize_objects(
         model: The model.
         optimizer: Its optimizer, or several.
         device: Where parameters and buffers go.
-        elsewhere: Lazy tensors outside of its modules.
+        elsewhere: Lazy tensors that are not its own.
     """
     recording = Recording(model, ReplaySource(model, elsewhere))
     recording.fill((), device)

@@ -87,7 +87,7 @@ def _described(leaf: object, entry: Entry, of_slot: dict[int, bytes]) -> bytes:
         is_read = not leaf.is_shape_only and (leaf.slot in entry.reads or leaf.slot not in entry.covers)
         return geometry(leaf).encode() + (of_slot.get(leaf.slot, b"") if is_read else b"-")
     if isinstance(leaf, Constant):
-        return leaf.digest().to_bytes(8, "big")
+        return leaf.digest.to_bytes(8, "big")
     if isinstance(leaf, torch.Tensor):  # on meta
         return f"{leaf.dtype} {tuple(leaf.shape)}".encode()
     if isinstance(leaf, torch.device):

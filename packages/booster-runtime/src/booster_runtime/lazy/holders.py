@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,8 @@ from booster_runtime.lazy.tensor import OWN_ATTRIBUTES, LazyTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch.optim import Optimizer
 
     from booster_runtime.lazy.log import Ref
     from booster_runtime.lazy.recorder import Recorder
@@ -81,9 +81,8 @@ class Holder:
         if reason:
             if not self.places:
                 msg = (
-                    f"A lazy tensor of shape {tuple(old.shape)} outside of the model's modules, held by "
-                    f"{_referrers(old)}, can't get its values in place: {reason}. Make it outside of "
-                    "`LazyInitContext`, or register it as a buffer of the model."
+                    f"A lazy tensor of shape {tuple(old.shape)} in a list, tuple or dict of a module can't get its "
+                    f"values in place: {reason}. Make it outside of `LazyInitContext`, or register it as a buffer."
                 )
                 raise LazyInitError(msg)
             self.tensor = new
@@ -100,7 +99,7 @@ class LazyHolder(Holder):
     Args:
         ref: Its place in the recording.
         recorder: The recording.
-        is_elsewhere: Whether no module holds it: it stays on the device that it was recorded on.
+        is_elsewhere: Whether it is not the model's: it stays on the device that it was recorded on.
     """
 
     ref: Ref = field(kw_only=True)
@@ -139,38 +138,26 @@ def find_holders(model: nn.Module) -> list[LazyHolder]:
     return sorted(found.values(), key=lambda holder: (holder.is_parameter, bool(holder.names)))
 
 
-def find_elsewhere(model: nn.Module, *also: object) -> list[LazyHolder]:
-    """Return the living lazy tensors of a model's recordings that are not the model's: in closures, caches, optimizers.
+def find_elsewhere(
+    model: nn.Module, optimizers: Sequence[Optimizer] = (), criterion: object = None
+) -> list[LazyHolder]:
+    """Return the lazy tensors of optimizer state and of a criterion's modules that are not a model's own.
 
-    What other modules hold is left out: those are models of their own.
-
-    Args:
-        model: The model.
-        also: What belongs to it. The tensors of modules among these are returned too, and their recordings looked at.
+    State that optimizers make at their construction, such as Adagrad's, is lazy where the parameters are.
     """
-    own = find_holders(model)
-    modules = [other for other in also if isinstance(other, nn.Module)]
-    recorders = {id(holder.recorder) for module in (model, *modules) for holder in find_holders(module)}
-    if not recorders:
-        return []
-    gc.collect()  # what only garbage holds needs no values
-    living = gc.get_objects()
     found: dict[int, LazyHolder] = {}
-    known = {id(holder.tensor) for holder in own}
-    for tensor in living:
-        if type(tensor) is LazyTensor and id(tensor) not in known and id(tensor.lazy_recorder) in recorders:
-            _hold(found, tensor)
-    if not found:
-        return []
-    included = {id(module) for each in (model, *modules) for module in each.modules()}
-    others: dict[int, LazyHolder] = {}
-    for module in living:
-        if issubclass(type(module), nn.Module) and id(module) not in included and "_modules" in vars(module):
-            _add_holders(others, module, "")
-    elsewhere = [holder for key, holder in found.items() if key not in others]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, LazyTensor):
+                    _hold(found, value).places.append((state, key))
+    for module in criterion.modules() if isinstance(criterion, nn.Module) else ():
+        _add_holders(found, module, "")
+    own = {id(holder.tensor) for holder in find_holders(model)}
+    elsewhere = [holder for key, holder in found.items() if key not in own]
     for holder in elsewhere:
         holder.is_elsewhere = True
-        holder.is_parameter = isinstance(holder.tensor, nn.Parameter)
+        holder.names.clear()
     return elsewhere
 
 
@@ -223,31 +210,6 @@ def _swap(old: torch.Tensor, new: torch.Tensor) -> str:
 def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the hooks of a leaf, which move with it."""
     return {name: getattr(tensor, name) for name in HOOKS if getattr(tensor, name, None)} if tensor.is_leaf else {}
-
-
-def _referrers(tensor: torch.Tensor) -> str:
-    """Return the kinds of objects that hold a tensor, for a message."""
-    kinds = []
-    for referrer in gc.get_referrers(tensor):
-        if isinstance(referrer, types.CellType):
-            kinds.append("a closure")
-        elif isinstance(referrer, dict):
-            if referrer.get("tensor") is tensor and "recorder" in referrer:
-                continue  # a `Holder`
-            owners = [type(owner).__name__ for owner in gc.get_referrers(referrer) if _vars_of(owner) is referrer]
-            kinds += [f"a {name}" for name in owners[:1]] or [f"a dict under {_key_of(referrer, tensor)!r}"]
-        elif not isinstance(referrer, (types.FrameType, Holder)):
-            kinds.append(f"a {type(referrer).__name__}")
-    return ", ".join(dict.fromkeys(kinds)) or "a local variable"
-
-
-def _vars_of(owner: object) -> object:
-    """Return an object's ``__dict__``, if it has one of its own."""
-    return getattr(owner, "__dict__", None)
-
-
-def _key_of(holder: dict[Any, Any], tensor: torch.Tensor) -> object:
-    return next((key for key, value in holder.items() if value is tensor), None)
 
 
 def _hold(found: dict[int, LazyHolder], tensor: LazyTensor) -> LazyHolder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import _disable_current_modes
 
-from booster_core.errors import LazyInitError
+from booster_core.state import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,60 +49,27 @@ class Ref:
 
 
 class Constant:
-    """A real tensor that an operation reads.
+    """The values of a real tensor that an operation reads, copied: whoever has the tensor may change it later.
 
     Args:
-        tensor: The tensor itself, or a copy.
-        is_watched: Others have it too, and may change it. Torch does not count every change (``.data`` hides them), so
-            that a digest of the values is kept.
+        tensor: The tensor.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, is_watched: bool) -> None:
-        self._tensor = tensor
-        self._version = tensor._version  # noqa: SLF001 - the counter has no public name
-        self._is_watched = is_watched
-        self._digest = digest_of(tensor) if is_watched else None
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.values = tensor.clone()
 
+    @functools.cached_property
     def digest(self) -> int:
-        """Return a digest of the values, the same in every process."""
-        if self._digest is None:
-            self._digest = digest_of(self._tensor)
-        return self._digest
-
-    def is_view(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of the same storage is this one, unchanged as far as torch has counted."""
-        own = self._tensor
-        return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version) == (  # noqa: SLF001 - as above
-            own.dtype,
-            own.shape,
-            own.stride(),
-            own.storage_offset(),
-            self._version,
-        )
-
-    def keep(self) -> None:
-        """Copy the values, which are about to change.
-
-        Raises:
-            LazyInitError: If they were changed since they were recorded.
-        """
-        self._tensor = self.get().clone()
-        self._is_watched = False
-
-    def get(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            LazyInitError: If it was changed since it was recorded.
-        """
-        own = self._tensor
-        if self._is_watched and (own._version != self._version or digest_of(own) != self._digest):  # noqa: SLF001
-            msg = (
-                f"A tensor of shape {tuple(own.shape)} that a lazy model's construction read was changed in "
-                "place since, outside of `LazyInitContext`. Change a clone of it, or materialize the model before."
-            )
-            raise LazyInitError(msg)
-        return own
+        """The xxh3 (64 bits) of shape, dtype and values, the same in every process."""
+        with _disable_current_modes(), torch.no_grad():
+            plain = self.values.detach()
+            if plain.layout != torch.strided:
+                plain = plain.to_dense()
+            plain = plain.cpu().contiguous().resolve_conj().resolve_neg()
+            digest = xxhash.xxh3_64(f"{tuple(plain.shape)} {plain.dtype}".encode())
+            if plain.numel():
+                digest.update(as_bytes(plain))
+            return digest.intdigest()
 
 
 @dataclass(eq=False)
@@ -147,60 +114,6 @@ class Entry:
     def is_source(self) -> bool:
         """Whether it depends on nothing, so that it may run whenever its values are wanted first."""
         return self.draw is None and not self.reads and not self.writes
-
-
-def digest_of(tensor: torch.Tensor) -> int:
-    """Return the xxh3 (64 bits) of a real tensor's shape, dtype and values."""
-    with _disable_current_modes(), torch.no_grad():
-        plain = tensor.detach()
-        if plain.layout != torch.strided:
-            plain = plain.to_dense()
-        plain = plain.cpu().contiguous().resolve_conj().resolve_neg()
-        digest = xxhash.xxh3_64(f"{tuple(plain.shape)} {plain.dtype}".encode())
-        if plain.numel():
-            # Not by `numpy()`, after which torch lets nobody resize the tensor.
-            digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
-        return digest.intdigest()
-
-
-_COPY_NUMEL = 4096
-"""Real tensors up to this size are copied when they are read; larger ones just before they change."""
-
-
-class Constants:
-    """The real tensors that a recording reads."""
-
-    def __init__(self) -> None:
-        self._by_storage: dict[int, list[Constant]] = {}
-
-    def read(self, tensor: torch.Tensor) -> Constant:
-        """Return what stands for a tensor in the recording."""
-        if tensor.numel() <= _COPY_NUMEL or not _is_torchs_own(tensor):
-            return Constant(tensor.clone(), is_watched=False)
-        watched = self._by_storage.setdefault(tensor.untyped_storage()._cdata, [])  # noqa: SLF001 - identifies it
-        known = next((constant for constant in watched if constant.is_view(tensor)), None)
-        if known is not None:
-            return known
-        watched.append(Constant(tensor, is_watched=True))
-        return watched[-1]
-
-    def before_write(self, target: torch.Tensor) -> None:
-        """Keep the values that were recorded of a real tensor that is about to change."""
-        if target.device.type == "meta":
-            return
-        for constant in self._by_storage.pop(target.untyped_storage()._cdata, []):  # noqa: SLF001 - as above
-            constant.keep()
-
-
-def _is_torchs_own(tensor: torch.Tensor) -> bool:
-    """Return whether only torch writes to a tensor's memory, and so counts the writes.
-
-    NumPy, a buffer or another process that shares the memory writes without a count. Torch can resize its own memory
-    only, and gives that up for what it has shown to NumPy.
-    """
-    storage = tensor.untyped_storage()
-    # Torch calls all of CUDA's memory shared.
-    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 class Storages:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from booster_core.errors import LazyInitError
 from booster_runtime.lazy.files import OpenFiles
 from booster_runtime.lazy.generators import Draw, Generators
-from booster_runtime.lazy.log import Constant, Constants, Entry, Ref, Storages
+from booster_runtime.lazy.log import Constant, Entry, Ref, Storages
 from booster_runtime.lazy.operations import FACTORIES, OVERWRITES, SHAPE_ONLY, is_deferrable, is_random, written
 from booster_runtime.lazy.replay import Replay, find_live
 from booster_runtime.lazy.tensor import REMEDY, LazyTensor
@@ -45,7 +45,6 @@ class Recorder:
         # Leave draws out where no values that are wanted depend on any.
         self.draws_if_needed = False
         self._slots = Storages()
-        self._constants = Constants()
         self._lock = threading.RLock()
 
     # What the context and the tensors call --------------------------------------------------------------------------
@@ -107,7 +106,7 @@ class Recorder:
 
     def adopt(self, value: torch.Tensor) -> LazyTensor:
         """Return a lazy tensor that will have the values of a real one."""
-        constant = Constant(value.detach().clone(), is_watched=False)
+        constant = Constant(value.detach())
         inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
         return self.record_source("a real tensor", torch.clone, inner, constant)
 
@@ -181,8 +180,6 @@ class Recorder:
                     return self._record(func, name, args, kwargs, inner, result, device)
         elif is_random(func) and any(tensor.device != _META for tensor in tensors):
             return self._eagerly(func, name, args, kwargs)
-        for target in written(func, args, kwargs):
-            self._constants.before_write(target)
         return func(*args, **kwargs)
 
     # Recording -------------------------------------------------------------------------------------------------------
@@ -287,7 +284,7 @@ class Recorder:
             return replace(self.ref_of(leaf), is_shape_only=is_shape_only)
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
-        return self._constants.read(leaf)
+        return Constant(leaf)
 
     def _draw(self, generator: Generator | None, device: torch.device) -> Draw:
         return self.generators.record(generator, device)
@@ -314,8 +311,6 @@ class Recorder:
         storages = self._values({ref.slot for ref in refs.values()}) if refs else {}
         real = {key: ref.view_of(storages[ref.slot]) for key, ref in refs.items()}
         real_args, real_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, kwargs))
-        for target in written(func, real_args, real_kwargs):
-            self._constants.before_write(target)
         if not is_random(func):
             return func(*real_args, **real_kwargs)
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))

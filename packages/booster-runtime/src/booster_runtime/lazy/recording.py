@@ -15,7 +15,7 @@ from booster_core.errors import LazyInitError
 from booster_core.state import box_shape, full_box, intersect, regions_of, slices_of
 from booster_runtime.lazy.files import find_reads
 from booster_runtime.lazy.fingerprints import fingerprints, geometry
-from booster_runtime.lazy.holders import cut_all, find_elsewhere, find_holders, loosened
+from booster_runtime.lazy.holders import cut_all, find_holders, loosened
 from booster_runtime.lazy.host import HostSource
 from booster_runtime.lazy.tensor import LazyTensor
 
@@ -38,9 +38,10 @@ def is_lazy(model: nn.Module) -> bool:
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Give a lazy model its values: those that it would have without `LazyInitContext`.
 
-    Parameters and buffers stay the same objects, so that an optimizer keeps its hold on them. Random generators that
-    were not used since are left where eager construction would have left them. At most one tensor exists besides the
-    model's own. A model that is not lazy is returned as it is, and not moved.
+    Parameters and buffers stay the same objects, so that an optimizer keeps its hold on them. What no module holds
+    stays lazy; `Booster.boost` also fills optimizer state. Random generators that were not used since are left where
+    eager construction would have left them. At most one tensor exists besides the model's own. A model that is not lazy
+    is returned as it is, and not moved.
 
     Args:
         model: The model; it is changed in place.
@@ -50,11 +51,10 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         The model.
 
     Raises:
-        LazyInitError: If the context that it was built in is still open, or a tensor that construction read was changed
-            since.
+        LazyInitError: If the context that it was built in is still open.
     """
     if is_lazy(model):
-        Recording(model, ReplaySource(model, find_elsewhere(model))).fill((), device)
+        Recording(model, ReplaySource(model)).fill((), device)
     return model
 
 
@@ -78,7 +78,7 @@ def take_recording(model: nn.Module, device: torch.device | str = "meta") -> Rec
 
 
 def fill_elsewhere(elsewhere: Sequence[LazyHolder]) -> None:
-    """Give lazy tensors outside of a model their values, before the model's own; random generators stay as they are.
+    """Give lazy tensors that are not the model's their values, before its own; random generators stay as they are.
 
     Raises:
         LazyInitError: If the context is still open, or a tensor can't get its values in place.

@@ -161,7 +161,7 @@ class Replay:
             if value.is_shape_only:
                 return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
             return value.view_of(self._storage(value.slot))
-        return value.get() if isinstance(value, Constant) else value
+        return value.values if isinstance(value, Constant) else value
 
     def _storage(self, slot: int) -> torch.UntypedStorage:
         if slot not in self._storages:
