@@ -319,11 +319,6 @@ class Bucket:
 
     # ---- whole values that are always here
 
-    @property
-    def moves_values(self) -> bool:
-        """Whether ``values`` must be moved when parameters are laid out again; not where the parameters hold them."""
-        return self.has_copy or self.keep is not Keep.ALWAYS
-
     def adopt_writes(self, names: Mapping[int, str]) -> None:
         """Take in what somebody else has written into the parameters since the last update, such as loaded values.
 
@@ -338,7 +333,8 @@ class Bucket:
         if self._offsets is None:
             self._offsets = [slot.offset * itemsize if slot.numel else None for slot in self.plan.slots]
         for position, (offset, parameter) in enumerate(zip(self._offsets, self.parameters, strict=True)):
-            if offset is not None and parameter.data_ptr() != start + offset:
+            # Layers that quantize give frozen weights other memory in each forward.
+            if offset is not None and parameter.data_ptr() != start + offset and parameter.requires_grad:
                 name = names[self.plan.slots[position].index]
                 raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
         if self._sums is None or not torch.equal(self._sums, bit_sums(self.own)):
@@ -349,15 +345,6 @@ class Bucket:
         if self.keep is Keep.ALWAYS and self.format.step_device.type != self.format.device.type:
             self._sums = bit_sums(self.own)
 
-    def free_whole(self) -> None:
-        """Give up whole values that are always here, because all parameters are in other buckets now.
-
-        Copies that the optimizer updates stay.
-        """
-        if self.keep is Keep.ALWAYS:
-            self.whole = None
-            self._own.point(None)
-
     # ---- whole values for a time
 
     @property
@@ -365,7 +352,7 @@ class Bucket:
         """Whether the parameters can be read."""
         return self.state is WholeState.GATHERED
 
-    @property
+    @functools.cached_property
     def whole_bytes(self) -> int:
         """What the whole values take, in bytes."""
         return self.plan.numel * self.format.working.itemsize
@@ -474,6 +461,11 @@ class Bucket:
     def position_of(self) -> dict[int, int]:
         """Where parameters are among those of the bucket, by their numbers."""
         return {slot.index: position for position, slot in enumerate(self.plan.slots)}
+
+    @functools.cached_property
+    def offsets(self) -> list[int]:
+        """Where the parameters begin in the whole values, in elements."""
+        return [slot.offset for slot in self.plan.slots]
 
     @functools.cached_property
     def _places(self) -> list[tuple[int, int, torch.Size]]:
@@ -746,7 +738,7 @@ class Bucket:
         assert buffer is not None, "made before it is added to"
         scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares * self.num_parts)
         if buffer.device.type != self.format.device.type:
-            return self._start_sum_below(buffer, self._outgoing.joined(self.plan.slots, gradients), scale, is_first)
+            return self._start_sum_below(buffer, self._outgoing.joined(gradients), scale, is_first)
         self._fetch(Role.GRAD).wait()
         if self.format.device.type == "cpu":
             parts = self._outgoing.parts(gradients)
@@ -757,7 +749,7 @@ class Bucket:
                 parts, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         else:
-            source = self._outgoing.joined(self.plan.slots, gradients)
+            source = self._outgoing.joined(gradients)
             pending = collectives.reduce_scatter(
                 source, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first
             )

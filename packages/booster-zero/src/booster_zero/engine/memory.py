@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class Role(enum.Enum):
     """What a buffer holds of a bucket: this rank's slice of something."""
 
+    __hash__ = object.__hash__  # which calls no Python
     PARAM = "param"
     """Working values."""
     GRAD = "grad"

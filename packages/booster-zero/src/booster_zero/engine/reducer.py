@@ -30,6 +30,7 @@ from booster_core.precision import NARROW
 from booster_runtime.sharding import watch_gradient_hooks
 from booster_zero.engine.rounds import Filling, Round, Underway
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
+from booster_zero.engine.states import RoundState, check_transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -82,16 +83,13 @@ class Reducer:
         self.unused_somewhere: set[int] = set()
         self.unused_anywhere: set[int] = set()
         self.num_rounds = 0
-        self.is_recording = True
         self._agree_on_record = agree_on_record
         self._names = names
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot, nn.Parameter]] = {}
         self._round = Round()
         self.underway = Underway(self.buckets)
-        self._is_open = False
-        self._is_guarded = False
-        self._is_interrupted = False
+        self._state = RoundState.IDLE
         self._end_of_direct: Callable[[], object] = _nothing
         self._has_local = False
         self._local: dict[int, Tensor] = {}
@@ -155,14 +153,13 @@ class Reducer:
         self.hide_stand_ins()
         if not self.is_paused:
             self._begin()
-        self._is_guarded = True
         try:
             yield
         except BaseException:
-            self._is_interrupted = self._is_open
+            if self._state is RoundState.OPEN:
+                self._become(RoundState.BROKEN)
             raise
         finally:
-            self._is_guarded = False
             self.show_stand_ins()
         if self.is_paused:
             self._has_local = True
@@ -186,7 +183,7 @@ class Reducer:
         """
         self._finish_interrupted()
         self._take_dropped()
-        if self._has_local and not self._is_open:
+        if self._has_local:
             self._begin()
         self.finish()
 
@@ -229,7 +226,9 @@ class Reducer:
             self.underway.wait_until(0)
         if buckets is None:
             buckets = self.buckets
-            self._is_open = self._has_local = False
+            if self._state is not RoundState.IDLE:
+                self._become(RoundState.IDLE)
+            self._has_local = False
             self._late.clear()
             self._round = Round()
         cleared = {slot.index for bucket in buckets for slot in bucket.plan.slots}
@@ -278,11 +277,20 @@ class Reducer:
         self._with_pieces.discard(index)
         self.dropped.add(index)
 
-    def _begin(self) -> None:
-        if self._is_open:
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is the first round, of which ranks remember what it shows."""
+        return not self.num_rounds
+
+    def _become(self, state: RoundState) -> None:
+        check_transition(self._state, state)
+        self._state = state
+
+    def _begin(self, state: RoundState = RoundState.OPEN) -> None:
+        if self._state is not RoundState.IDLE:
             return
         self.watch()
-        self._is_open = True
+        self._become(state)
         waiting = self._buckets_of(self.repeated)
         with DisableTorchFunctionSubclass():
             # What was frozen since may have a gradient of the pause, which no bucket is complete without.
@@ -314,23 +322,22 @@ class Reducer:
 
         Collective: every rank of the shard group; none where no round is open.
         """
-        if not self._is_open:
+        if self._state is RoundState.IDLE:
             return
         self._start_rest()
-        self._is_open = False
+        self._become(RoundState.IDLE)
         self.num_rounds += 1
-        if self.is_recording:
+        if self.num_rounds == 1:
             self._end_recording()
 
     def _end_recording(self) -> None:
         """Let the ranks agree on what the first round has shown."""
-        self.is_recording = False
         self.repeated = self._agree_on_record(self.order, self._late)
         if self.repeated:  # what came after its bucket had left
             self._late.clear()
             self._begin()
             self._start_rest()
-            self._is_open = False
+            self._become(RoundState.IDLE)
 
     @torch.no_grad()
     def _start_rest(self) -> None:
@@ -354,7 +361,7 @@ class Reducer:
             elif bucket.format.working in NARROW or self._stand_ins.has(index):
                 self._keep(slot, parameter)
             return
-        if not self._is_guarded and self._end_of_direct() is None:
+        if self._state is not RoundState.OPEN and self._end_of_direct() is None:
             self._begin_direct(parameter)
         filling = self._round.fillings.get(bucket)
         if filling is None:
@@ -374,7 +381,7 @@ class Reducer:
 
     def leave_out(self, indices: Iterable[int]) -> None:
         """Await no gradient of these parameters in this round: backward has passed all their uses."""
-        if self._is_open:
+        if self._state is not RoundState.IDLE:
             for index in indices:
                 bucket, _, parameter = self._place[index]
                 filling = self._round.fillings.get(bucket)
@@ -390,17 +397,15 @@ class Reducer:
         """
         gradient, parameter.grad = parameter.grad, None  # which is none of an earlier round
         self._finish_interrupted()
-        self._begin()
+        self._begin(RoundState.DIRECT)
         parameter.grad = gradient
         end = functools.partial(self._end_direct)
         # Autograd keeps it until backward has ended, also where that raises and nothing is called.
         self._end_of_direct = weakref.ref(end)
-        self._is_interrupted = True
         torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001 - as DDP and FSDP do
 
     def _end_direct(self) -> None:
         self._end_of_direct = _nothing
-        self._is_interrupted = False
         self.finish()
         self._show_pieces(self.used)
 
@@ -409,8 +414,8 @@ class Reducer:
 
         Collective: every rank of the shard group, where there is such a round; else none.
         """
-        if self._is_interrupted and self._end_of_direct() is None:
-            self._is_interrupted = False
+        raised = self._state is RoundState.DIRECT and self._end_of_direct() is None
+        if raised or self._state is RoundState.BROKEN:
             self.finish()
 
     def _come_late(self, index: int) -> None:
