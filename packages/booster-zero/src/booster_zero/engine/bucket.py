@@ -201,7 +201,7 @@ class Bucket:
     @property
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient, shape ``(numel,)``; ``None`` where there was none yet. It is in use."""
-        return None if self._gradient is None else self._gradient.tensor
+        return None if self._gradient is None else self._arrived(self._gradient)
 
     def slice_of(self, tensor: Tensor, piece: BucketPiece) -> Tensor:
         """Return a piece's part of a 1-D tensor that covers this rank's slice, in the shape of the piece's values."""
@@ -540,10 +540,18 @@ class Bucket:
 
     def make_gradient(self) -> Tensor:
         """Return this rank's gradient to be written to, where the optimizer steps; zeros where there was none."""
+        return self._arrived(self._placed_gradient())
+
+    def _arrived(self, buffer: FlatBuffer) -> Tensor:
+        buffer.arrive()
+        return buffer.tensor
+
+    def _placed_gradient(self) -> FlatBuffer:
+        """Return the gradient's memory where the optimizer steps, to which a sum may be on its way."""
         device = self.format.step_device if self._optim is None else self._optim.device
         if self._gradient is None or self._gradient.device.type != device.type:
-            return self._place_gradient(device).tensor
-        return self._gradient.tensor
+            return self._place_gradient(device)
+        return self._gradient
 
     def _place_gradient(self, device: torch.device) -> FlatBuffer:
         """Have memory for the gradient on a device, move there what there is, and return it."""
@@ -552,7 +560,7 @@ class Bucket:
         if before is not None:
             if self.has_gradient:
                 with self.in_use(Role.GRAD, changes=False):
-                    made.copy_(before.tensor)
+                    made.copy_(self._arrived(before))
             uses = self._drop(before)
         self._gradient = placed = FlatBuffer(self._number, Role.GRAD, made)
         self._add(placed, uses)
@@ -607,6 +615,7 @@ class Bucket:
         """Return each piece's part of the gradient, in the shape of its values. The gradient is there, and in use."""
         buffer = self._gradient
         assert buffer is not None, "asked for parts of a gradient that is not there"
+        buffer.arrive()
         if not buffer.parts:
             buffer.parts = {piece.index: self.slice_of(buffer.tensor, piece) for piece in self.pieces}
         return buffer.parts
@@ -695,7 +704,7 @@ class Bucket:
                 return Pending()
             return self._start_average(self.format.master if is_averaged else self.format.wire)
         is_first = not self.has_gradient
-        self.make_gradient()
+        self._placed_gradient()
         self._become_gradient(GradientState.REDUCING)
         return Pending([self._start_sum(gradients, scratch, is_first=is_first)], self._end_reduction)
 
