@@ -6,6 +6,7 @@ buckets and of the `Gatherer`. Reduction and norms go by model, steps by optimiz
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -313,7 +314,9 @@ class ShardedEngine:
         told, self._told = self._told, None
         anywhere, indices = told.flags.wait(), told.indices
         of_settings, of_uses = len(indices) + told.num_note, len(indices) + told.num_note + told.num_uses
-        self.changed_buffers = [bool(has_changed) for has_changed in anywhere[of_uses:]]
+        changed = [bool(has_changed) for has_changed in anywhere[of_uses:]]
+        # A step that was left out for an overflow has sent none.
+        self.changed_buffers = [*map(operator.or_, changed, self.changed_buffers)] if self.changed_buffers else changed
         if told.num_note:
             names = (self.names[index] for index in indices)
             self.scaling.settings.check(anywhere[len(indices) : of_settings], names, self.context)
