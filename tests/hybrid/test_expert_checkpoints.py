@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import train_plainly
 from expert_models import batch_of, expert_case
 from matrix import matrix
@@ -107,23 +106,3 @@ def test_each_rank_writes_a_part_of_large_experts(tmp_path):
     case = case_of("qwen3_moe", steps=1, settings=sizes, tolerance=tolerance_for(torch.float32))
     run_on_ranks(write, 4, case, {"ep_size": 2}, tmp_path)
     assert_transformers_reads(tmp_path, case)
-
-
-def steps_after_laying_out_again():
-    """Give ranks' experts other step counts, lay out in another order, and return counts of experts and of the rest."""
-    case = case_of("qwen3_moe")
-    booster, model, optimizer = boosted(case, {"ep_size": 2, "zero_stage": 1})
-    train(case, booster, model, optimizer, range(case.steps))
-    layout = optimizer.layout
-    for number, state in optimizer.hosted.states().items():
-        state["step"].fill_(3.0 if layout.ranks_of(number) == layout.ranks else 10.0 + dist.get_rank())
-    optimizer.engine.rebuild(layout.order()[::-1])
-    found = {True: set(), False: set()}
-    for number, state in optimizer.hosted.states().items():
-        found[layout.ranks_of(number) == layout.ranks].add(state["step"].item())
-    return found
-
-
-def test_experts_of_other_ranks_keep_their_own_step_counts():
-    for rank, found in enumerate(run_on_ranks(steps_after_laying_out_again, 2)):
-        assert found == {True: {3.0}, False: {10.0 + rank}}

@@ -1,4 +1,4 @@
-"""The two lives of a bucket, of its values and of its gradient, and memory for values that is used again."""
+"""The states of a bucket's values, of its gradient and of a round, and memory for values that is used again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import pytest
 import torch
 
 from booster_zero.engine import BufferPool, WholeState
-from booster_zero.engine.states import GRADIENT_TRANSITIONS, TRANSITIONS, GradientState, check_transition
+from booster_zero.engine.states import (
+    GRADIENT_TRANSITIONS,
+    ROUND_TRANSITIONS,
+    TRANSITIONS,
+    GradientState,
+    RoundState,
+    check_transition,
+)
 
-STEPS = [(before, after) for states in (WholeState, GradientState) for before in states for after in states]
+TABLE = {**TRANSITIONS, **GRADIENT_TRANSITIONS, **ROUND_TRANSITIONS}
+STEPS = [(before, after) for states in (WholeState, GradientState, RoundState) for before in states for after in states]
 
 
 @pytest.mark.parametrize(("before", "after"), STEPS)
-def test_a_bucket_goes_only_where_its_tables_lead(before, after):
-    if after in {**TRANSITIONS, **GRADIENT_TRANSITIONS}[before]:
+def test_states_change_only_as_their_tables_say(before, after):
+    if after in TABLE[before]:
         check_transition(before, after)
     else:
         with pytest.raises(RuntimeError, match=f"that is {before.value} can't become {after.value}"):

@@ -1,12 +1,16 @@
 """Offload where forward runs on a device: what is there, what is moved, and that copies and steps take turns."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import simulated_device as sim
 import torch
 import torch.distributed as dist
 from gathering_plugin import GatheringPlugin
+from host_waits import HostWaits
 from matrix import matrix
-from simulated_device import run_on_devices
+from simulated_device import Rates, run_on_devices
 from torch import nn
 
 from booster_core import Booster
@@ -134,3 +138,42 @@ def test_a_bucket_goes_back_while_the_next_one_is_stepped(simulated_device):
         assert events == ["step", "gather"] * num_buckets
     for events, num_buckets in run_on_devices(order_of_events, 2, simulated_device, {}):
         assert events == ["step"] + ["gather"] * num_buckets
+
+
+ROWS = 512
+LAYER_BYTES = WIDTH * WIDTH * 4
+# A layer's forward takes twice as long as a copy of its gradient.
+RATES = Rates(flops=ROWS * WIDTH * WIDTH, memory_bytes=100.0 * LAYER_BYTES, link_bytes=1.0 * LAYER_BYTES)
+
+
+def timed(micro_batches, rates):
+    """Return how long backwards take and copies in them, and what the host waits for in one."""
+    booster, model, optimizer = boost("simulated", {"offload": "cpu", "stage": 2, "bucket_bytes": LAYER_BYTES})
+    x = torch.randn(ROWS, WIDTH).to(booster.device)
+    spent, waits = [0.0, 0.0], HostWaits("simulated")
+    for number in range(5):
+        if number == 4:
+            torch.simulated.synchronize()
+            sim.start_timeline(rates)
+        for _ in range(micro_batches):
+            loss = model(x).square().mean()
+            begin = sim.times()
+            if number == 3:
+                with waits:
+                    booster.backward(loss, optimizer)
+            else:
+                booster.backward(loss, optimizer)
+            if number == 4:
+                spent = [each + after - before for each, after, before in zip(spent, sim.times(), begin, strict=True)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return *spent, waits.found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_go_down_and_add_up_while_backward_runs(micro_batches, simulated_device):
+    ((seconds, copying, waits),) = run_on_devices(timed, 1, simulated_device, micro_batches, RATES)
+    ((least, *_),) = run_on_devices(timed, 1, simulated_device, micro_batches, replace(RATES, link_bytes=math.inf))
+    assert waits == []
+    assert copying >= 0.9 * DEPTH
+    assert 1 - (seconds - least) / copying >= 0.8, "hidden"

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from booster_runtime.sharding.ranks import ShardingRanks
-from booster_testing import run_on_ranks
 from booster_zero.engine import Bucket, Format, Layout, Memory
 from booster_zero.engine.reducer import Reducer
 from booster_zero.engine.stand_ins import ShardedGradient
@@ -86,16 +85,3 @@ def test_narrow_gradients_add_up_in_the_format_of_the_masters():
     run(reducer, parameters, {0: 256.0}, is_paused=True)
     run(reducer, parameters, {0: 1.0})
     assert gradients(layout)[0] == 257.0  # which bf16 has not
-
-
-def laid_out_again():
-    parameters, layout, reducer = reduced()
-    run(reducer, parameters, {0: 1.0, 1: 2.0, 2: 3.0})
-    layout.rebuild([2, 0, 1], {})
-    reducer.set_buckets(layout.buckets)
-    run(reducer, parameters, {1: 1.0})
-    return gradients(layout)
-
-
-def test_another_layout_keeps_what_has_been_added():
-    assert run_on_ranks(laid_out_again, 1) == [[1.0, 3.0, 3.0]]

@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_gathers import hidden_until_waited_for
-from matrix import matrix
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
-from torch.utils.checkpoint import checkpoint
 
 import booster_runtime
 from booster_core import Booster
@@ -43,71 +41,11 @@ class TiedHead(Base):
         return F.linear(torch.tanh(self.second(x)), self.first.weight.T)
 
 
-class Functional(Base):
-    def odd(self, x):
-        return torch.addmm(self.second.bias, x, self.second.weight)
-
-
-class InLists(Base):
-    def odd(self, x):
-        both = torch.cat([self.second.weight, self.first.weight])
-        return x @ both.T @ torch.stack((*self.second.weight, *self.first.weight))
-
-
-class Repeated(Base):
-    def odd(self, x):
-        for _ in range(3):
-            x = torch.tanh(self.second(x))
-        return x
-
-
-class Checkpointed(Base):
-    def odd(self, x):
-        return checkpoint(self.second, x, use_reentrant=False) + checkpoint(self.second, x, use_reentrant=False)
-
-
-class KeptView(Base):
-    """Holds a view of a parameter, made in the first forward, which no later forward makes again."""
-
-    def odd(self, x):
-        with torch.no_grad():
-            if getattr(self, "kept", None) is None or self.kept.data_ptr() != self.second.weight.data_ptr():
-                self.kept = self.second.weight.detach()[:, :]
-        return x @ self.kept + self.second(x)
-
-
-class ByData(Base):
-    def odd(self, x):
-        return x * self.second.weight.data.norm() + self.second(x)
-
-
 class ByNumpy(Base):
     """Reads memory by no torch function but the one that hands it out."""
 
     def odd(self, x):
         return x * float(self.second.weight.detach().numpy().sum()) + self.second(x)
-
-
-class ByOperator(Base):
-    def odd(self, x):
-        return torch.ops.aten.mm(x, self.second.weight) + torch.ops.aten.mm.default(x, self.first.weight)
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.T, x.T @ gradient
-
-
-class CustomFunction(Base):
-    def odd(self, x):
-        return Product.apply(x, self.second.weight)
 
 
 class Foreign(nn.Module):
@@ -131,28 +69,6 @@ class ForeignKernel(Base):
         if self.view is None or self.view.ctypes.data != self.foreign.weight.data_ptr():
             self.view = self.foreign.weight.detach().numpy()
         return self.second(self.foreign(x, lambda _: float(self.view.sum())))
-
-
-class Recurrent(Base):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def odd(self, x):
-        x = self.lstm(x.unsqueeze(0))[0]
-        return self.attention(x, x, x)[0].squeeze(0)
-
-
-class Mapped(Base):
-    def odd(self, x):
-        return torch.func.vmap(lambda row: self.second.weight @ row + self.second.bias)(x)
-
-
-class FunctionalCall(Base):
-    def odd(self, x):
-        swapped = {"weight": self.first.weight, "bias": self.second.bias}
-        return torch.func.functional_call(self.second, swapped, (x,))
 
 
 class Scripted(Base):
@@ -182,12 +98,6 @@ class LazyOutput(Base):
     def forward(self, x):
         first = self.first(x)
         return lambda: self.second(first)
-
-
-MODELS = [
-    Base, TiedHead, Functional, InLists, Repeated, Checkpointed, KeptView, ByData, ByNumpy, ByOperator, CustomFunction,
-    ForeignKernel, Recurrent, Mapped, FunctionalCall, LazyOutput,
-]  # fmt: skip
 
 
 def trained(model_class, options, precision, hides):
@@ -223,7 +133,10 @@ def same_bits(model_class, options=None, precision="fp32"):
         assert all(torch.equal(others[name], value) for name, value in parameters.items())
 
 
-@matrix(["TiedHead", "ByNumpy", "LazyOutput"], model_class=MODELS)
+# `test_gathering_uses` has more ways to use a parameter, all of which one mechanism sees.
+@pytest.mark.parametrize(
+    "model_class", [TiedHead, ByNumpy, LazyOutput, pytest.param(ForeignKernel, marks=pytest.mark.slow)]
+)
 def test_no_forward_reads_a_parameter_that_is_not_there_yet(model_class):
     same_bits(model_class)
 

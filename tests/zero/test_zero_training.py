@@ -351,36 +351,6 @@ def test_odd_parameters_train_as_in_one_process(variant):
     assert_same_tensors(first, second, EXACT)
 
 
-class WithStatistics(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.norm = kind(6, track_running_stats=True)
-
-    def forward(self, x):
-        return self.norm(self.linear(x).T.unsqueeze(0))
-
-
-def running_statistics(kind):
-    torch.manual_seed(0)
-    net = WithStatistics(kind)
-    booster = Booster(plugin=LowLevelZeroPlugin())
-    model, optimizer, *_ = booster.boost(net, OPTIMIZERS["sgd"](list(net.parameters())))
-    for step in range(2):
-        booster.backward(model(rows(3 * step, dist.get_rank())[:, :6]).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.norm.running_mean.clone(), net.norm.running_var.clone()
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
-def test_running_statistics_are_rank_0_s_everywhere(kind):
-    (mean, var), (other_mean, other_var) = run_on_ranks(running_statistics, 2, kind)
-    assert bool(mean.any())
-    assert torch.equal(mean, other_mean)
-    assert torch.equal(var, other_var)
-
-
 def strict_about_unused():
     booster = Booster(plugin=LowLevelZeroPlugin(unused="raise"))
     net = Odd()
@@ -487,48 +457,9 @@ def test_gradients_may_travel_in_bf16():
     run_on_ranks(narrow_wire, 2)
 
 
-def tied_by_memory():
-    net = Net()
-    net.left.weight.data = net.right.weight.data
-    Booster(plugin=LowLevelZeroPlugin()).boost(net, OPTIMIZERS["sgd"](list(net.parameters())))
-
-
-def test_parameters_tied_by_memory_alone_are_refused():
-    expect_on_ranks(ConfigError, "are two objects over the same memory", tied_by_memory, 2)
-
-
-def refuses_lbfgs():
-    net = Net()
-    Booster(plugin=LowLevelZeroPlugin()).boost(net, torch.optim.LBFGS(net.parameters()))
-
-
-def test_lbfgs_is_refused_on_every_rank():
-    expect_on_ranks(ConfigError, "LBFGS can't be sharded", refuses_lbfgs, 2)
-
-
-def values_written_by_hand(precision):
-    booster, model, optimizer = boost({}, precision, optimizer=partial(plain_sgd, 0.0))
-    net = model.unwrap()
-    for step in range(2):
-        backward(booster, model, optimizer, step)
-        if step == 1:
-            with torch.no_grad():
-                net.left.weight.fill_(0.5)
-            model.load_state_dict({**model.state_dict(), "right.weight": torch.full((6, 6), 0.25)})
-        optimizer.step()
-        optimizer.zero_grad()
-    assert bool((net.left.weight == 0.5).all())
-    assert bool((net.right.weight == 0.25).all())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_values_written_into_parameters_stay(precision):
-    run_on_ranks(values_written_by_hand, 2, precision)
-
-
-def written_between_steps():
+def written_between_steps(precision):
     """Write parameters through ``.data``, which raises no version, between steps of size zero."""
-    booster, model, optimizer = boost({}, "bf16", optimizer=partial(plain_sgd, 0.0))
+    booster, model, optimizer = boost({}, precision, optimizer=partial(plain_sgd, 0.0))
     parameters = [*model.unwrap().parameters()]
     expected = [parameter.detach().clone() for parameter in parameters]
     for step in range(4):
@@ -542,8 +473,9 @@ def written_between_steps():
     assert all(map(torch.equal, parameters, expected))
 
 
-def test_every_write_between_steps_is_kept():
-    run_on_ranks(written_between_steps, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_write_between_steps_is_kept(precision):
+    run_on_ranks(written_between_steps, 2, precision)
 
 
 def other_memory():
@@ -575,28 +507,3 @@ def has_all_names(_booster, _model, optimizer):
 def test_state_made_before_boost_moves_to_the_layout_of_the_first_step(kind):
     case = training(optimizer=partial(stepped_before, kind), steps=3, micro_batches=1)
     assert all(assert_parity(case, {}, tell=has_all_names))
-
-
-def llama():
-    """A Llama with a tied head under stage 2 and bf16: losses near those of one process, parameters equal on ranks."""
-    from booster_testing.models import tiny_llama
-
-    torch.manual_seed(0)
-    net = tiny_llama(tie_word_embeddings=True)
-    booster = Booster("cpu", "bf16", LowLevelZeroPlugin(stage=2, bucket_bytes=5000, max_norm=1.0))
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True))
-    losses = []
-    for step in range(16):
-        tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(step % 2 + 10 * dist.get_rank()))
-        loss = model(input_ids=tokens, labels=tokens).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, {name: tensor.clone() for name, tensor in net.state_dict().items()}
-
-
-def test_a_llama_learns():
-    (losses, first), (_, second) = run_on_ranks(llama, 2)
-    assert losses[-1] < losses[0] - 1
-    assert all(torch.equal(first[name], second[name]) for name in first)

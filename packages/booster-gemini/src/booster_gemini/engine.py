@@ -25,11 +25,12 @@ class GeminiEngine(ShardedEngine):
 
     def __init__(self, *args: Any, chosen: set[int], **kwargs: Any) -> None:
         self._chosen = chosen
+        self._has_stepped = False
         super().__init__(*args, **kwargs)
         self.reducer.repeated = {*chosen}
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
-        """Lay the chunks out by what the first round has shown; see `ShardedEngine.agree_on_record`.
+        """Let ranks agree on what the first round has shown; see `ShardedEngine.agree_on_record`.
 
         Raises:
             ConfigError: If other ranks still use parameters.
@@ -41,8 +42,8 @@ class GeminiEngine(ShardedEngine):
     def end_step(self) -> None:
         """Raise on every rank what went wrong on any apart from the step itself, which is complete.
 
-        Where a budget does not hold what is gathered ahead of its use, nothing is gathered ahead from now on. A step in
-        which chunks were laid out again does not tell how much is needed.
+        Where a budget does not hold what is gathered ahead of its use, nothing is gathered ahead from now on. The first
+        step does not tell how much is needed.
 
         Collective: every rank of the world, where blocks move; else none.
         """
@@ -52,8 +53,7 @@ class GeminiEngine(ShardedEngine):
         except ConfigError as caught:
             shortage = caught
         problem: Exception | None = self.memory.problem()
-        gatherer = self.gatherer
-        if self.is_anywhere(shortage) and not gatherer.stop_looking_ahead() and not gatherer.is_laid_out_again:
+        if self.is_anywhere(shortage) and not self.gatherer.stop_looking_ahead() and self._has_stepped:
             problem = problem or shortage
-        gatherer.is_laid_out_again = False
+        self._has_stepped = True
         self.raise_together(problem)

@@ -92,14 +92,6 @@ class HybridEngine(ShardedEngine):
         for bucket in self.layout.buckets:
             bucket.num_parts = self.num_parts
 
-    def rebuild(self, order: Sequence[int]) -> None:
-        """Lay parameters out in another order; see `ShardedEngine.rebuild`.
-
-        Collective: every rank of the world.
-        """
-        super().rebuild(order)
-        self._tell_num_parts()
-
     def join_copies(self, used: dict[int, bool]) -> dict[int, bool]:
         """Add up the gradients of what several stages hold.
 

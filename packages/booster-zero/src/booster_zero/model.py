@@ -32,7 +32,8 @@ class ShardedModel(ModelWrapper):
         precision: Precision of the run. Compute in a narrow format runs under autocast, although the parameters
             have that format: inputs and buffers may then be wider.
         sharded: The sharded parameters; ``None`` where nothing is trained.
-        gatherer: Gathers parameters for each use; ``None`` where they are always whole.
+        gatherer: Has all parameters, and gathers them for each use unless they are always whole; ``None`` where no
+            rank has them in shards.
 
     Where parameters are gathered for each use, ``forward``, ``state_dict`` and `whole_parameters` are collective.
     """
@@ -50,8 +51,9 @@ class ShardedModel(ModelWrapper):
         super().__init__(module, precision=precision)
         self._sharded = sharded
         self.gatherer = gatherer
+        self._on_use = gatherer if gatherer is not None and gatherer.gathers_on_use else None
         self._parameter_hooks: ParameterHooks | None = None
-        if gatherer is not None:
+        if self._on_use is not None:
             generate_together(self)
 
     @property
@@ -66,8 +68,9 @@ class ShardedModel(ModelWrapper):
         with_model: Sequence[nn.Parameter] = (),
         on_passed: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Gather parameters when the user's modules run; see `ParameterHooks`."""
-        assert self.gatherer is not None, "what is always whole is not gathered"
+        """Gather parameters when the user's modules run, unless they are always whole; see `ParameterHooks`."""
+        if self._on_use is None:
+            return
         sharded = self._sharded  # the hooks must not keep this model
 
         def before_forward() -> None:
@@ -81,7 +84,7 @@ class ShardedModel(ModelWrapper):
 
         self._parameter_hooks = ParameterHooks(
             self.module,
-            self.gatherer,
+            self._on_use,
             before_forward,
             after_forward,
             leaves,
@@ -98,7 +101,7 @@ class ShardedModel(ModelWrapper):
             ConfigError: If they are, outside of `whole_parameters`: they have no values.
         """
         module = copy.deepcopy(self.unwrap(), memo)
-        if self.gatherer is not None:
+        if self._on_use is not None:
             return module
         refuse_all_gradients(module)
         copied = type(self)(module, precision=self.precision, sharded=None)
@@ -112,7 +115,7 @@ class ShardedModel(ModelWrapper):
         Raises:
             CheckpointError: If parameters are gathered for each use: they are not whole here.
         """
-        if self.gatherer is not None:
+        if self._on_use is not None:
             refuse_pickle()
         if self._sharded is None:
             return super().__reduce_ex__(protocol)
@@ -130,11 +133,11 @@ class ShardedModel(ModelWrapper):
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         # Else not counted: replicas may evaluate on more or fewer batches than others.
-        with ObservedCall("forward") if self.gatherer is None else NamedCall("forward"):
+        with ObservedCall("forward") if self._on_use is None else NamedCall("forward"):
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sharded is None or self.gatherer is not None:
+        if self._sharded is None or self._on_use is not None:
             return self._run(*args, **kwargs)
         self._sharded.reducer.before_forward()
         if not self._sharded.gatherer.is_underway:
@@ -169,8 +172,8 @@ class ShardedModel(ModelWrapper):
         """
         with self.gathered(writes=writes):
             yield
-        if self.gatherer is not None and not writes:
-            self.gatherer.tell_changes()
+        if self._on_use is not None and not writes:
+            self._on_use.tell_changes()
 
     @contextlib.contextmanager
     def gathered(self, *, writes: bool = False) -> Iterator[None]:
@@ -183,32 +186,32 @@ class ShardedModel(ModelWrapper):
 
         Collective: every rank of the world at the beginning; none at the end.
         """
-        gatherer = self.gatherer
+        gatherer = self._on_use
         if gatherer is None:
             if self._sharded is not None:
                 self._sharded.gatherer.wait()
             yield
             return
-        buckets = gatherer.layout.buckets
-        for bucket in buckets:
+        layout = gatherer.layout  # whose buckets the block may exchange
+        for bucket in layout.buckets:
             bucket.pins += 1
         try:
-            for bucket in buckets:
+            for bucket in layout.buckets:
                 gatherer.use(bucket)
             yield
             if writes:
-                for bucket in buckets:
+                for bucket in layout.buckets:
                     bucket.write_back()
                     bucket.mark_changed()
         finally:
-            for bucket in buckets:
+            for bucket in layout.buckets:
                 bucket.pins = max(bucket.pins - 1, 0)
             gatherer.end()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the user's model's whole state, on every rank; see `Booster.save_model` for files.
 
-        Copies, where parameters are gathered for each use.
+        Copies, where there is a gatherer.
 
         Collective: every rank of the world in that case; else none.
         """
@@ -226,7 +229,7 @@ class ShardedModel(ModelWrapper):
 
         Collective: every rank of the world, where parameters are gathered for each use; else none.
         """
-        if self.gatherer is None:
+        if self._on_use is None:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         with NamedCall("load_state_dict"), self.whole_parameters(writes=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)

@@ -139,7 +139,7 @@ class _Absent:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what describes a tensor; bring values for everything else, or raise."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _call_uncompiled(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
 

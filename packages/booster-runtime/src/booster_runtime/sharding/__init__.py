@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import booster_runtime.torch_private  # noqa: F401 - which checks them
 from booster_core.plugin import normalisation_parameters
 from booster_core.state import frozen_base
 from booster_runtime.sharding.broadcast import BufferWatch, agree_on_values, send_first

@@ -26,20 +26,22 @@ _REMEDY = (
 )
 
 
-def watch_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def watch_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], *, num_own: int = 0) -> None:
     """Let a script's hooks on parameters raise in backward where what they do to a gradient is not linear.
 
     To be called before each forward: the script may have registered hooks since.
 
     Args:
         parameters: The trained parameters and their names.
+        num_own: How many hooks after accumulation the strategy has on each.
     """
     if dist.get_world_size() > 1:
         for name, parameter in parameters:
             if parameter._backward_hooks:  # noqa: SLF001 - there is no public way to see hooks
                 _watch(parameter._backward_hooks, _OnGradient, name)  # noqa: SLF001
-            if parameter._post_accumulate_grad_hooks:  # noqa: SLF001
-                _watch(parameter._post_accumulate_grad_hooks, _OnParameter, name)  # noqa: SLF001
+            hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks and len(hooks) > num_own:
+                _watch(hooks, _OnParameter, name)
 
 
 def _watch(hooks: MutableMapping[int, Any], kind: Callable[[Any, str], Any], name: str) -> None:

@@ -74,14 +74,6 @@ class HostedOptimizer:
         held = self.optimizer.state
         return {index: held[piece.values] for index, piece in self._pieces.items() if piece.values in held}
 
-    def set_state(self, index: int, state: State) -> None:
-        """Replace the state of a piece; an empty one is dropped."""
-        values = self._pieces[index].values
-        if state:
-            self.optimizer.state[values] = state
-        else:
-            self.optimizer.state.pop(values, None)
-
     def adopt(self, group_index: int, members: Sequence[int], pieces: Mapping[int, ParameterPiece]) -> None:
         """Take over a group that still lists the model's parameters, and cut the state that they have.
 
@@ -101,17 +93,6 @@ class HostedOptimizer:
         self.groups.append(list(members))
         self._pieces.update(pieces)
         self._list_pieces(group_index)
-
-    def replace(self, pieces: Mapping[int, ParameterPiece], states: Mapping[int, State]) -> None:
-        """Replace all pieces and their state after a new layout, which may have those of other optimizers as well."""
-        for piece in self._pieces.values():
-            self.optimizer.state.pop(piece.values, None)
-        members = self.members()
-        self._pieces = {index: piece for index, piece in pieces.items() if index in members}
-        for group_index in range(len(self.groups)):
-            self._list_pieces(group_index)
-        for index in self._pieces:
-            self.set_state(index, states.get(index, {}))
 
     def listed(self) -> list[ListedGroup]:
         """Return the groups as checkpoints see them: all of their parameters, and this rank's pieces of some."""

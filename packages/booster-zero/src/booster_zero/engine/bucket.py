@@ -201,7 +201,7 @@ class Bucket:
     @property
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient, shape ``(numel,)``; ``None`` where there was none yet. It is in use."""
-        return None if self._gradient is None else self._gradient.tensor
+        return None if self._gradient is None else self._arrived(self._gradient)
 
     def slice_of(self, tensor: Tensor, piece: BucketPiece) -> Tensor:
         """Return a piece's part of a 1-D tensor that covers this rank's slice, in the shape of the piece's values."""
@@ -319,11 +319,6 @@ class Bucket:
 
     # ---- whole values that are always here
 
-    @property
-    def moves_values(self) -> bool:
-        """Whether ``values`` must be moved when parameters are laid out again; not where the parameters hold them."""
-        return self.has_copy or self.keep is not Keep.ALWAYS
-
     def adopt_writes(self, names: Mapping[int, str]) -> None:
         """Take in what somebody else has written into the parameters since the last update, such as loaded values.
 
@@ -338,7 +333,8 @@ class Bucket:
         if self._offsets is None:
             self._offsets = [slot.offset * itemsize if slot.numel else None for slot in self.plan.slots]
         for position, (offset, parameter) in enumerate(zip(self._offsets, self.parameters, strict=True)):
-            if offset is not None and parameter.data_ptr() != start + offset:
+            # Layers that quantize give frozen weights other memory in each forward.
+            if offset is not None and parameter.data_ptr() != start + offset and parameter.requires_grad:
                 name = names[self.plan.slots[position].index]
                 raise _left(name, "Copy values into it in place, for example with `parameter.copy_(values)`.")
         if self._sums is None or not torch.equal(self._sums, bit_sums(self.own)):
@@ -349,15 +345,6 @@ class Bucket:
         if self.keep is Keep.ALWAYS and self.format.step_device.type != self.format.device.type:
             self._sums = bit_sums(self.own)
 
-    def free_whole(self) -> None:
-        """Give up whole values that are always here, because all parameters are in other buckets now.
-
-        Copies that the optimizer updates stay.
-        """
-        if self.keep is Keep.ALWAYS:
-            self.whole = None
-            self._own.point(None)
-
     # ---- whole values for a time
 
     @property
@@ -365,7 +352,7 @@ class Bucket:
         """Whether the parameters can be read."""
         return self.state is WholeState.GATHERED
 
-    @property
+    @functools.cached_property
     def whole_bytes(self) -> int:
         """What the whole values take, in bytes."""
         return self.plan.numel * self.format.working.itemsize
@@ -476,6 +463,11 @@ class Bucket:
         return {slot.index: position for position, slot in enumerate(self.plan.slots)}
 
     @functools.cached_property
+    def offsets(self) -> list[int]:
+        """Where the parameters begin in the whole values, in elements."""
+        return [slot.offset for slot in self.plan.slots]
+
+    @functools.cached_property
     def _places(self) -> list[tuple[int, int, torch.Size]]:
         """Where the parameters begin and end in the whole values, and their shapes."""
         slots = zip(self.plan.slots, self.parameters, strict=True)
@@ -548,10 +540,18 @@ class Bucket:
 
     def make_gradient(self) -> Tensor:
         """Return this rank's gradient to be written to, where the optimizer steps; zeros where there was none."""
+        return self._arrived(self._placed_gradient())
+
+    def _arrived(self, buffer: FlatBuffer) -> Tensor:
+        buffer.arrive()
+        return buffer.tensor
+
+    def _placed_gradient(self) -> FlatBuffer:
+        """Return the gradient's memory where the optimizer steps, to which a sum may be on its way."""
         device = self.format.step_device if self._optim is None else self._optim.device
         if self._gradient is None or self._gradient.device.type != device.type:
-            return self._place_gradient(device).tensor
-        return self._gradient.tensor
+            return self._place_gradient(device)
+        return self._gradient
 
     def _place_gradient(self, device: torch.device) -> FlatBuffer:
         """Have memory for the gradient on a device, move there what there is, and return it."""
@@ -560,7 +560,7 @@ class Bucket:
         if before is not None:
             if self.has_gradient:
                 with self.in_use(Role.GRAD, changes=False):
-                    made.copy_(before.tensor)
+                    made.copy_(self._arrived(before))
             uses = self._drop(before)
         self._gradient = placed = FlatBuffer(self._number, Role.GRAD, made)
         self._add(placed, uses)
@@ -615,6 +615,7 @@ class Bucket:
         """Return each piece's part of the gradient, in the shape of its values. The gradient is there, and in use."""
         buffer = self._gradient
         assert buffer is not None, "asked for parts of a gradient that is not there"
+        buffer.arrive()
         if not buffer.parts:
             buffer.parts = {piece.index: self.slice_of(buffer.tensor, piece) for piece in self.pieces}
         return buffer.parts
@@ -703,7 +704,7 @@ class Bucket:
                 return Pending()
             return self._start_average(self.format.master if is_averaged else self.format.wire)
         is_first = not self.has_gradient
-        self.make_gradient()
+        self._placed_gradient()
         self._become_gradient(GradientState.REDUCING)
         return Pending([self._start_sum(gradients, scratch, is_first=is_first)], self._end_reduction)
 
@@ -746,7 +747,7 @@ class Bucket:
         assert buffer is not None, "made before it is added to"
         scale = 1.0 / (self.ranks.shard_size * self.ranks.num_shares * self.num_parts)
         if buffer.device.type != self.format.device.type:
-            return self._start_sum_below(buffer, self._outgoing.joined(self.plan.slots, gradients), scale, is_first)
+            return self._start_sum_below(buffer, self._outgoing.joined(gradients), scale, is_first)
         self._fetch(Role.GRAD).wait()
         if self.format.device.type == "cpu":
             parts = self._outgoing.parts(gradients)
@@ -757,7 +758,7 @@ class Bucket:
                 parts, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first, scratch=scratch
             )
         else:
-            source = self._outgoing.joined(self.plan.slots, gradients)
+            source = self._outgoing.joined(gradients)
             pending = collectives.reduce_scatter(
                 source, bounds, buffer.tensor, group, scale=scale, accumulate=not is_first
             )

@@ -6,8 +6,9 @@ buckets and of the `Gatherer`. Reduction and norms go by model, steps by optimiz
 
 from __future__ import annotations
 
+import operator
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._C import DisableTorchFunctionSubclass
 
@@ -41,6 +42,15 @@ if TYPE_CHECKING:
     from booster_zero.engine.listed import ListedParameters
     from booster_zero.engine.memory import Memory
     from booster_zero.engine.options import ShardingOptions
+
+
+class _Told(NamedTuple):
+    """What a rank has told the others: flags of the parameters used, of settings, of gathers, and of buffers."""
+
+    flags: RaisedAnywhere
+    indices: list[int]
+    num_note: int
+    num_uses: int
 
 
 class ShardedEngine:
@@ -100,6 +110,7 @@ class ShardedEngine:
         self.used_anywhere: dict[int, bool] = {}
         self._agreed_rounds = 0
         self.changed_buffers: list[bool] = []
+        self._told: _Told | None = None
         self._buffers = BufferWatch(model)
         self._stepped: set[int] = set()
         self.hosted = [HostedOptimizer(each, self.names) for each in optimizers]
@@ -160,7 +171,7 @@ class ShardedEngine:
             number: Of the optimizer.
             members: The numbers of the parameters.
 
-        Collective: every rank of the shard group, where parameters get masters or go to another bucket; else none.
+        Collective: every rank of the shard group, where parameters are in buckets already; else none.
         """
         hosted = self.hosted[number]
         group = hosted.optimizer.param_groups[-1]
@@ -181,8 +192,7 @@ class ShardedEngine:
                 )
                 raise ConfigError(msg)
         self.layout.add_missing({**self._trained, **by_index}, self._format_of)
-        if self.layout.take_formats(by_index, self._format_of):
-            self.rebuild(self.layout.order())
+        self._regroup(by_index)
         pieces = self.layout.pieces()
         for hosted, group in added:
             indices = [self.index_of[id(parameter)] for parameter in group["params"]]
@@ -210,7 +220,7 @@ class ShardedEngine:
         return buckets if number is None else [each for each in buckets if each.format.optimizer == number]
 
     def agree_on_record(self, order: list[int], late: set[int]) -> set[int]:
-        """Lay the buckets out by what the first round has shown.
+        """Reduce buckets in the order in which the first round has completed them.
 
         Args:
             order: The parameters, in the order in which this rank's backward produced gradients.
@@ -228,39 +238,24 @@ class ShardedEngine:
         came = set(order)
         parameters = self.layout.parameters.items()
         unused = {index for index, parameter in parameters if parameter.requires_grad and index not in came}
-        every = collectives.all_gather_object((late, unused), self.ranks.holders)
-        self.reducer.unused_somewhere = {index for _, of_rank in every for index in of_rank}
-        self._lay_out_again(order)
-        return {index for of_rank, _ in every for index in of_rank}
+        every = collectives.all_gather_object((order, late, unused), self.ranks.holders)
+        self.reducer.unused_somewhere = {index for *_, of_rank in every for index in of_rank}
+        place = {index: position for position, index in enumerate(every[0][0])}
+        buckets = sorted(
+            self.layout.buckets, key=lambda bucket: max(place.get(slot.index, -1) for slot in bucket.plan.slots)
+        )
+        if not self.gatherer.gathers_on_use:
+            self.layout.buckets = buckets
+        self.reducer.set_buckets(buckets)
+        return {index for _, of_rank, _ in every for index in of_rank}
 
-    def _lay_out_again(self, order: list[int]) -> None:
-        """Lay the buckets out in the order in which the first rank needs them.
-
-        Args:
-            order: The parameters in the order in which this rank's backward produced gradients.
-
-        Collective: every rank that holds the same parameters.
-        """
-        wanted = self.gatherer.order_to_lay_out(order)
-        if wanted is not None:
-            new = self.layout.order_with_copies_last(collectives.all_gather_object(wanted, self.ranks.holders)[0])
-            if new != self.layout.order():
-                self.rebuild(new)
-
-    def rebuild(self, order: Sequence[int]) -> None:
-        """Move values, gradients and state to where they are when parameters are laid out in another order.
-
-        Collective: every rank of the shard group.
-        """
-        self.gatherer.release_all()
-        held = {index: state for hosted in self.hosted for index, state in hosted.states().items()}
-        states = self.layout.rebuild(order, held)
-        pieces = self.layout.pieces()
-        for hosted in self.hosted:
-            hosted.replace(pieces, states)
-        self.layout.note_used(self.used_anywhere)
-        self.reducer.set_buckets(self.in_order_of_forward()[::-1])
-        self.gatherer.after_laying_out()
+    def _regroup(self, parameters: Mapping[int, nn.Parameter]) -> None:
+        """Give parameters that optimizers list only now buckets of their own; see `Layout.regroup`."""
+        added = {index: each for index, each in parameters.items() if not self.layout.is_listed(index)}
+        if added:
+            with self.gatherer.exchanging():
+                self.layout.regroup(added, self._format_of)
+            self.layout.note_used(self.used_anywhere)
 
     # ---- gradients
 
@@ -268,8 +263,7 @@ class ShardedEngine:
         """Bring all gradients into the shards, and agree on which parameters were used.
 
         Raises:
-            ConfigError: If ranks used parameters in different orders, so that their gradients are wrong, or a script
-                changed one while it was gathered.
+            ConfigError: As `hear`, which a step calls at its end where this does not.
 
         Collective: every rank of the world.
         """
@@ -283,35 +277,51 @@ class ShardedEngine:
             self._agree_on_used()
 
     def _agree_on_used(self) -> None:
+        self.hear()
         indices, used = self.layout.order(), self.reducer.used
-        flags = bytearray(index in used for index in indices)
+        used_here = [index in used for index in indices]
         if self.config.unused == "raise":
-            unused = sorted(index for index, is_used in zip(indices, flags, strict=True) if not is_used)
+            unused = sorted(index for index, is_used in zip(indices, used_here, strict=True) if not is_used)
             members = self.members()  # others may stay as they are
             unused = [index for index in unused if index in members and self.layout.parameters[index].requires_grad]
             raise_for_unused([self.names[index] for index in unused])
         with DisableTorchFunctionSubclass():
-            trained = bytes(self.layout.parameters[index].requires_grad for index in indices)
+            trained = bytes([self.layout.parameters[index].requires_grad for index in indices])
         note = self.scaling.settings.note(self.scaling.groups, trained) if self.compares_settings else b""
-        flags.extend(note)
         uses = self.gatherer.flags()
-        flags.extend(uses)
-        flags.extend(self._buffers.changed() if self.config.broadcast_buffers else ())
+        buffers = self._buffers.changed() if self.config.broadcast_buffers else ()
+        flags = bytearray([*used_here, *note, *uses, *buffers])
         flagged = RaisedAnywhere(flags, self.device, self.ranks.holders)
         self.layout.average_over_replicas()
-        anywhere = flagged.wait()
-        of_uses = len(indices) + len(note)
-        num_others = of_uses + len(uses)
-        if note:
-            names = (self.names[index] for index in indices)
-            self.scaling.settings.check(anywhere[len(indices) : of_uses], names, self.context)
-        found = {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
+        self._told = _Told(flagged, indices, len(note), len(uses))
+        # What all of this rank's backward has used is used. Else the answer takes as long as the slowest rank.
+        found = dict.fromkeys(indices, True) if all(used_here) else self.hear()
         self.reducer.unused_anywhere = {index for index, is_used in found.items() if not is_used}
         self.used_anywhere = self.join_copies(found)
         self.reducer.show_used({index for index, is_used in self.used_anywhere.items() if is_used})
-        self.changed_buffers = [bool(has_changed) for has_changed in anywhere[num_others:]]
         self.layout.note_used(self.used_anywhere)
-        self.gatherer.check_uses(anywhere[of_uses:num_others])
+
+    def hear(self) -> dict[int, bool]:
+        """Wait for what ranks have told each other in `settle`, if anything, and return which parameters were used.
+
+        Raises:
+            ConfigError: If ranks differ in what they must have alike.
+
+        Collective: none, unless ranks differ.
+        """
+        if self._told is None:
+            return {}
+        told, self._told = self._told, None
+        anywhere, indices = told.flags.wait(), told.indices
+        of_settings, of_uses = len(indices) + told.num_note, len(indices) + told.num_note + told.num_uses
+        changed = [bool(has_changed) for has_changed in anywhere[of_uses:]]
+        # A step that was left out for an overflow has sent none.
+        self.changed_buffers = [*map(operator.or_, changed, self.changed_buffers)] if self.changed_buffers else changed
+        if told.num_note:
+            names = (self.names[index] for index in indices)
+            self.scaling.settings.check(anywhere[len(indices) : of_settings], names, self.context)
+        self.gatherer.check_uses(anywhere[of_settings:of_uses])
+        return {index: bool(is_used) for index, is_used in zip(indices, anywhere, strict=False)}
 
     def _leave_out_dropped(self) -> None:
         """Leave parameters as they are whose gradient a script has dropped."""

@@ -30,6 +30,7 @@ class Format:
         device: Where forward runs.
         step_device: Where the optimizer steps, unless the memory that moves its state says otherwise.
         is_trained: Whether the parameter required a gradient when it was laid out.
+        is_listed: Whether an optimizer listed it.
         copies: The stages of a pipeline that hold a copy of the parameter each; empty where one stage has it. Buckets
             of the same copies must be laid out alike on each of the stages.
         ranks: The ranks that share the parameter, where they are others than those of the layout.
@@ -44,6 +45,7 @@ class Format:
     device: torch.device
     step_device: torch.device
     is_trained: bool
+    is_listed: bool = True
     copies: tuple[int, ...] = ()
     ranks: ShardingRanks | None = None
     is_table: bool = False

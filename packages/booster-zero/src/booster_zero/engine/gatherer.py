@@ -12,8 +12,8 @@ What can't wait is a read of memory by a view, NumPy's say, that was made before
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
+from bisect import bisect_right, insort
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 
 _BACKWARD = "backward"
-_PHASES = 12
-"""Forward passes, backward passes and steps in which ranks with accelerators compare each gather before it begins."""
 
 
 class Gatherer:
@@ -63,10 +61,6 @@ class Gatherer:
         memory: As given.
         order: Lets ranks compare what they are about to do together; ``None`` where no use concerns other ranks.
         timeline: The order of uses in phases.
-        first_uses: The parameters in the order of their first use, until they have been laid out by it; ``None`` also
-            where the order makes no difference.
-        is_laid_out_again: Whether that has happened since this was last set to ``False``.
-        keeps_all: Whether this rank has all values where it computes, so that no use waits for any.
         use_in_forward: Gathers for a use of a parameter, given by its number, while a forward runs; ``None`` while
             none does.
     """
@@ -80,10 +74,7 @@ class Gatherer:
         self.timeline = Timeline()
         self.layout = Layout(model, ranks, self._maker(), bucket_bytes=bucket_bytes)
         self.order: OrderCheck | None = None
-        self.keeps_all = False
-        self.first_uses: dict[int, None] | None = None
         self.use_in_forward: Callable[[int], AbstractContextManager[None] | None] | None = None
-        self.is_laid_out_again = False
         self._overlaps = overlaps
         self._pending: dict[Bucket, Pending] = {}  # of what is always whole
         weakref.finalize(self, _wait_quietly, self._pending)  # gloo's threads write into buckets until then
@@ -93,7 +84,6 @@ class Gatherer:
             for parameter in module.parameters(recurse=False)
         }
         self._watch = WriteWatch(self.layout.names, self._set_in_forward)
-        self._phases_left = 0.0
         self._release_fraction = 0.0
         self._max_prefetch = 0
         self._max_ahead_bytes: int | None = None
@@ -105,6 +95,8 @@ class Gatherer:
         self._held: dict[object, list[Bucket]] = {}
         self._changed: Mapping[str, str] = {}
         self._number_of: dict[Bucket, int] = {}
+        self._addresses: list[int] = []  # of whole values that were gathered, in order
+        self._bucket_at: dict[int, Bucket] = {}
 
     def shard_all(
         self,
@@ -120,6 +112,8 @@ class Gatherer:
     ) -> None:
         """Lay all parameters out, which become absent, and gather them for each use from now on.
 
+        On a single rank, whose shards are whole, they stay as they are, unless its memory moves them.
+
         Args:
             format_of: Formats and devices of a parameter.
             max_prefetch: How many buckets are gathered ahead of their use.
@@ -129,29 +123,29 @@ class Gatherer:
                 step.
             lazy: Numbers of parameters that have no values yet.
             units: Numbers of the parameters that share no bucket with others, such as those of a layer, for each
-                unit; ``None`` for one unit of all, which is laid out again by first use.
+                unit; ``None`` for one unit of all.
             remedy: What to do where ranks use other parameters, for the error.
             debug: Compare with other ranks what is gathered before each gather, not in the first phases only, on
                 accelerators, too.
 
         Collective: none; values are taken from this rank's parameters.
         """
-        self.order = OrderCheck(self.ranks, self.layout.names, remedy)
-        self.keeps_all = self.ranks.shard_size == 1 and not self.memory.moves
-        self.first_uses = None if self.keeps_all or units is not None else {}
+        every = self.layout.every
+        if self.ranks.shard_size == 1 and not self.memory.moves:
+            self.layout.add_missing(every, format_of)
+            return
         self._max_prefetch, self._max_ahead_bytes = max_prefetch, max_ahead_bytes
         self._release_fraction = release_fraction
         bucket_bytes = self.layout.bucket_bytes
         self._pool = BufferPool(least_bytes=bucket_bytes, most_idle_bytes=2 * bucket_bytes)
-        every = self.layout.every
         valued = frozenset(index for index in every if index not in lazy)
         self.layout.make = self._maker(valued)
         formats = {index: format_of(parameter) for index, parameter in every.items()}
         for unit in [[*every]] if units is None else units:
             self.layout.add({index: every[index] for index in unit}, {index: formats[index] for index in unit})
-        self.layout.make = self._maker(())  # the layout writes to buckets that are laid out again
-        # gloo ends the process where sizes differ.
-        self._phases_left = math.inf if debug or self._device().type == "cpu" else _PHASES
+        self.layout.make = self._maker(())  # the layout writes to buckets that take the place of others
+        device = self.layout.buckets[0].format.device
+        self.order = OrderCheck(self.ranks, self.layout.names, remedy, device, debug=debug)
         self._enumerate()
 
     def _maker(self, valued: Container[int] | None = None) -> Callable[..., Bucket]:
@@ -169,7 +163,7 @@ class Gatherer:
         # What comes last in forward is what backward needs first: it gains most from staying.
         to_release = self._release_fraction * sum(bucket.plan.numel for bucket in self.layout.buckets)
         for bucket in self.layout.buckets:
-            bucket.keep = Keep.UNTIL_STEP if self.keeps_all or to_release <= 0 else Keep.IN_USE
+            bucket.keep = Keep.IN_USE if to_release > 0 else Keep.UNTIL_STEP
             to_release -= bucket.plan.numel
 
     @property
@@ -185,14 +179,12 @@ class Gatherer:
         Collective: every rank of the shard group.
         """
         with _plainly():
-            self._compare_order()
-        self._let_go_of_all()
-        self._last = None
-        self._ends_with_backward = False  # that one may have raised
-        self.timeline.begin(kind)
-        if self.keeps_all:
-            self.use_all()
-        self._look_ahead()
+            self._end_phase()
+            self._let_go_of_all()
+            self._last = None
+            self._ends_with_backward = False  # that one may have raised
+            self.timeline.begin(kind)
+            self._look_ahead()
 
     def end(self, *, goes_back: bool = False) -> None:
         """End a phase: release what nobody pins.
@@ -229,11 +221,11 @@ class Gatherer:
         """
         if bucket is self._last and bucket.is_gathered:
             return  # most uses follow another one of the same bucket
-        self._prepare(bucket)
-        if not bucket.is_gathered:
-            with _plainly():
+        with _plainly():
+            self._prepare(bucket)
+            if not bucket.is_gathered:
                 bucket.finish_gather()
-        self._look_ahead()
+            self._look_ahead()
 
     def use_whole(self, bucket: Bucket) -> Tensor:
         """Return a bucket's whole values, as `use` gathers them; its parameters need not be readable.
@@ -241,27 +233,20 @@ class Gatherer:
         Collective: every rank of the shard group, in the same order.
         """
         if bucket is not self._last or bucket.whole is None:
-            self._prepare(bucket)
-            self._look_ahead()
+            with _plainly():
+                self._prepare(bucket)
+                self._look_ahead()
         return bucket.arrived()
-
-    def use_all(self) -> None:
-        """Use all buckets: one call of Python for each use of a module takes longer than to show all parameters."""
-        for bucket in self.layout.buckets:
-            self.use(bucket)
 
     def holding(self, address: int) -> Bucket | None:
         """Return the bucket whose whole values have an address, if one has."""
-        for bucket in self._used.values():
-            whole = bucket.whole
-            if whole is not None and 0 <= address - whole.data_ptr() < bucket.whole_bytes:
-                return bucket
+        while place := bisect_right(self._addresses, address):
+            begin = self._addresses[place - 1]
+            bucket = self._bucket_at[begin]
+            if bucket.whole is not None and bucket.whole.data_ptr() == begin:
+                return bucket if address - begin < bucket.whole_bytes else None
+            del self._addresses[place - 1], self._bucket_at[begin]  # it has been released since
         return None
-
-    def note_first_use(self, indices: Sequence[int]) -> None:
-        """Remember in which order parameters are used first."""
-        if self.first_uses is not None:
-            self.first_uses.update(dict.fromkeys(indices))
 
     def hold(self, holder: object, buckets: Sequence[Bucket]) -> None:
         """Gather buckets, and keep them until `let_go`; in between, uses of them are no business of other ranks.
@@ -299,10 +284,9 @@ class Gatherer:
         self._used.pop(number, None)
         self._used[number] = bucket  # the last one used is the last one released
         if not bucket.is_gathered:
-            with _plainly():
-                self.release_unused(keep=1)
-                if bucket.state is WholeState.SHARDED:
-                    self._start_gather(bucket)
+            self.release_unused(keep=1)
+            if bucket.state is WholeState.SHARDED:
+                self._start_gather(bucket)
 
     def _look_ahead(self) -> None:
         """Start gathering what is expected next."""
@@ -319,13 +303,17 @@ class Gatherer:
                     return
                 self._ahead[number] = bucket
                 self._has_looked_ahead = True
-                with _plainly():
-                    self._start_gather(bucket)
+                self._start_gather(bucket)
 
     def _start_gather(self, bucket: Bucket) -> None:
         if self.order is not None:
             self.order.gather(bucket)
         bucket.start_gather()
+        assert bucket.whole is not None, "what is gathered has a buffer"
+        begin = bucket.whole.data_ptr()
+        if begin not in self._bucket_at:
+            insort(self._addresses, begin)
+        self._bucket_at[begin] = bucket
 
     def stop_looking_ahead(self) -> bool:
         """Gather nothing ahead of its use from now on, and return whether that makes a difference.
@@ -443,33 +431,27 @@ class Gatherer:
         """
         return buckets if self.gathers_on_use else buckets[::-1]
 
-    def order_to_lay_out(self, order: list[int]) -> list[int] | None:
-        """Return the parameters in the order in which this rank would have them; ``None`` where that is no matter.
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Let the layout exchange buckets inside; what `ShardedModel.whole_parameters` holds, it holds again.
 
-        Args:
-            order: The parameters, in the order in which this rank's backward produced gradients.
+        Collective: every rank of the shard group, where buckets are held; else none.
         """
-        if not self.gathers_on_use:
-            return order if self.layout.is_shared else None  # no rank waits for another's buckets
-        first, self.first_uses = self.first_uses, None
-        if first is None:
-            return None
-        return [*first, *(index for index in self.layout.every if index not in first)]
-
-    def after_laying_out(self) -> None:
-        """Take note that the layout has new buckets, whose values are in place."""
-        if not self.gathers_on_use:
-            return
-        assert self._pool is not None, "it lends what is gathered"
+        self.wait()
+        held = {slot.index: bucket.pins for bucket in self.layout.buckets for slot in bucket.plan.slots if bucket.pins}
         for bucket in self.layout.buckets:
-            bucket.round_values()
-        self._last = None
-        self._used = {}
-        self._ahead = {}
-        self._pool.clear()
-        self._enumerate()
-        self.timeline.forget()
-        self.is_laid_out_again = True
+            if bucket.pins:
+                bucket.write_back()
+        self.release_all()
+        yield
+        if self.gathers_on_use:
+            self._last = None
+            self._enumerate()
+            self.timeline.forget()
+        for bucket in self.layout.buckets:
+            bucket.pins = held.get(bucket.plan.slots[0].index, 0)
+            if bucket.pins:
+                self.use(bucket)
 
     def begin_backward(self) -> None:
         """Begin the phase of backward, and wait for what a step has left on its way.
@@ -496,13 +478,11 @@ class Gatherer:
         """
         self.wait()
         if self.gathers_on_use:
-            self._compare_order()
+            self._end_phase()
             self.memory.moment("step")
         for bucket in self.layout.buckets:
             if not self.gathers_on_use:
                 bucket.adopt_writes(self.layout.names)
-            elif self.keeps_all:
-                bucket.take_working_values()
             elif bucket.is_gathered:
                 self._watch.note_hidden(bucket)  # before the step changes the shard
 
@@ -547,7 +527,7 @@ class Gatherer:
         Collective: every rank of the shard group, where it compares; else none.
         """
         if self.order is not None:
-            self.order.meet(self._device())
+            self.order.meet()
 
     def flags(self) -> bytes:
         """Return what is told of this rank's uses of parameters since the last call; as many bytes on every rank.
@@ -578,23 +558,10 @@ class Gatherer:
             self._raise_changes(dict(enumerate(of_ranks)))
         self.order.check(most[1:])
 
-    def _device(self) -> torch.device:
-        return self.layout.buckets[0].format.device
-
-    def _compare_order(self) -> None:
-        """Announce that this rank's phase is over, where ranks compare what they do.
-
-        Raises:
-            ConfigError: If other ranks still use parameters of it.
-
-        Collective: the shard group, in debugging and in the first phases; else none.
-        """
+    def _end_phase(self) -> None:
+        """Announce that this rank's phase is over; see `OrderCheck.end_phase`."""
         assert self.order is not None, "asked where parameters are gathered for each use"
-        if self._phases_left:
-            self._phases_left -= 1
-            self.meet()
-        else:
-            self.order.is_on = False
+        self.order.end_phase()
 
     # ---- changes
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class Role(enum.Enum):
     """What a buffer holds of a bucket: this rank's slice of something."""
 
+    __hash__ = object.__hash__  # which calls no Python
     PARAM = "param"
     """Working values."""
     GRAD = "grad"
@@ -91,13 +92,15 @@ class FlatBuffer:
             _assign(view, _placeholder(view) if tensor is None else self.part(view, start_bytes))
 
     def note_arrival(self, event: torch.Event | None) -> None:
-        """Let the next use wait on its stream for a copy into this buffer."""
+        """Let the next use wait for a copy into this buffer."""
         self._arrival = event
 
     def arrive(self) -> None:
-        """Let what is computed from now on come after copies into this buffer."""
+        """Let what is computed from now on come after copies into this buffer: on a device by its stream."""
         arrival, self._arrival = self._arrival, None
-        if arrival is not None:
+        if arrival is not None and self.device.type == "cpu":
+            arrival.synchronize()
+        elif arrival is not None:
             arrival.wait()
 
 
@@ -199,35 +202,44 @@ class Memory:
 
         Args:
             buffer: The buffer, wherever it is; in no use that reads it.
-            values: 1-D, of its length.
-            accumulate: Whether to add; the buffer is on the host then.
+            values: 1-D, of its length; to a buffer on the host in its format, and they may be changed.
+            accumulate: Whether to add; the buffer is on the host then. The sum is made on the device, so that the host
+                neither waits nor computes.
 
         Returns:
             What to wait for before ``values`` are changed.
         """
-        up = buffer.device.type != "cpu"
-        device = buffer.device if up else values.device
-        stream = self.copy_stream(device, up=up)
+        if buffer.device.type == "cpu":
+            return self._write_down(buffer, values, accumulate=accumulate)
+        stream = self.copy_stream(buffer.device, up=True)
         self.fetch(buffer).wait()
-        target = buffer.tensor
-        if values.dtype != target.dtype:
-            is_locked = up and self.pins
-            values = torch.empty_like(values, dtype=target.dtype, pin_memory=is_locked).copy_(values)
-        landing = torch.empty_like(target, pin_memory=self.pins) if accumulate else target
+        if values.dtype != buffer.tensor.dtype:
+            values = torch.empty_like(values, dtype=buffer.tensor.dtype, pin_memory=self.pins).copy_(values)
         with stream.after_compute():
-            landing.copy_(values, non_blocking=True)
+            buffer.tensor.copy_(values, non_blocking=True)
             copied = stream.record()
-        if up:
-            self.note_arrival(buffer, copied)
-            self.release(buffer, changed=True)
+        self.note_arrival(buffer, copied)
+        self.release(buffer, changed=True)
+        return Pending(finish=None if copied is None else copied.synchronize, keep=values)
+
+    def _write_down(self, buffer: FlatBuffer, values: Tensor, *, accumulate: bool) -> Pending:
+        stream = self.copy_stream(values.device, up=False)
+        if self.moves:
+            self.fetch(buffer).wait()
+        with stream.after_compute():  # and after earlier copies into the buffer
+            if accumulate:
+                values.add_(buffer.tensor.to(values.device, non_blocking=True))
+            buffer.tensor.copy_(values, non_blocking=True)
+            copied = stream.record()
+        if not self.moves:
+            buffer.note_arrival(copied)
+            # The memory of `values` is used again by what is computed after the copy.
+            return Pending(finish=None if copied is None else copied.wait, keep=values)
 
         def finish() -> None:
             if copied is not None:
                 copied.synchronize()
-            if accumulate:
-                target.add_(landing)
-            if not up:
-                self.release(buffer, changed=True)
+            self.release(buffer, changed=True)
 
         return Pending(finish=finish, keep=values)
 

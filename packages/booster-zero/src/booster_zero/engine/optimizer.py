@@ -91,8 +91,8 @@ class ShardedOptimizer(OptimizerWrapper):
             ConfigError: If a parameter is not the model's, or is in a group already, or the group has settings by
                 which one parameter influences the update of another.
 
-        Collective: none, but every rank must add the same, between a step and the next backward. Under Gemini every
-        rank of the shard group, where a parameter that was not trained before gets a master.
+        Collective: every rank of the shard group, where parameters are in buckets already; else none. Every rank must
+        add the same, between a step and the next backward.
         """
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -274,6 +274,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 error = caught
             if engine.memory.moves:
                 engine.raise_together(error)
+        engine.hear()
         engine.send_buffers()
         for bucket in self.buckets():
             if engine.is_used(bucket) and bucket not in published:

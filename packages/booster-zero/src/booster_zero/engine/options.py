@@ -159,6 +159,7 @@ class ShardingOptions:
                 device=device,
                 step_device=step_device or device,
                 is_trained=is_trained,
+                is_listed=parameter in listed,
                 copies=(copies or {}).get(id(parameter), ()),
                 ranks=(ranks or {}).get(id(parameter)),
                 # Copies are laid out alike wherever they are, also where they are no embedding's.

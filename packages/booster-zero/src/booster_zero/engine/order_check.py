@@ -11,6 +11,7 @@ some.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _MEET, _FIRST_BUCKET = 0, 1
 _64_BITS = (1 << 64) - 1
+_PHASES = 12
+"""Forward passes, backward passes and steps in which ranks with accelerators announce each gather."""
 _MOST_KEPT = 10_000
 """Gathers of which numbers are kept between two steps; a digest compares all."""
 _SHOWN = 4
@@ -42,29 +45,48 @@ class OrderCheck:
         ranks: These ranks.
         names: Of the parameters, by number.
         remedy: What to do where the data chooses which modules run, for the error.
+        device: Where the ranks compute.
+        debug: Announce in all phases on accelerators, too.
 
     Attributes:
-        is_on: Whether it compares; the same on every rank.
+        is_on: Whether it announces; the same on every rank.
     """
 
-    def __init__(self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str) -> None:
+    def __init__(
+        self, ranks: ShardingRanks, names: Mapping[int, str], remedy: str, device: torch.device, *, debug: bool
+    ) -> None:
         self._ranks = ranks
         self._names = names
         self._digest = 0
         self._first: list[int] = []  # gathers since the last step, by the first parameter
         self._compared: list[int] = []
         self._remedy = remedy
+        self._device = device
+        self._phases_left = math.inf if debug or device.type == "cpu" else _PHASES  # gloo ends the process
         self.is_on = ranks.shard_size > 1
 
-    def meet(self, device: torch.device) -> None:
+    def end_phase(self) -> None:
+        """Announce that this rank's forward or backward is over.
+
+        Raises:
+            ConfigError: If another rank gathers a bucket instead.
+
+        Collective: as for `meet`.
+        """
+        self._phases_left -= 1
+        if self._phases_left < 0:
+            self.is_on = False
+        self.meet()
+
+    def meet(self) -> None:
         """Announce a call that every rank makes once in a step.
 
         Raises:
             ConfigError: If another rank gathers a bucket instead.
 
-        Collective: every rank of the shard group, where it compares; else none.
+        Collective: every rank of the shard group, where it announces; else none.
         """
-        self._compare(_MEET, device)
+        self._compare(_MEET)
 
     def gather(self, bucket: Bucket) -> None:
         """Announce the gather of a bucket.
@@ -78,7 +100,7 @@ class OrderCheck:
         self._digest = hash((self._digest, number))  # the same on every rank, as numbers' hashes are
         if len(self._first) < _MOST_KEPT:
             self._first.append(number)
-        self._compare(_FIRST_BUCKET + number, bucket.format.device)
+        self._compare(_FIRST_BUCKET + number)
 
     def flags(self) -> bytes:
         """Return a digest of the gathers since the last call, and its complement, at the place of this replica.
@@ -124,10 +146,10 @@ class OrderCheck:
     def _describe(self, number: int | None) -> str:
         return "none" if number is None else f"that of '{self._names[number]}'"
 
-    def _compare(self, number: int, device: torch.device) -> None:
+    def _compare(self, number: int) -> None:
         if not self.is_on:
             return
-        told = torch.tensor([number, -number], device=between_hosts(device, self._ranks.gathering))
+        told = torch.tensor([number, -number], device=between_hosts(self._device, self._ranks.gathering))
         collectives.all_reduce(told, dist.ReduceOp.MAX, self._ranks.gathering).wait()
         largest, smallest = told.tolist()
         if largest != -smallest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,44 +32,28 @@ class Outgoing:
     """
 
     def __init__(self, plan: BucketPlan, format: Format) -> None:  # noqa: A002 - the noun for it
-        self._plan = plan
         self._wire, self._device = format.wire, format.device
         self._padding: dict[int, Tensor] = {}  # the few elements between parameters
+        self._whole = _with_padding(plan.slots, plan.numel)
+        runs = [
+            list(run)
+            for is_small, group in itertools.groupby(plan.slots, lambda slot: slot.numel < _SMALL_NUMEL)
+            for run in ([group] if is_small else [[slot] for slot in group])
+        ]
+        ends = [plan.numel if run[-1] is plan.slots[-1] and len(runs) == 1 else 0 for run in runs]
+        self._runs = [(run[0].offset, _with_padding(run, end)) for run, end in zip(runs, ends, strict=True)]
 
     def parts(self, gradients: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the bucket's gradient in parts: large ones as they are, runs of small ones joined."""
-        parts: list[tuple[int, Tensor]] = []
-        run: list[Slot] = []
-        for slot in (*self._plan.slots, None):
-            if slot is not None and slot.numel < _SMALL_NUMEL:
-                run.append(slot)
-                continue
-            if run:
-                parts.append((run[0].offset, self.joined(run, gradients)))
-                run = []
-            if slot is not None:
-                part = gradients.get(slot.index)
-                parts.append((slot.offset, self._zeros(slot.numel) if part is None else part))
-        return parts
+        return [(offset, self._joined(run, gradients)) for offset, run in self._runs]
 
-    def joined(self, slots: Sequence[Slot], gradients: Mapping[int, Tensor]) -> Tensor:
-        """Return the gradients of neighbouring slots in one tensor; of all slots with the padding at the end.
+    def joined(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        """Return the gradient in one tensor."""
+        return self._joined(self._whole, gradients)
 
-        One call copies them all. What fills the whole tensor is returned as it is.
-        """
-        at = slots[0].offset
-        end = slots[-1].offset + slots[-1].numel
-        if len(slots) == len(self._plan.slots):
-            end = self._plan.numel
-        pieces: list[Tensor] = []
-        for slot in slots:
-            if slot.offset > at:
-                pieces.append(self._zeros(slot.offset - at))
-            gradient = gradients.get(slot.index)
-            pieces.append(self._zeros(slot.numel) if gradient is None else gradient)
-            at = slot.offset + slot.numel
-        if end > at:
-            pieces.append(self._zeros(end - at))
+    def _joined(self, run: Sequence[tuple[int, int]], gradients: Mapping[int, Tensor]) -> Tensor:
+        """Return neighbouring gradients and the padding between them in one tensor, which one call copies."""
+        pieces = [gradients[index] if index in gradients else self._zeros(numel) for index, numel in run]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _zeros(self, numel: int) -> Tensor:
@@ -78,3 +63,14 @@ class Outgoing:
             if numel < ALIGNMENT:
                 self._padding[numel] = kept
         return kept
+
+
+def _with_padding(slots: Sequence[Slot], end: int) -> list[tuple[int, int]]:
+    """Return numbers and sizes of neighbouring parameters, and -1 and the size for what is between them and the end."""
+    found, at = [], slots[0].offset
+    for slot in slots:
+        if slot.offset > at:
+            found.append((-1, slot.offset - at))
+        found.append((slot.index, slot.numel))
+        at = slot.offset + slot.numel
+    return [*found, (-1, end - at)] if end > at else found

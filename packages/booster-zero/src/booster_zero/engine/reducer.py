@@ -30,6 +30,7 @@ from booster_core.precision import NARROW
 from booster_runtime.sharding import watch_gradient_hooks
 from booster_zero.engine.rounds import Filling, Round, Underway
 from booster_zero.engine.stand_ins import ShardedGradient, StandIns, assigned_error, holds_values
+from booster_zero.engine.states import RoundState, check_transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -82,16 +83,13 @@ class Reducer:
         self.unused_somewhere: set[int] = set()
         self.unused_anywhere: set[int] = set()
         self.num_rounds = 0
-        self.is_recording = True
         self._agree_on_record = agree_on_record
         self._names = names
         self._overlap = overlap
         self._place: dict[int, tuple[Bucket, Slot, nn.Parameter]] = {}
         self._round = Round()
         self.underway = Underway(self.buckets)
-        self._is_open = False
-        self._is_guarded = False
-        self._is_interrupted = False
+        self._state = RoundState.IDLE
         self._end_of_direct: Callable[[], object] = _nothing
         self._has_local = False
         self._local: dict[int, Tensor] = {}
@@ -117,6 +115,7 @@ class Reducer:
         self.underway.set_buckets(self.buckets)
         self._stand_ins.forget_pieces()
         self._with_pieces = set()
+        self._named = [(self._names[index], parameter) for index, (_, _, parameter) in self._place.items()]
         self._unhooked = {
             index: parameter for index, (_, _, parameter) in self._place.items() if index not in self._hooks
         }
@@ -133,7 +132,8 @@ class Reducer:
     def before_forward(self) -> None:
         """Put hooks on what has been unfrozen, and watch those of the script, before a forward."""
         self.watch()
-        watch_gradient_hooks((self._names[index], parameter) for index, (_, _, parameter) in self._place.items())
+        with DisableTorchFunctionSubclass():
+            watch_gradient_hooks(self._named, num_own=1)
 
     # ---- rounds
 
@@ -155,14 +155,13 @@ class Reducer:
         self.hide_stand_ins()
         if not self.is_paused:
             self._begin()
-        self._is_guarded = True
         try:
             yield
         except BaseException:
-            self._is_interrupted = self._is_open
+            if self._state is RoundState.OPEN:
+                self._become(RoundState.BROKEN)
             raise
         finally:
-            self._is_guarded = False
             self.show_stand_ins()
         if self.is_paused:
             self._has_local = True
@@ -186,7 +185,7 @@ class Reducer:
         """
         self._finish_interrupted()
         self._take_dropped()
-        if self._has_local and not self._is_open:
+        if self._has_local:
             self._begin()
         self.finish()
 
@@ -229,14 +228,16 @@ class Reducer:
             self.underway.wait_until(0)
         if buckets is None:
             buckets = self.buckets
-            self._is_open = self._has_local = False
+            if self._state is not RoundState.IDLE:
+                self._become(RoundState.IDLE)
+            self._has_local = False
             self._late.clear()
             self._round = Round()
         cleared = {slot.index for bucket in buckets for slot in bucket.plan.slots}
         self.used -= cleared
         self._with_pieces -= cleared
-        for index in self._local.keys() & cleared:
-            del self._local[index]
+        if self._local:
+            self._local = {index: each for index, each in self._local.items() if index not in cleared}
         self._stand_ins.clear(cleared)
         with DisableTorchFunctionSubclass():
             for bucket in buckets:
@@ -278,11 +279,20 @@ class Reducer:
         self._with_pieces.discard(index)
         self.dropped.add(index)
 
-    def _begin(self) -> None:
-        if self._is_open:
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is the first round, of which ranks remember what it shows."""
+        return not self.num_rounds
+
+    def _become(self, state: RoundState) -> None:
+        check_transition(self._state, state)
+        self._state = state
+
+    def _begin(self, state: RoundState = RoundState.OPEN) -> None:
+        if self._state is not RoundState.IDLE:
             return
         self.watch()
-        self._is_open = True
+        self._become(state)
         waiting = self._buckets_of(self.repeated)
         with DisableTorchFunctionSubclass():
             # What was frozen since may have a gradient of the pause, which no bucket is complete without.
@@ -314,57 +324,60 @@ class Reducer:
 
         Collective: every rank of the shard group; none where no round is open.
         """
-        if not self._is_open:
+        if self._state is RoundState.IDLE:
             return
         self._start_rest()
-        self._is_open = False
+        self._become(RoundState.IDLE)
         self.num_rounds += 1
-        if self.is_recording:
+        if self.num_rounds == 1:
             self._end_recording()
 
     def _end_recording(self) -> None:
         """Let the ranks agree on what the first round has shown."""
-        self.is_recording = False
         self.repeated = self._agree_on_record(self.order, self._late)
         if self.repeated:  # what came after its bucket had left
             self._late.clear()
             self._begin()
             self._start_rest()
-            self._is_open = False
+            self._become(RoundState.IDLE)
 
     @torch.no_grad()
     def _start_rest(self) -> None:
+        with DisableTorchFunctionSubclass():
+            self._take_rest()
+        self.underway.wait_until(0)
+        self.underway.give_back()
+
+    def _take_rest(self) -> None:
         for bucket, filling in self._round.take_rest():
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
                 if slot.index in self._local or holds_values(parameter.grad):
                     self._take(bucket, filling, slot, parameter)
             self._start(bucket, filling)
-        self.underway.wait_until(0)
-        self.underway.give_back()
 
     # ---- gradients
 
+    # Backward calls these four for each parameter, so they call little.
+
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
-        """Take the gradient that backward has just accumulated in a parameter. Gradients are disabled."""
+        """Take the gradient that backward has just accumulated in a parameter; without gradients and subclasses."""
+        if not parameter.requires_grad:
+            return  # what was frozen after forward gets no gradient
         bucket, slot, _ = self._place[index]
         if self.is_paused:
-            self._has_local = True
-            if bucket.adds_at_once:
-                self._add(bucket, slot, parameter)
-            elif bucket.format.working in NARROW or self._stand_ins.has(index):
-                self._keep(slot, parameter)
+            self._keep(bucket, slot, parameter)
             return
-        if not self._is_guarded and self._end_of_direct() is None:
+        if self._state is not RoundState.OPEN and self._end_of_direct() is None:
             self._begin_direct(parameter)
-        filling = self._round.fillings.get(bucket)
-        if filling is None:
-            filling = Filling(len(bucket.parameters), bucket in self._buckets_of(self.repeated))
-            self._round.add(bucket, filling)
+        fillings = self._round.fillings
+        if bucket not in fillings:
+            self._round.add(bucket, Filling(len(bucket.parameters), bucket in self._buckets_of(self.repeated)))
+        filling = fillings[bucket]
         if filling.is_started:
             self._come_late(index)
             return
         is_new = index not in filling.taken
-        if self.is_recording and is_new:
+        if is_new and not self.num_rounds:
             self.order.append(index)
         self._take(bucket, filling, slot, parameter)
         if is_new:
@@ -374,7 +387,7 @@ class Reducer:
 
     def leave_out(self, indices: Iterable[int]) -> None:
         """Await no gradient of these parameters in this round: backward has passed all their uses."""
-        if self._is_open:
+        if self._state is not RoundState.IDLE:
             for index in indices:
                 bucket, _, parameter = self._place[index]
                 filling = self._round.fillings.get(bucket)
@@ -390,17 +403,15 @@ class Reducer:
         """
         gradient, parameter.grad = parameter.grad, None  # which is none of an earlier round
         self._finish_interrupted()
-        self._begin()
+        self._begin(RoundState.DIRECT)
         parameter.grad = gradient
         end = functools.partial(self._end_direct)
         # Autograd keeps it until backward has ended, also where that raises and nothing is called.
         self._end_of_direct = weakref.ref(end)
-        self._is_interrupted = True
         torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001 - as DDP and FSDP do
 
     def _end_direct(self) -> None:
         self._end_of_direct = _nothing
-        self._is_interrupted = False
         self.finish()
         self._show_pieces(self.used)
 
@@ -409,8 +420,8 @@ class Reducer:
 
         Collective: every rank of the shard group, where there is such a round; else none.
         """
-        if self._is_interrupted and self._end_of_direct() is None:
-            self._is_interrupted = False
+        raised = self._state is RoundState.DIRECT and self._end_of_direct() is None
+        if raised or self._state is RoundState.BROKEN:
             self.finish()
 
     def _come_late(self, index: int) -> None:
@@ -424,10 +435,16 @@ class Reducer:
         )
         raise GradientError(msg)
 
-    def _keep(self, slot: Slot, parameter: nn.Parameter) -> None:
-        """Add a gradient that is not reduced yet to those of earlier backward passes, in fp32 at least."""
+    def _keep(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
+        """Add the gradient of a pause to those before; where it is wide, autograd does that in ``parameter.grad``."""
+        self._has_local = True
+        if not bucket.adds_at_once and bucket.format.working not in NARROW and not self._stand_ins.has(slot.index):
+            return
         gradient = self._gradient_of(slot, parameter)
         assert gradient is not None, "asked for a gradient that is not there"
+        if bucket.adds_at_once:
+            bucket.add_gradient(slot.index, gradient)
+            return
         before = self._local.get(slot.index)
         self._local[slot.index] = gradient if before is None else _sum(before, gradient)
 
@@ -443,25 +460,20 @@ class Reducer:
         if kept is not None:
             gradient = kept if gradient is None else _sum(kept, gradient)
         assert gradient is not None, "asked for a gradient that is not there"
-        flat = gradient.to(bucket.format.wire).reshape(-1)
-        before = filling.gradients.get(slot.index)
-        filling.gradients[slot.index] = flat if before is None else before + flat
-
-    def _add(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
-        """Add a parameter's gradient to the bucket's."""
-        gradient = self._gradient_of(slot, parameter)
-        assert gradient is not None, "asked for a gradient that is not there"
-        bucket.add_gradient(slot.index, gradient)
+        if gradient.dtype is not bucket.format.wire:
+            gradient = gradient.to(bucket.format.wire)
+        flat = gradient.reshape(-1)
+        gradients, index = filling.gradients, slot.index
+        gradients[index] = gradients[index] + flat if index in gradients else flat
 
     def _gradient_of(self, slot: Slot, parameter: nn.Parameter) -> Tensor | None:
-        """Return what backward has accumulated in a parameter, and show its stand-in instead."""
-        with DisableTorchFunctionSubclass():
-            gradient = parameter.grad
-            if type(gradient) is ShardedGradient:  # in a backward that a script called itself
-                gradient = gradient.take_added()
-                self._stand_ins.show(slot.index, parameter)
-            elif self._stand_ins.show(slot.index, parameter):
-                self._drop(slot.index)  # a script did, before this backward
+        """Return what backward has accumulated in a parameter, and show its stand-in instead; without subclasses."""
+        gradient = parameter.grad
+        if type(gradient) is ShardedGradient:  # in a backward that a script called itself
+            gradient = gradient.take_added()
+            self._stand_ins.show(slot.index, parameter)
+        elif self._stand_ins.show(slot.index, parameter):
+            self._drop(slot.index)  # a script did, before this backward
         self.used.add(slot.index)
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
@@ -480,15 +492,14 @@ class Reducer:
 def _hook(reducer: weakref.ref[Reducer], index: int, parameter: nn.Parameter) -> Any:
     def take(parameter: nn.Parameter) -> None:
         owner = reducer()
+        if owner is None:
+            return
         with DisableTorchFunctionSubclass():
-            is_trained = parameter.requires_grad  # what was frozen after forward gets no gradient
-        if owner is None or not is_trained:
-            return
-        if not torch.is_grad_enabled():  # which is quicker to ask than to change
-            owner.on_gradient(index, parameter)
-            return
-        with torch.no_grad():  # backward with ``create_graph=True``
-            owner.on_gradient(index, parameter)
+            if not torch.is_grad_enabled():  # which is quicker to ask than to change
+                owner.on_gradient(index, parameter)
+                return
+            with torch.no_grad():  # backward with ``create_graph=True``
+                owner.on_gradient(index, parameter)
 
     return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

@@ -142,10 +142,9 @@ class StandIns:
     def show(self, index: int, parameter: nn.Parameter) -> bool:
         """Let a parameter's gradient be its stand-in, and return whether it was given that before."""
         was_shown = index in self._shown
-        made = self._made.get(index)
-        if made is None:
-            made = self._made[index] = ShardedGradient(parameter, self._names[index], self._zeroing(index))
-        parameter.grad = made
+        if index not in self._made:
+            self._made[index] = ShardedGradient(parameter, self._names[index], self._zeroing(index))
+        parameter.grad = self._made[index]
         self._shown[index] = parameter
         return was_shown
 
@@ -219,12 +218,11 @@ class StandIns:
             del self._shown[index]
         return dropped, bool(dropped) and not self._shown
 
-    def clear(self, indices: Iterable[int]) -> None:
+    def clear(self, indices: AbstractSet[int]) -> None:
         """Count the stand-ins of some parameters as not shown; whoever calls this sets the gradients."""
-        for index in indices:
-            self._shown.pop(index, None)
-            self._hidden.pop(index, None)
-            self._shown_pieces.pop(index, None)
+        self._shown = {index: each for index, each in self._shown.items() if index not in indices}
+        self._hidden = {index: each for index, each in self._hidden.items() if index not in indices}
+        self._shown_pieces = {index: each for index, each in self._shown_pieces.items() if index not in indices}
 
     def _zeroing(self, index: int) -> Callable[[], None]:
         method = self._zero  # weak: a parameter must not keep alive what it belongs to

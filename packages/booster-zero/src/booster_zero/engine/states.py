@@ -1,4 +1,4 @@
-"""How long a bucket keeps its whole values, and the two lives of a bucket: of its values, and of its gradient."""
+"""How long a bucket keeps its whole values, and the states of those, of its gradient, and of a round of reductions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+class _State(enum.Enum):
+    """A state. Looking it up in a table calls no Python, which the hash of an `enum.Enum` is."""
+
+    __hash__ = object.__hash__
 
 
 class Keep(enum.Enum):
@@ -20,7 +26,7 @@ class Keep(enum.Enum):
     """ZeRO stage 3: gathered before each use, released after it."""
 
 
-class WholeState(enum.Enum):
+class WholeState(_State):
     """What a rank has of a bucket's whole values."""
 
     SHARDED = "sharded"
@@ -39,7 +45,7 @@ TRANSITIONS: dict[WholeState, frozenset[WholeState]] = {
 """Where each state may lead. A gather that failed leads back to the beginning."""
 
 
-class GradientState(enum.Enum):
+class GradientState(_State):
     """What a rank has of its part of a bucket's gradient."""
 
     NONE = "none"
@@ -61,15 +67,39 @@ GRADIENT_TRANSITIONS: dict[GradientState, frozenset[GradientState]] = {
 """Where each state of a gradient may lead. A reduction that failed leads to none."""
 
 
-def check_transition(before: WholeState | GradientState, after: WholeState | GradientState) -> None:
-    """Check that a bucket, or its gradient, may go from one state to another.
+class RoundState(_State):
+    """How far the backward has come whose gradients are being reduced."""
+
+    IDLE = "idle"
+    """None runs, and none has left reductions that other ranks wait for."""
+    OPEN = "open"
+    """One runs that `Reducer.guarded` has begun, or has ended without waiting for its reductions."""
+    DIRECT = "direct"
+    """One runs that the script has called itself; if it raises, nobody tells."""
+    BROKEN = "broken"
+    """One has raised: its reductions are finished before anything else."""
+
+
+ROUND_TRANSITIONS: dict[RoundState, frozenset[RoundState]] = {
+    RoundState.IDLE: frozenset({RoundState.OPEN, RoundState.DIRECT}),
+    RoundState.OPEN: frozenset({RoundState.IDLE, RoundState.BROKEN}),
+    RoundState.DIRECT: frozenset({RoundState.IDLE}),
+    RoundState.BROKEN: frozenset({RoundState.IDLE}),
+}
+"""Where each state of a round may lead."""
+
+_TABLE: Mapping[Any, frozenset[Any]] = {**TRANSITIONS, **GRADIENT_TRANSITIONS, **ROUND_TRANSITIONS}
+
+
+def check_transition(before: _State, after: _State) -> None:
+    """Check that a bucket, its gradient, or a round may go from one state to another.
 
     Raises:
         RuntimeError: If the tables have no such transition, which is an error in this package.
     """
-    table: Mapping[Any, frozenset[Any]] = TRANSITIONS if isinstance(before, WholeState) else GRADIENT_TRANSITIONS
-    if after not in table[before]:
-        allowed = ", ".join(sorted(state.value for state in table[before]))
-        what = "bucket" if isinstance(before, WholeState) else "gradient"
-        msg = f"A {what} that is {before.value} can't become {after.value}; it can become {allowed}."
+    allowed = _TABLE[before]
+    if after not in allowed:
+        told = ", ".join(sorted(state.value for state in allowed))
+        what = type(before).__name__.removesuffix("State").lower()
+        msg = f"A {what} that is {before.value} can't become {after.value}; it can become {told}."
         raise RuntimeError(msg)

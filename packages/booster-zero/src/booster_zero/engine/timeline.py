@@ -7,6 +7,7 @@ next bucket that fits.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Timeline:
     def upcoming(self, most: int) -> list[int]:
         """Return the buckets that are expected next, each once, at most so many."""
         found: list[int] = []
-        for bucket in self._expected[self._cursor :]:
+        for bucket in itertools.islice(self._expected, self._cursor, None):
             if len(found) == most:
                 break
             if bucket not in found:

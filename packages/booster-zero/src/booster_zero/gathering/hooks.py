@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -74,65 +75,6 @@ class _Frame:
         self.is_outermost = False
 
 
-class _Shown:
-    """Whether all parameters are here already, while a forward runs, so that calls of modules gather nothing.
-
-    Attributes:
-        are_all: Whether they are. The compiler reads it, too.
-        by: The module whose forward is the outermost.
-        num_inner: How many calls of it run inside of that.
-    """
-
-    __slots__ = ("are_all", "by", "num_inner")
-
-    def __init__(self) -> None:
-        self.are_all = False
-        self.by: nn.Module | None = None
-        self.num_inner = 0
-
-    def begin(self, module: nn.Module) -> None:
-        """Note that all are here until the forward of this module has ended."""
-        self.are_all, self.by, self.num_inner = True, module, 0
-
-    def note_call(self, module: nn.Module) -> None:
-        """Note a call of a module, which may be the outermost one again."""
-        if module is self.by:
-            self.num_inner += 1
-
-    def ends(self, module: nn.Module) -> bool:
-        """Return whether the outermost forward ends with this call of a module."""
-        if module is not self.by or not self.num_inner:
-            return module is self.by
-        self.num_inner -= 1
-        return False
-
-    def end(self) -> None:
-        """Note that it has ended."""
-        self.are_all, self.by = False, None
-
-
-class _Own:
-    """A module's own parameters, and the buckets that hold them as they are laid out now.
-
-    Args:
-        gatherer: Gathers the buckets.
-        indices: The parameters, by number.
-    """
-
-    def __init__(self, gatherer: Gatherer, indices: list[int]) -> None:
-        self.indices = indices
-        self._gatherer = gatherer
-        self._buckets: list[Bucket] = []
-        self._layout = -1
-
-    def buckets(self) -> list[Bucket]:
-        """Return the buckets, each once, in a list of its own."""
-        if self._layout != self._gatherer.layout.version:
-            self._layout = self._gatherer.layout.version
-            self._buckets = list(dict.fromkeys(map(self._gatherer.layout.bucket_of, self.indices)))
-        return [*self._buckets]
-
-
 class ParameterHooks:
     """Fetches parameters for a model's modules.
 
@@ -160,33 +102,29 @@ class ParameterHooks:
         self._gatherer = gatherer
         self._before_forward, self._after_forward = before_forward, after_forward
         self._frames: list[_Frame] = []
-        self._shown = _Shown()
         self._saved_uses = SavedUses(gatherer)
         # Autograd may keep a parameter itself. Backward must not find it without values where that isn't seen.
         self._covers_all = not all(sees_all_uses(bucket.format.device) for bucket in gatherer.layout.buckets)
-        # Where one rank has everything, and leaves it in place, what autograd keeps of it takes no memory.
-        self._saves = self._covers_all or gatherer.ranks.shard_size > 1 or gatherer.memory.moves
         first_id = next_id = RemovableHandle.next_id
         for name, module in model.named_modules():
             RemovableHandle.next_id = first_id  # the compiler compiles again for modules whose hooks have other numbers
             used = with_model if module is model and with_model else module.parameters(recurse=False)
-            own = _Own(gatherer, [gatherer.layout.index_of[id(parameter)] for parameter in used])
+            own = tuple(gatherer.layout.index_of[id(parameter)] for parameter in used)
             inside = [gatherer.layout.index_of[id(parameter)] for parameter in leaves.get(module, ())]
             leaf = LeafUse(gatherer, inside, on_passed) if inside else None
-            if own.indices or any(True for _ in module.parameters()):
+            if own or any(True for _ in module.parameters()):
                 self._hook(module, own, name or type(model).__name__, leaf)
             next_id = max(next_id, RemovableHandle.next_id)
         RemovableHandle.next_id = next_id  # whoever registers the next hook must not replace one of these
 
-    def _hook(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None) -> None:
+    def _hook(self, module: nn.Module, own: tuple[int, ...], name: str, leaf: LeafUse | None) -> None:
         hooks = weakref.ref(self)  # a module must not keep alive what belongs to another run
         hooked = weakref.ref(module)
-        shown = self._shown if leaf is None else _Shown()  # a leaf is told of its calls in any case
 
-        def enter(module: nn.Module, shows_all: bool) -> None:  # noqa: FBT001 - called for each module
+        def enter(module: nn.Module) -> None:
             owner = hooks()
             if owner is not None and module is hooked():  # copies share functions
-                owner.enter(module, own, name, leaf, shows_all=shows_all)
+                owner.enter(module, own, name, leaf)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
             owner = hooks()
@@ -196,56 +134,42 @@ class ParameterHooks:
 
         # The compiler leaves these calls as they are. Asking for that at each call takes longer than most of them.
         def before(module: nn.Module, _: Any) -> None:
-            is_compiling = torch.compiler.is_compiling()
-            if not shown.are_all:
-                (uncompiled_enter if is_compiling else enter)(module, not is_compiling)
-            elif not is_compiling:
-                shown.note_call(module)
+            (uncompiled_enter if is_dynamo_compiling() else enter)(module)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            is_compiling = torch.compiler.is_compiling()
-            if shown.are_all and (is_compiling or not shown.ends(module)):
-                return None
-            return (uncompiled_leave if is_compiling else leave)(module, (args, kwargs), output)
+            return (uncompiled_leave if is_dynamo_compiling() else leave)(module, (args, kwargs), output)
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     # ---- modules
 
-    def enter(self, module: nn.Module, own: _Own, name: str, leaf: LeafUse | None, *, shows_all: bool = False) -> None:
+    def enter(self, module: nn.Module, own: tuple[int, ...], name: str, leaf: LeafUse | None) -> None:
         """Fetch a module's own parameters before its forward, and those of a leaf.
 
         Args:
             module: The module.
-            own: Its parameters.
+            own: The numbers of its parameters.
             name: Its name.
             leaf: What it gathers as one, if anything.
-            shows_all: Whether the modules inside of it may be called without this, where one rank has all values.
         """
         gatherer, frames = self._gatherer, self._frames
         frame = _Frame(module, leaf, [])
         if not frames and is_in_backward():
             gatherer.end_with_backward()
-            if gatherer.keeps_all:
-                gatherer.use_all()
         elif not frames:
             self._before_forward()
             gatherer.begin(("forward", module.training, torch.is_grad_enabled(), id(module)))
             frame.is_outermost = True
-        if not frames and gatherer.keeps_all and shows_all:
-            self._shown.begin(module)
         frames.append(frame)
         gatherer.use_in_forward = self._use
-        if own.indices:
+        if own:
             gatherer.memory.moment(name)
-            gatherer.note_first_use(own.indices)
-            for bucket in own.buckets():
+            for bucket in gatherer.layout.buckets_of(own):
                 self._pin(frame, bucket)
-        if self._saves and (own.indices or (frame.is_outermost and self._covers_all)):
+        if own or (frame.is_outermost and self._covers_all):
             frame.saves = self._saved_uses.push()
         if leaf is not None:
-            gatherer.note_first_use(leaf.indices)
             gatherer.hold(frame, leaf.buckets())
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -266,7 +190,6 @@ class ParameterHooks:
             frame.leaf.expect_backward(inputs, output)
         if self._frames:
             return None
-        self._shown.end()
         kept = self._kept(output) if frame.is_outermost else None
         self._gatherer.use_in_forward = None
         if frame.is_outermost:
@@ -298,11 +221,9 @@ class ParameterHooks:
     def _use(self, index: int) -> AbstractContextManager[None] | None:
         """Gather for a use outside of the parameter's own module."""
         frame = self._frames[-1]
-        self._gatherer.note_first_use([index])
-        self._pin(
-            frame, self._gatherer.layout.bucket_of(index)
-        )  # until the running forward ends: it may go on with views
-        is_free = not self._saves or not torch.is_grad_enabled() or self._saved_uses.is_on()
+        # Until the running forward ends: it may go on with views.
+        self._pin(frame, self._gatherer.layout.bucket_of(index))
+        is_free = not torch.is_grad_enabled() or self._saved_uses.is_on()
         return None if is_free else self._saving()
 
     @contextlib.contextmanager

@@ -39,13 +39,13 @@ class LeafUse:
         on_passed: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._gatherer = gatherer
-        self.indices = list(indices)
+        self.indices = tuple(indices)
         self._on_passed = on_passed
         self._expected: weakref.WeakSet[_Use] = weakref.WeakSet()  # a graph that is dropped takes its use along
 
     def buckets(self) -> list[Bucket]:
         """Return the leaf's buckets as they are laid out now."""
-        return list(dict.fromkeys(self._gatherer.layout.bucket_of(index) for index in self.indices))
+        return self._gatherer.layout.buckets_of(self.indices)
 
     def expect_backward(self, inputs: Any, outputs: Any) -> None:
         """Gather the buckets once backward has reached an output, until it has left by all inputs.

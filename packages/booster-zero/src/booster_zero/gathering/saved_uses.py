@@ -51,7 +51,7 @@ class SavedUses(SavedTensorHooks):
         if bucket is None:
             return None
         itemsize, offset_bytes = bucket.format.working.itemsize, tensor.storage_offset() * tensor.itemsize
-        position = bisect_right(bucket.plan.slots, offset_bytes // itemsize, key=lambda slot: slot.offset) - 1
+        position = bisect_right(bucket.offsets, offset_bytes // itemsize) - 1
         slot = bucket.plan.slots[position]
         return _Note(
             slot.index,

@@ -1,0 +1,23 @@
+"""What this package uses of torch beyond its public interface, checked when it is imported."""
+
+from __future__ import annotations
+
+from booster_runtime.torch_private import check_names
+
+NAMES = (
+    "Tensor._make_wrapper_subclass",
+    "Tensor._version",
+    "_C._DisableFuncTorch",
+    "_C._current_graph_task_id",
+    "_C._storage_Use_Count",
+    "_compile._disable_dynamo",
+    "_conj",
+    "_foreach_mul_",
+    "_foreach_zero_",
+    "_neg_view",
+    "autograd.Variable._execution_engine.queue_callback",
+    "utils._python_dispatch._disable_current_modes",
+    "utils._pytree",
+)
+
+check_names("booster-zero", NAMES)
