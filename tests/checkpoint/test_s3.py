@@ -392,45 +392,6 @@ def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):
     assert s3.bytes_read() <= 16 * MIB + 4 * (64 << 10)
 
 
-# ---- ranks that hold the same tensors
-
-
-def save_replicated(url, root):
-    EngineCalls().save_model(large_adapter("replicated", 4), url)
-    run = Run()
-    run.train(1)
-    run.save(root)
-
-
-def load_replicated(url, num_threads, dtype):
-    def replicated(dtype, **options):
-        c = DistCoordinator()
-        tensors = [(f"t{index}", (2048, 1024), dtype) for index in range(4)]
-        adapter = SyntheticAdapter(tensors, "replicated", c.rank, c.world_size, states=(), **options)
-        adapter.extra = {}
-        return adapter
-
-    wanted, fresh = replicated(torch.float32), replicated(dtype, is_filled=False)
-    EngineCalls(bucket_bytes=16 * MIB).load_model(fresh, url, num_threads=num_threads)
-    expected = {shard.key: shard.data for shard in wanted.model_shards()}
-    return [shard.key for shard in fresh.model_shards() if not torch.equal(shard.data, expected[shard.key].to(dtype))]
-
-
-@pytest.mark.slow  # counts requests; that of masters is below
-def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
-    """32 MiB, on two and three ranks; then a training state of a run with replicas."""
-    url, root = f"{BUCKET}/replicated.safetensors", f"{BUCKET}/replicated"
-    run_on_s3(s3, 2, save_replicated, url, root)
-    for world_size, num_threads, dtype in ((2, 1, torch.float32), (3, 2, torch.bfloat16)):
-        s3.requests.clear()
-        assert run_on_s3(s3, world_size, load_replicated, url, num_threads, dtype) == [[]] * world_size
-        assert 32 * MIB <= s3.bytes_read() <= 1.1 * 32 * MIB
-    s3.faults = [Fault("GET", "/replicated.safetensors", "500", 10**6)]
-    expect_on_s3(s3, CheckpointError, "could not be read", load_replicated, url, 1, torch.float32)
-    s3.faults = []
-    assert run_on_s3(s3, 2, load_step, root) == [1, 1]
-
-
 class WithMasters(ReplicatedStateAdapter):
     """Reads the values of a bf16 model into fp32 masters as well, as strategies do that keep them."""
 
