@@ -27,9 +27,6 @@ RUNS = {
     "tp4": ("hybrid", {"tp_size": 4}, 4),
     "tp2pp2": ("hybrid", {"tp_size": 2, "pp_size": 2}, 4),
     "tp2dp2zero1": ("hybrid", {"tp_size": 2, "zero_stage": 1}, 4),
-    "zero2 x2": ("zero", {"stage": 2, "bucket_bytes": 1024}, 2),
-    "gemini x2": ("gemini", {"min_chunk_bytes": 2**12}, 2),
-    "fsdp x2": ("fsdp", {}, 2),
 }
 ADAPTERS = {
     "r": 4,
@@ -87,10 +84,9 @@ def load(run, folder, adapters, precision=None):
     return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
-PAIRS = [("tp4", other) for other in RUNS] + [(other, "tp4") for other in RUNS if other != "tp4"]
-PAIRS += [("tp3", "tp2pp2"), ("tp2pp2", "tp3"), ("tp3", "zero2 x2"), ("tp2dp2zero1", "tp3")]
-DEFAULT = {(False, "tp4", "alone"), (False, "alone", "tp4"), (False, "tp3", "tp2pp2"), (True, "tp4", "zero2 x2")}
-DEFAULT |= {(True, "tp2pp2", "tp4")}
+PAIRS = [pair for run in RUNS if run != "alone" for pair in ((run, "alone"), ("alone", run))]
+DEFAULT = {(False, "tp4", "alone"), (False, "alone", "tp4"), (False, "alone", "tp3"), (True, "tp4", "alone")}
+DEFAULT |= {(True, "tp2pp2", "alone")}
 
 
 def cases():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from booster_checkpoint.save.fragments import DeviceCopies, host_buffer
 from booster_checkpoint.session import timed
 from booster_checkpoint.storage.stored_file import ReadAhead, StoredFile
 from booster_core.ranks import digest
@@ -189,10 +191,11 @@ class ShardReader:
         num_threads: int = 1,
     ) -> None:
         self._source = source
-        self._stage_bytes = max(bucket_bytes // num_threads, 16)
+        self._stage_bytes = max(bucket_bytes // (2 * num_threads), 16)
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, "checkpoint reader") if num_threads > 1 else None
-        self._stages: list[torch.Tensor] = []
+        self._stages: deque[tuple[torch.Tensor, DeviceCopies]] = deque()
+        self._unused = itertools.repeat(None, 2 * num_threads)
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +205,9 @@ class ShardReader:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        self._stages = []
+        for _, copies in self._stages:
+            copies.wait()
+        self._stages.clear()
 
     def fill(self, shard: TensorShard, key: str) -> None:
         """Read a shard's values from the checkpoint's tensor ``key``, which has the shard's global shape."""
@@ -247,12 +252,14 @@ class ShardReader:
         self._source.read(key, part.box, data.view(-1)[part.start : part.start + part.numel])
 
     def _fill_through_stage(self, key: str, meta: TensorMeta, data: torch.Tensor, part: Region) -> None:
-        try:
-            stage = self._stages.pop()  # list.pop is atomic: each thread takes a stage of its own
-        except IndexError:
-            stage = torch.empty(self._stage_bytes, dtype=torch.uint8)
+        if next(self._unused, self) is None:  # two for each thread: one is copied from while the other is filled
+            stage, copies = host_buffer(self._stage_bytes, data.device), DeviceCopies()
+        else:
+            stage, copies = self._stages.popleft()  # no other thread gets it
+            copies.wait()
         values = stage[: part.numel * meta.dtype.itemsize].view(meta.dtype)
         self._source.read(key, part.box, values)
         with torch.no_grad():
-            unpack(values, data, part.start, part.start + part.numel)
-        self._stages.append(stage)
+            unpack(values, data, part.start, part.start + part.numel, non_blocking=True)
+        copies.note(data)
+        self._stages.append((stage, copies.begun()))

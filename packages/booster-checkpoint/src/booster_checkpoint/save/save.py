@@ -314,6 +314,7 @@ class _CopiedValues:
     def __init__(self, values: _OwnedValues, buffers: SnapshotBuffers) -> None:
         self._facts = list[tuple[list[Any], OwnedTensors]]()
         self._fragments = list[Fragment]()
+        self._buffers = buffers
         self._failure: Exception | None = None
         try:
             self._facts = values.facts()
@@ -328,5 +329,6 @@ class _CopiedValues:
         return self._facts
 
     def fragments(self) -> Iterable[Fragment]:
-        """Return the copies."""
+        """Return the copies, when they have ended."""
+        self._buffers.wait()
         return self._fragments
