@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from booster_checkpoint.files.frame import TensorSpec
 from booster_checkpoint.files.names import MODEL, OPTIMIZER, FileNames
+from booster_checkpoint.files.tensor_file import TensorSpec
 from booster_checkpoint.load.source import open_source
 from booster_checkpoint.save.plan import PlannedFile, split_into_files
 from booster_core.errors import CheckpointError

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.storage import Location
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"

@@ -19,9 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from booster_checkpoint.files.frame import FileFrame
 from booster_checkpoint.files.names import SAFETENSORS
-from booster_checkpoint.files.tensor_file import TensorFile
+from booster_checkpoint.files.tensor_file import FileFrame, TensorFile
 from booster_checkpoint.storage import LocalLocation
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, slices_of, tensor_references
@@ -29,7 +28,7 @@ from booster_core.state import TensorMeta, box_shape, decode_json, encode_json, 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.storage import OpenFile
     from booster_core.state import Box
 

@@ -29,8 +29,8 @@ from booster_checkpoint.files.names import (
     mark_of,
     read_index,
 )
-from booster_checkpoint.files.opening import open_tensor_file
 from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
+from booster_checkpoint.files.safetensors_file import open_tensor_file
 from booster_checkpoint.files.tensor_file import read_whole
 from booster_checkpoint.storage import Location, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten

@@ -26,8 +26,15 @@ from typing_extensions import override
 
 from booster_checkpoint.run.lease import LEASE
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
-from booster_checkpoint.storage.location import LocalLocation, Location, StoredLocation, locate, sync_folder
-from booster_checkpoint.storage.temporary import temporary_name, temporary_pattern
+from booster_checkpoint.storage.location import (
+    LocalLocation,
+    Location,
+    StoredLocation,
+    locate,
+    sync_folder,
+    temporary_name,
+    temporary_pattern,
+)
 from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name, step_name
 from booster_core.errors import (
     CheckpointAbsentError,

@@ -158,6 +158,7 @@ class SnapshotBuffers:
         Returns:
             The copies, in the dtype of the file, ready to be written when `wait` has returned.
         """
+        self.wait()  # for those of a snapshot that failed
         used = 0
 
         def next_buffer(device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from booster_checkpoint.files.frame import FileFrame
+    from booster_checkpoint.files.tensor_file import FileFrame
     from booster_checkpoint.save.fragments import DeviceCopies, Fragment
     from booster_checkpoint.save.plan import Sums, WriteJob
     from booster_checkpoint.save.targets import FolderTarget

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
-    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
     from booster_checkpoint.save.plan import PlannedFile, Sums, WriteJob
     from booster_checkpoint.save.targets import Target
@@ -247,8 +247,8 @@ class OwnerWrite:
             pieces = self._held[self._owner_of(index)].setdefault((index, fragment.key), [])
             pieces.append(_Piece(fragment.box, fragment.flat, fragment.data))
         window_bytes = max(job.bucket_bytes // 3 // _ALIGNMENT, 1) * _ALIGNMENT
-        pieces = (piece for held in self._held.values() for found in held.values() for piece in found)
-        device = next((p.data.device for p in pieces if p.data is not None and p.data.device.type != "cpu"), _HOST)
+        mine = (each.data for held in self._held.values() for found in held.values() for each in found)
+        device = next((data.device for data in mine if data is not None and data.device.type != "cpu"), _HOST)
         self._filled, self._outgoing, self._incoming = (host_buffer(window_bytes, device) for _ in range(3))
         self._copies = DeviceCopies()
         self._failure: Exception | None = None

@@ -17,11 +17,10 @@ from booster_checkpoint.save.background import BackgroundWriter
 from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
 from booster_checkpoint.save.in_place import write_in_place
 from booster_checkpoint.save.owners import write_by_owners
-from booster_checkpoint.save.plan import Sums, WriteJob, WrittenFile, make_plan
-from booster_checkpoint.save.tables import OwnedTensors, SpecTables
+from booster_checkpoint.save.plan import OwnedTensors, SpecTables, Sums, WriteJob, WrittenFile, make_plan
 from booster_checkpoint.save.targets import FolderTarget
 from booster_checkpoint.session import timed
-from booster_checkpoint.storage.temporary import new_token
+from booster_checkpoint.storage.location import new_token
 from booster_core.errors import CheckpointError
 from booster_core.ranks import current_world
 from booster_core.state import distinct

@@ -20,8 +20,7 @@ from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import LocalLocation
-from booster_checkpoint.storage.location import sync_folder
-from booster_checkpoint.storage.temporary import temporary_name
+from booster_checkpoint.storage.location import sync_folder, temporary_name
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError, shorten
 from booster_core.log import log
