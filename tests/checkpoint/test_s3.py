@@ -19,7 +19,6 @@ from resumable import ResumableRun as Run
 from synthetic_state import LAYOUTS, SyntheticAdapter
 from tests.shared.s3_server import Fault, environment, need_server, put_by_http
 
-from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
 from booster_core import Booster
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
@@ -215,38 +214,6 @@ def save_step(root, step, use_async):
 
 def load_step(root):
     return Run(seed=2).load(root).step
-
-
-LASTING = {
-    "uploads fail": Fault("PUT", "/model-", "500", 10**6),
-    "uploads are cut": Fault("PUT", "/optimizer-", "cut request", 10**6),
-    "no manifest": Fault("PUT", "manifest.json", "500", 10**6),
-    "no latest": Fault("PUT", "/latest", "500", 10**6),
-}
-
-
-@pytest.mark.slow  # test_faults_at_each_request.py fails a save at all requests
-@matrix(
-    ["no manifest-False"],
-    **{
-        "kind, use_async": some(
-            [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}
-        )
-    },
-)
-def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
-    root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"
-    run_on_s3(s3, 2, save_step, root, 1, False)
-    s3.faults = [LASTING[kind]]
-    expect_on_s3(s3, CheckpointError, "could not be written", save_step, root, 2, use_async)
-    s3.faults = []
-    assert run_on_s3(s3, 2, load_step, root) == [1, 1]
-    assert len(open_run(root).steps()) == (2 if kind == "no latest" else 1)
-    run_on_s3(s3, 2, save_step, root, 3, False)
-    left = set(locate(root).children())
-    whole = ["step-00000002"] if kind == "no latest" else []
-    assert left == {"latest", "lease.json", "step-00000001", *whole, "step-00000003"}
-    assert run_on_s3(s3, 2, load_step, root) == [3, 3]
 
 
 @pytest.mark.parametrize("kind", ["500", pytest.param("cut answer", marks=pytest.mark.slow)])

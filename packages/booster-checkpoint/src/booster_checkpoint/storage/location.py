@@ -23,7 +23,7 @@ from typing_extensions import Self, override
 
 from booster_checkpoint.storage.failures import storage_errors
 from booster_checkpoint.storage.interface import storage_for
-from booster_checkpoint.storage.local_file import LocalFile, read_error
+from booster_checkpoint.storage.open_file import LocalFile, read_error
 from booster_checkpoint.storage.stored_file import REQUESTS_IN_FLIGHT, Requests, StoredFile
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError
