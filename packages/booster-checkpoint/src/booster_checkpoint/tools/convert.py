@@ -81,7 +81,7 @@ def convert(
         ConfigError: If form and target do not fit, or there is no model for ``dtype``.
         CheckpointError: If the source is damaged, or the target cannot be written.
 
-    Memory: 64 MiB; a file that torch wrote before version 1.6 is read as a whole.
+    Memory: 64 MiB; a ``torch.save`` file at a URL, or of a torch before version 1.6, is read as a whole.
     """
     suffix = FORMS[form]
     kinds = kinds_at(source)
