@@ -1,7 +1,12 @@
-"""An S3 server for the tests of a file, and what a test asks of it."""
+"""Storages for tests: an S3 server for those of a file, and a third party's that a test brings itself."""
+
+import contextlib
 
 import pytest
+from folder_storage import StorageHooks
 from tests.shared.s3_server import Proxy, environment, running_s3_server
+
+from booster_core.plugin.hooks import register_hooks, unregister_hooks
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +23,18 @@ def s3(proxy, monkeypatch):
     for name, value in environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     return proxy
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Returns a function that serves URLs of a scheme until the test ends, and returns the storage of a class."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(storage_class, scheme="ours"):
+            storage = storage_class(tmp_path / scheme)
+            hooks = StorageHooks(storage, scheme)
+            register_hooks(hooks)
+            stack.callback(unregister_hooks, hooks)
+            return storage
+
+        yield begin

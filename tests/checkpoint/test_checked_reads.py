@@ -15,7 +15,7 @@ from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.files.checksums import BlockHasher, CheckedReads, block_sizes, blocks_of_file
 from booster_checkpoint.run.manifest import Manifest
 from booster_checkpoint.storage import locate
-from booster_checkpoint.storage.local_file import LocalFile
+from booster_checkpoint.storage.open_file import LocalFile
 from booster_core import Booster
 from booster_core.errors import CheckpointError
 from booster_core.state import regions_of

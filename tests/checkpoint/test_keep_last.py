@@ -8,12 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from folder_storage import FolderStorage, StorageHooks
+from folder_storage import FolderStorage
 from resumable import ResumableRun as Run
 
 from booster_checkpoint.run.run_folder import open_run
 from booster_core.errors import CheckpointError
-from booster_core.plugin.hooks import register_hooks, unregister_hooks
 
 
 def names_in(root):
@@ -140,18 +139,9 @@ class StubbornStorage(FolderStorage):
         super().remove(url)
 
 
-@pytest.fixture
-def stubborn(tmp_path):
-    storage = StubbornStorage(tmp_path / "stubborn")
-    hooks = StorageHooks(storage, "stubborn")
-    register_hooks(hooks)
-    yield storage
-    unregister_hooks(hooks)
-
-
 @pytest.mark.parametrize("refused", ["step-00000001", "step-00000001/manifest.json"])
-def test_step_at_a_url_that_cannot_be_removed(refused, stubborn, caplog):
-    root = "stubborn://run"
+def test_step_at_a_url_that_cannot_be_removed(refused, serve, caplog):
+    root, stubborn = "ours://run", serve(StubbornStorage)
     save(root, 1)
     stubborn.refused = (refused,)
     save(root, 2)

@@ -1,5 +1,6 @@
 """Objects of an S3 server on this machine through obstore: what it does not do by itself, and how failures are told."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -441,20 +442,42 @@ def test_several_threads_read_at_a_time(s3, storage):
 
 
 class Refusing:
-    """Stands for obstore: refuses every part."""
+    """Stands for obstore: keeps some parts, as those on their way, and refuses what comes after them."""
+
+    def __init__(self, num_kept):
+        self.num_kept, self.parts = num_kept, []
 
     def open_writer(self, *_, **__):
         return self
 
     def write(self, part):
-        raise ConnectionError(len(part))
+        if len(self.parts) == self.num_kept:
+            raise ConnectionError(len(part))
+        self.parts.append(part)
+
+    def closed(self):
+        return False
+
+    def close(self):
+        raise ConnectionError
+
+    def __exit__(self, *_):
+        raise ConnectionError
 
 
-def test_errors_that_are_kept_keep_no_upload_waiting():
+@pytest.mark.parametrize("num_kept", [0, 2, 3])
+@pytest.mark.timeout(30)
+def test_errors_that_are_kept_keep_no_upload_waiting(num_kept):
     kept = []
     for _ in range(2 * obstore_storage.PARTS_IN_FLIGHT):
-        stream = obstore_storage._ObjectStream(Refusing(), None, "key", 2 * obstore_storage.PART_BYTES)
-        with pytest.raises(ConnectionError) as caught:
-            stream.write(memoryview(bytes(obstore_storage.PART_BYTES)))
-        kept.append(caught)
+        stream = obstore_storage._ObjectStream(Refusing(num_kept), None, "key", 3 * obstore_storage.PART_BYTES)
+        try:
+            for _ in range(3):
+                stream.write(memoryview(bytes(obstore_storage.PART_BYTES)))
+            stream.close()
+        except ConnectionError as caught:
+            kept.append(caught)
+        with contextlib.suppress(ConnectionError):
+            stream.discard()
     assert len(kept) == 2 * obstore_storage.PARTS_IN_FLIGHT
+    assert obstore_storage._room._value == obstore_storage.PARTS_IN_FLIGHT

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from booster_checkpoint.files.frame import TensorSpec
+from booster_checkpoint.files.tensor_file import TensorSpec
 from booster_checkpoint.save.owners import _Piece, _shares, _windows
 from booster_checkpoint.save.plan import PlannedFile
 from booster_core.state import box_numel, full_box, slices_of

@@ -19,7 +19,6 @@ from resumable import ResumableRun as Run
 from synthetic_state import LAYOUTS, SyntheticAdapter
 from tests.shared.s3_server import Fault, environment, need_server, put_by_http
 
-from booster_checkpoint.run.run_folder import open_run
 from booster_checkpoint.storage import locate, obstore_storage
 from booster_core import Booster
 from booster_core.errors import CheckpointError, CheckpointUnreadableError
@@ -217,38 +216,6 @@ def load_step(root):
     return Run(seed=2).load(root).step
 
 
-LASTING = {
-    "uploads fail": Fault("PUT", "/model-", "500", 10**6),
-    "uploads are cut": Fault("PUT", "/optimizer-", "cut request", 10**6),
-    "no manifest": Fault("PUT", "manifest.json", "500", 10**6),
-    "no latest": Fault("PUT", "/latest", "500", 10**6),
-}
-
-
-@pytest.mark.slow  # test_faults_at_each_request.py fails a save at all requests
-@matrix(
-    ["no manifest-False"],
-    **{
-        "kind, use_async": some(
-            [(kind, n % 2 == 1) for n, kind in enumerate(LASTING)], {"uploads are cut", "no manifest"}
-        )
-    },
-)
-def test_faults_that_last_leave_the_step_before(kind, use_async, s3):
-    root = f"{BUCKET}/lasting-{kind.replace(' ', '-')}-{use_async}"
-    run_on_s3(s3, 2, save_step, root, 1, False)
-    s3.faults = [LASTING[kind]]
-    expect_on_s3(s3, CheckpointError, "could not be written", save_step, root, 2, use_async)
-    s3.faults = []
-    assert run_on_s3(s3, 2, load_step, root) == [1, 1]
-    assert len(open_run(root).steps()) == (2 if kind == "no latest" else 1)
-    run_on_s3(s3, 2, save_step, root, 3, False)
-    left = set(locate(root).children())
-    whole = ["step-00000002"] if kind == "no latest" else []
-    assert left == {"latest", "lease.json", "step-00000001", *whole, "step-00000003"}
-    assert run_on_s3(s3, 2, load_step, root) == [3, 3]
-
-
 @pytest.mark.parametrize("kind", ["500", pytest.param("cut answer", marks=pytest.mark.slow)])
 def test_a_load_that_fails_is_an_error_on_every_rank(kind, s3):
     root = f"{BUCKET}/unreadable-{kind.replace(' ', '-')}"
@@ -390,45 +357,6 @@ def test_columns_of_a_wide_matrix_are_read_row_by_row(s3):
     s3.requests.clear()
     assert run_on_s3(s3, 4, use_wide, f"{BUCKET}/wide.safetensors", False) == [[]] * 4
     assert s3.bytes_read() <= 16 * MIB + 4 * (64 << 10)
-
-
-# ---- ranks that hold the same tensors
-
-
-def save_replicated(url, root):
-    EngineCalls().save_model(large_adapter("replicated", 4), url)
-    run = Run()
-    run.train(1)
-    run.save(root)
-
-
-def load_replicated(url, num_threads, dtype):
-    def replicated(dtype, **options):
-        c = DistCoordinator()
-        tensors = [(f"t{index}", (2048, 1024), dtype) for index in range(4)]
-        adapter = SyntheticAdapter(tensors, "replicated", c.rank, c.world_size, states=(), **options)
-        adapter.extra = {}
-        return adapter
-
-    wanted, fresh = replicated(torch.float32), replicated(dtype, is_filled=False)
-    EngineCalls(bucket_bytes=16 * MIB).load_model(fresh, url, num_threads=num_threads)
-    expected = {shard.key: shard.data for shard in wanted.model_shards()}
-    return [shard.key for shard in fresh.model_shards() if not torch.equal(shard.data, expected[shard.key].to(dtype))]
-
-
-@pytest.mark.slow  # counts requests; that of masters is below
-def test_ranks_of_a_host_fetch_what_they_all_hold_once(s3):
-    """32 MiB, on two and three ranks; then a training state of a run with replicas."""
-    url, root = f"{BUCKET}/replicated.safetensors", f"{BUCKET}/replicated"
-    run_on_s3(s3, 2, save_replicated, url, root)
-    for world_size, num_threads, dtype in ((2, 1, torch.float32), (3, 2, torch.bfloat16)):
-        s3.requests.clear()
-        assert run_on_s3(s3, world_size, load_replicated, url, num_threads, dtype) == [[]] * world_size
-        assert 32 * MIB <= s3.bytes_read() <= 1.1 * 32 * MIB
-    s3.faults = [Fault("GET", "/replicated.safetensors", "500", 10**6)]
-    expect_on_s3(s3, CheckpointError, "could not be read", load_replicated, url, 1, torch.float32)
-    s3.faults = []
-    assert run_on_s3(s3, 2, load_step, root) == [1, 1]
 
 
 class WithMasters(ReplicatedStateAdapter):

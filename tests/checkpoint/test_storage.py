@@ -28,12 +28,8 @@ from booster_testing import expect_on_ranks, run_on_ranks
 
 
 @pytest.fixture
-def ours(tmp_path):
-    storage = FolderStorage(tmp_path / "ours")
-    hooks = StorageHooks(storage)
-    register_hooks(hooks)
-    yield storage
-    unregister_hooks(hooks)
+def ours(serve):
+    return serve(FolderStorage)
 
 
 def same(first, second):
@@ -170,17 +166,8 @@ class LateStorage(FolderStorage):
         return {key: size for key, size in listed.items() if not key or not f"{url}/{key}".endswith(self.late)}
 
 
-@pytest.fixture
-def late(tmp_path):
-    storage = LateStorage(tmp_path / "late")
-    hooks = StorageHooks(storage, "late")
-    register_hooks(hooks)
-    yield storage
-    unregister_hooks(hooks)
-
-
-def test_a_step_that_is_listed_late_is_resumed_from_and_stays(late):
-    root, run = "late://run", Run()
+def test_a_step_that_is_listed_late_is_resumed_from_and_stays(serve):
+    root, run, late = "ours://run", Run(), serve(LateStorage)
     for run.step in (1, 2):
         run.save(root)
     late.late = ("step-00000002/manifest.json",)
@@ -221,23 +208,14 @@ class SilentStorage(FolderStorage):
         super().remove(url)
 
 
-@pytest.fixture
-def silent(tmp_path):
-    storage = SilentStorage(tmp_path / "silent")
-    hooks = StorageHooks(storage, "silent")
-    register_hooks(hooks)
-    yield storage
-    unregister_hooks(hooks)
-
-
 def values_of(run):
     return [parameter.detach().clone() for parameter in run.model.unwrap().parameters()]
 
 
 @pytest.mark.parametrize("lasts", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_storage_that_gives_no_answer_makes_no_older_step_the_newest(lasts, silent):
+def test_a_storage_that_gives_no_answer_makes_no_older_step_the_newest(lasts, serve):
     """At each request of a resume: the newest step, or an error of this kind; and no change that is not told."""
-    root, saved = "silent://run", Run()
+    root, saved, silent = "ours://run", Run(), serve(SilentStorage)
     for saved.step in (1, 2):
         saved.save(root)
     silent.calls = 0
@@ -356,12 +334,8 @@ class ExtraKey(FolderStorage):
 
 
 @pytest.fixture
-def extra_key(tmp_path):
-    storage = ExtraKey(tmp_path / "ours")
-    hooks = StorageHooks(storage)
-    register_hooks(hooks)
-    yield storage
-    unregister_hooks(hooks)
+def extra_key(serve):
+    return serve(ExtraKey)
 
 
 @pytest.mark.parametrize("key", ["model/../../../outside.bin", "model/a/../../../../b", "model/.."])

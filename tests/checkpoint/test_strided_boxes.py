@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from booster_checkpoint.files.byte_file import ByteFile
 from booster_checkpoint.save import strided
-from booster_checkpoint.storage import local_file, locate
-from booster_checkpoint.storage.local_file import LocalFile
+from booster_checkpoint.storage import locate, open_file
+from booster_checkpoint.storage.open_file import LocalFile
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointUnreadableError
 from booster_core.state import as_bytes, box_numel, box_shape, slices_of
 
@@ -163,7 +163,7 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("most", [1, 3, 1 << 30])
 def test_a_range_is_read_in_calls_of_any_length(path, reads, monkeypatch, most):
-    monkeypatch.setattr(local_file, "_MAX_CALL_BYTES", most)
+    monkeypatch.setattr(open_file, "_MAX_CALL_BYTES", most)
     path.write_bytes(bytes(range(20)))
     target = bytearray(8)
     with contextlib.closing(locate(path).open()) as file:

@@ -11,8 +11,8 @@ import torch
 
 from booster_checkpoint.files.names import MODEL, FileNames
 from booster_checkpoint.save.parts import ModelPart
+from booster_checkpoint.save.plan import OwnedTensors, SpecTables
 from booster_checkpoint.save.save import Saver, _Save
-from booster_checkpoint.save.tables import OwnedTensors, SpecTables
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_core.state import ModelView, TensorShard, full_box

@@ -84,8 +84,8 @@ TARGETS = {
         ("checkpoint/test_strided_boxes.py",),
         ("read_box", "as_array"),
     ),
-    "checkpoint/local_file": Target(
-        "booster_checkpoint.storage.local_file",
+    "checkpoint/open_file": Target(
+        "booster_checkpoint.storage.open_file",
         ("checkpoint/test_strided_boxes.py",),
         ("read_into", "read_error"),
     ),

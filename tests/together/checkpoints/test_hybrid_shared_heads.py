@@ -27,9 +27,6 @@ RUNS = {
     "tp4": ("hybrid", {"tp_size": 4}, 4),
     "tp2pp2": ("hybrid", {"tp_size": 2, "pp_size": 2}, 4),
     "tp2dp2zero1": ("hybrid", {"tp_size": 2, "zero_stage": 1}, 4),
-    "zero2 x2": ("zero", {"stage": 2, "bucket_bytes": 1024}, 2),
-    "gemini x2": ("gemini", {"min_chunk_bytes": 2**12}, 2),
-    "fsdp x2": ("fsdp", {}, 2),
 }
 ADAPTERS = {
     "r": 4,
@@ -53,9 +50,9 @@ def batch_of(step):
     return {"input_ids": tokens, "labels": tokens}
 
 
-def boosted(run, *, adapters, shift=0.0, folder=None, precision=None, **changes):
+def boosted(run, *, adapters, shift=0.0, folder=None, **changes):
     plugin, options, _ = RUNS[run]
-    booster = Booster(plugin=discovery.load(plugin)(**options), mixed_precision=precision)
+    booster = Booster(plugin=discovery.load(plugin)(**options))
     model = llama()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(5)
@@ -71,8 +68,8 @@ def boosted(run, *, adapters, shift=0.0, folder=None, precision=None, **changes)
     return booster, model, optimizer
 
 
-def save(run, folder, adapters, precision=None):
-    booster, model, optimizer = boosted(run, adapters=adapters, precision=precision)
+def save(run, folder, adapters):
+    booster, model, optimizer = boosted(run, adapters=adapters)
     for step in range(2):
         step_once(booster, model, optimizer, batch_of(step))
     booster.save_model(model, folder / "model", shard=True)
@@ -80,17 +77,16 @@ def save(run, folder, adapters, precision=None):
     return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
-def load(run, folder, adapters, precision=None):
-    booster, model, optimizer = boosted(run, adapters=adapters, shift=0.5, precision=precision)
+def load(run, folder, adapters):
+    booster, model, optimizer = boosted(run, adapters=adapters, shift=0.5)
     booster.load_model(model, folder / "model")
     booster.load_optimizer(optimizer, folder / "optimizer")
     return [step_once(booster, model, optimizer, batch_of(step)) for step in (2, 3, 4)]
 
 
-PAIRS = [("tp4", other) for other in RUNS] + [(other, "tp4") for other in RUNS if other != "tp4"]
-PAIRS += [("tp3", "tp2pp2"), ("tp2pp2", "tp3"), ("tp3", "zero2 x2"), ("tp2dp2zero1", "tp3")]
-DEFAULT = {(False, "tp4", "alone"), (False, "alone", "tp4"), (False, "tp3", "tp2pp2"), (True, "tp4", "zero2 x2")}
-DEFAULT |= {(True, "tp2pp2", "tp4")}
+PAIRS = [pair for run in RUNS if run != "alone" for pair in ((run, "alone"), ("alone", run))]
+DEFAULT = {(False, "tp4", "alone"), (False, "alone", "tp4"), (False, "alone", "tp3"), (True, "tp4", "alone")}
+DEFAULT |= {(True, "tp2pp2", "alone")}
 
 
 def cases():
@@ -105,14 +101,6 @@ def cases():
 def test_a_run_resumes_with_another_split_of_the_heads(adapters, saved, loaded, tmp_path):
     expected = norms_on_ranks(save, RUNS[saved][2], saved, tmp_path, adapters)
     assert norms_on_ranks(load, RUNS[loaded][2], loaded, tmp_path, adapters) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow  # heads that are shared are loaded in fp32 above; masters win in test_hybrid_matrix.py
-@pytest.mark.parametrize(("saved", "loaded"), [("tp4", "tp3"), ("tp2", "tp4")])
-def test_masters_of_shared_heads_win_over_the_rounded_model(saved, loaded, tmp_path):
-    expected = norms_on_ranks(save, RUNS[saved][2], saved, tmp_path, True, "bf16")
-    # bf16 keeps 8 bits, and is rounded in another order.
-    assert norms_on_ranks(load, RUNS[loaded][2], loaded, tmp_path, True, "bf16") == pytest.approx(expected, rel=2**-6)
 
 
 def trained_parameters(run):

@@ -1,4 +1,4 @@
-"""A run with fp32 masters that loads fp32 values keeps every digit of them, and computes with their rounding."""
+"""A run with fp32 masters keeps every digit of fp32 values that it loads, and computes with their rounding."""
 
 import tempfile
 
@@ -136,3 +136,30 @@ def load_fp32_run(run, root):
 def test_masters_take_the_values_of_an_fp32_run(run, tmp_path):
     run_on_ranks(save_fp32_run, 1, str(tmp_path))
     run_on_ranks(load_fp32_run, RUNS[run][2], run, str(tmp_path))
+
+
+def save_bf16_run(folder):
+    booster, model, optimizer = boosted("zero2", "bf16")
+    tokens = torch.arange(12).view(2, 6)
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    booster.save_model(model, f"{folder}/m", shard=True)
+    booster.save_optimizer(optimizer, f"{folder}/o", shard=True)
+
+
+def load_bf16_run(folder, model_first):
+    booster, model, optimizer = boosted("zero2", "bf16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    calls = [(booster.load_model, model, "m"), (booster.load_optimizer, optimizer, "o")]
+    for call, loaded_into, name in calls if model_first else calls[::-1]:
+        call(loaded_into, f"{folder}/{name}")
+    saved = load_file(f"{folder}/o/optimizer-00001-of-00001.safetensors")
+    check_digits(booster, model, optimizer, {key[:-7]: each for key, each in saved.items() if key.endswith("/master")})
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_load_exactly_in_either_order(model_first, tmp_path):
+    run_on_ranks(save_bf16_run, 2, str(tmp_path))
+    run_on_ranks(load_bf16_run, 2, str(tmp_path), model_first)

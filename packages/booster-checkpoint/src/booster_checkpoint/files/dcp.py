@@ -10,21 +10,19 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
 import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.files.dcp_pickle import Record, load_plain, place_key
 from booster_checkpoint.files.names import MODEL, OPTIMIZER
-from booster_checkpoint.files.parts import MOST_DIMS, cost_of_tiling, is_tiling, read_common
+from booster_checkpoint.files.parts import MOST_DIMS, is_tiling, read_common
 from booster_checkpoint.files.tensor_file import TensorFile
-from booster_checkpoint.files.torch_file import first_line, load_plainly, offset_of
+from booster_checkpoint.files.torch_file import UNREADABLE, check_is_finite, first_line, load_plainly, offset_of
 from booster_checkpoint.storage.open_file import RangeStream
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError
 from booster_core.state import Box, TensorMeta, box_numel, box_shape, encode_json, intersect, slices_of
@@ -36,17 +34,70 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _LARGEST = 1 << 62
-_FREE_WORK, _WORK_OF_A_BYTE = 1 << 17, 1
-"""How many numbers, characters and comparisons a table may take: what any may, and how many for each of its bytes."""
 STATE, GROUPS, SHAPES = "state", "param_groups", "param_shapes"
 """The first parts of an optimizer's paths."""
 _NESTED = {MODEL: ("model",), OPTIMIZER: ("optimizer", "optim")}
 """What the parts of a nested state are called."""
-_UNREADABLE = (
-    *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError),
-    *(TypeError, AttributeError, LookupError, struct.error),
-)
-"""What ``torch.load`` raises about content that it does not take."""
+_MODULE = "torch.distributed.checkpoint.metadata"
+_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_INERT = {
+    (_MODULE, "Metadata"),
+    (_MODULE, "StorageMeta"),
+    (_MODULE, "TensorStorageMetadata"),
+    (_MODULE, "BytesStorageMetadata"),
+    (_MODULE, "ChunkStorageMetadata"),
+    (_MODULE, "TensorProperties"),
+    (_MODULE, "MetadataIndex"),
+    (_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
+}
+"""What a table may name, and gets an inert class for."""
+_PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
+"""What it gets Python's own for, which no file can change."""
+
+
+class _Inert:
+    """What stands for whatever a table names: it keeps what it is given, and does nothing."""
+
+    __slots__ = ("state",)
+
+    def __new__(cls, *arguments: object) -> Self:
+        del arguments
+        made = super().__new__(cls)
+        made.state = None
+        return made
+
+    state: Any
+    """Attributes; a tuple where the class has a state of its own form; ``None`` where it has none."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """Return an attribute; ``None`` where it is not set."""
+        return self.state.get(name) if type(self.state) is dict else None
+
+
+class _TableUnpickler(pickle._Unpickler):  # noqa: SLF001 - see the docstring
+    """Unpickles the table without making anything of what it names.
+
+    A list of allowed classes is not enough: a file can set attributes of an allowed class, and they stay changed for
+    the whole process. So each class is a new one that does nothing. torch's own ``weights_only`` reads pickles of
+    protocol 2, and DCP writes protocol 4. Python's unpickler in C takes tens of gigabytes for a damaged number.
+    """
+
+    @override
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in _INERT:
+            return type(name, (_Inert,), {"__slots__": ()})
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        msg = f"it refers to {module[:100]}.{name[:100]}"
+        raise pickle.UnpicklingError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +140,13 @@ class Table:
         tensors: Tensors by DCP's name.
         values: DCP's names of everything else.
         paths: For names of nested state the keys that lead to it.
-        slices: Where each chunk is, by name and `place_key`; other values have no place.
+        slices: Where each chunk is, by name and first indices; other values have none of these.
     """
 
     tensors: Mapping[str, TensorEntry]
     values: tuple[str, ...]
     paths: Mapping[str, tuple[str | int, ...]]
-    slices: Mapping[tuple[str, bytes | None], Slice]
+    slices: Mapping[tuple[str, tuple[int, ...] | None], Slice]
 
 
 def read_table(folder: Location) -> Table:
@@ -112,131 +163,104 @@ def read_table(folder: Location) -> Table:
         msg = f"There is no '{path}'."
         raise CheckpointAbsentError(msg)
     try:
-        content = load_plain(pickled)
+        content = _TableUnpickler(io.BytesIO(pickled)).load()
     except pickle.UnpicklingError as error:
         msg = f"'{path}' was not loaded: {error}, which a checkpoint's table never does. It is damaged or hostile."
         raise CheckpointDamagedError(msg) from error
-    except (EOFError, ValueError, TypeError, LookupError, struct.error, MemoryError) as error:
+    except (*UNREADABLE, OverflowError) as error:
         msg = f"'{path}' cannot be read: {error or type(error).__name__}. It is damaged or truncated."
         raise CheckpointDamagedError(msg) from error
     if not _is(content, "Metadata") or type(content.get("storage_data")) is not dict:
         msg = f"'{path}' is not the table of a `torch.distributed.checkpoint` folder."
         raise CheckpointDamagedError(msg)
-    return _TableChecks(len(pickled)).table(content, path)
+    return _checked(content, path)
 
 
 class _MalformedError(Exception):
     """An entry is not what DCP writes."""
 
 
-class _TableChecks:
-    """Makes a table of a record, all of whose entries are of the right kind.
-
-    A pickle can name one list in many places, so that work on all of them is not bounded by its size; here it is.
-
-    Args:
-        nbytes: The size of the pickle.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = _FREE_WORK + _WORK_OF_A_BYTE * nbytes
-
-    def table(self, content: Record, path: Location) -> Table:
-        """Return the table."""
-        tensors: dict[str, TensorEntry] = {}
-        values: list[str] = []
-        paths: dict[str, tuple[str | int, ...]] = {}
-        slices: dict[tuple[str, bytes | None], Slice] = {}
-        name: object = "state_dict_metadata"
-        try:
-            for name, entry in _items(content.get("state_dict_metadata")):
-                if _is(entry, "BytesStorageMetadata"):
-                    values.append(_text(name))
-                else:
-                    tensors[_text(name)] = self._tensor(entry)
-            planned = content.get("planner_data")
-            if type(planned) is dict:  # another planner's data is its own
-                for name, keys in planned.items():
-                    paths[_text(name)] = self._keys(keys)
-            for name, place in _items(content.get("storage_data")):
-                if type(name) is not tuple:
+def _checked(content: _Inert, path: Location) -> Table:
+    """Return the table, all of whose entries are of the right kind."""
+    tensors: dict[str, TensorEntry] = {}
+    values: list[str] = []
+    paths: dict[str, tuple[str | int, ...]] = {}
+    slices: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
+    name: Any = "state_dict_metadata"
+    try:
+        for name, entry in _items(content.get("state_dict_metadata")):
+            if _is(entry, "BytesStorageMetadata"):
+                values.append(_text(name))
+            else:
+                tensors[_text(name)] = _tensor(entry)
+        planned = content.get("planner_data")
+        if type(planned) is dict:  # another planner's data is its own
+            for name, keys in planned.items():
+                if type(keys) is not tuple or not keys or not all(type(key) in (str, int) for key in keys):
                     raise _MalformedError
-                slices[name] = self._slice(place)
-        except _MalformedError as error:
-            shown = name[0] if type(name) is tuple else name
-            msg = f"The entry '{str(shown)[:200]}' of the table '{path}' is malformed: it is damaged or hostile."
-            raise CheckpointDamagedError(msg) from error
-        return Table(tensors=tensors, values=tuple(values), paths=paths, slices=slices)
+                paths[_text(name)] = keys
+        for index, place in _items(content.get("storage_data")):
+            name = index.get("fqn") if _is(index, "MetadataIndex") else None
+            offset = index.get("offset") if _is(index, "MetadataIndex") else None
+            slices[_text(name), None if offset is None else _numbers(offset)] = _slice(place)
+    except _MalformedError as error:
+        msg = f"The entry '{str(name)[:200]}' of the table '{path}' is malformed: it is damaged or hostile."
+        raise CheckpointDamagedError(msg) from error
+    return Table(tensors=tensors, values=tuple(values), paths=paths, slices=slices)
 
-    def _spend(self, work: int) -> None:
-        self._left -= work
-        if self._left < 0:
-            raise _MalformedError
 
-    def _numbers(self, values: Any) -> tuple[int, ...]:
-        if type(values) not in (tuple, list) or len(values) > MOST_DIMS:
-            raise _MalformedError
-        self._spend(1 + len(values))
-        return tuple(map(_number, values))
+def _tensor(entry: Any) -> TensorEntry:
+    if not _is(entry, "TensorStorageMetadata") or not _is(entry.get("properties"), "TensorProperties"):
+        raise _MalformedError
+    properties = entry.get("properties")
+    dtype = properties.state[0] if type(properties.state) is tuple and properties.state else properties.get("dtype")
+    shape, found = _numbers(entry.get("size")), entry.get("chunks")
+    if type(dtype) is not torch.dtype or math.prod(shape) >= _LARGEST or type(found) is not list:
+        raise _MalformedError
+    boxes = {tuple(first for first, _ in box): box for box in (_box(chunk, shape) for chunk in found)}
+    chunks = tuple(boxes.values())
+    if not is_tiling(shape, chunks):
+        raise _MalformedError
+    return TensorEntry(shape, dtype, chunks)
 
-    def _keys(self, keys: Any) -> tuple[str | int, ...]:
-        if type(keys) is not tuple or not keys:
-            raise _MalformedError
-        self._spend(len(keys))
-        for key in keys:
-            if type(key) not in (str, int):
-                raise _MalformedError
-            self._spend(len(key) if type(key) is str else key.bit_length())
-        return keys
 
-    def _tensor(self, entry: Any) -> TensorEntry:
-        if not _is(entry, "TensorStorageMetadata") or not _is(entry.get("properties"), "TensorProperties"):
-            raise _MalformedError
-        properties = entry.get("properties")
-        dtype = properties.state[0] if type(properties.state) is tuple and properties.state else properties.get("dtype")
-        shape, found = self._numbers(entry.get("size")), entry.get("chunks")
-        if type(dtype) is not torch.dtype or math.prod(shape) >= _LARGEST or type(found) is not list:
-            raise _MalformedError
-        boxes = {place_key(first for first, _ in box): box for box in (self._box(chunk, shape) for chunk in found)}
-        chunks = tuple(boxes.values())
-        self._spend(cost_of_tiling(shape, chunks))
-        if not is_tiling(shape, chunks):
-            raise _MalformedError
-        return TensorEntry(shape, dtype, chunks)
+def _box(chunk: Any, shape: tuple[int, ...]) -> Box:
+    if not _is(chunk, "ChunkStorageMetadata"):
+        raise _MalformedError
+    offsets, sizes = _numbers(chunk.get("offsets")), _numbers(chunk.get("sizes"))
+    if not len(offsets) == len(sizes) == len(shape):
+        raise _MalformedError
+    if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
+        raise _MalformedError
+    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
-    def _box(self, chunk: Any, shape: tuple[int, ...]) -> Box:
-        if not _is(chunk, "ChunkStorageMetadata"):
-            raise _MalformedError
-        offsets, sizes = self._numbers(chunk.get("offsets")), self._numbers(chunk.get("sizes"))
-        if not len(offsets) == len(sizes) == len(shape):
-            raise _MalformedError
-        if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
-            raise _MalformedError
-        return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
-    def _slice(self, place: Any) -> Slice:
-        if not _is(place, "_StorageInfo"):
-            raise _MalformedError
-        extensions = place.get("transform_descriptors") or []
-        if type(extensions) not in (list, tuple):
-            raise _MalformedError
-        self._spend(len(extensions))
-        return Slice(
-            _text(place.get("relative_path")),
-            _number(place.get("offset")),
-            _number(place.get("length")),
-            tuple(map(_text, extensions)),
-        )
+def _slice(place: Any) -> Slice:
+    extensions: Any = (place.get("transform_descriptors") or []) if _is(place, "_StorageInfo") else None
+    if type(extensions) not in (list, tuple):
+        raise _MalformedError
+    return Slice(
+        _text(place.get("relative_path")),
+        _number(place.get("offset")),
+        _number(place.get("length")),
+        tuple(map(_text, extensions)),
+    )
 
 
 def _is(value: Any, kind: str) -> bool:
-    return type(value) is Record and value.kind == kind
+    return isinstance(value, _Inert) and type(value).__name__ == kind
 
 
 def _items(value: Any) -> Any:
     if type(value) is not dict:
         raise _MalformedError
     return value.items()
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if type(values) not in (tuple, list) or len(values) > MOST_DIMS:
+        raise _MalformedError
+    return tuple(map(_number, values))
 
 
 def _text(value: Any) -> str:
@@ -273,7 +297,7 @@ class DCPFile(TensorFile):
         self.tensors = {}
         self._fqns: dict[str, str] = {}
         self._files: dict[str, ByteFile] = {}
-        self._chunks: dict[tuple[str, bytes], tuple[ByteFile, int]] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], tuple[ByteFile, int]] = {}
         self._lock = threading.Lock()
         try:
             self._open_files(sizes or {})
@@ -345,8 +369,8 @@ class DCPFile(TensorFile):
                 )
                 raise CheckpointDamagedError(msg)
 
-    def _slice_of(self, fqn: str, place_in: bytes | None) -> tuple[ByteFile, Slice]:
-        place = self._table.slices.get((fqn, place_in))
+    def _slice_of(self, fqn: str, first: tuple[int, ...] | None) -> tuple[ByteFile, Slice]:
+        place = self._table.slices.get((fqn, first))
         if place is None:
             msg = f"The table in '{self.path}' does not say where '{fqn}' is: it is damaged."
             raise CheckpointDamagedError(msg)
@@ -356,16 +380,18 @@ class DCPFile(TensorFile):
         file, info = self._slice_of(fqn, None)
         content = io.BytesIO(RangeStream(file, info.offset, info.length).read())
         try:
-            return load_plainly(content)
-        except _UNREADABLE as error:
+            value = load_plainly(content)
+            check_is_finite(value, info.length)
+        except UNREADABLE as error:
             msg = (
                 f"'{fqn}' in '{self.path}' was not loaded, because it is damaged or holds objects: {first_line(error)}"
             )
             raise CheckpointDamagedError(msg) from error
+        return value
 
     def _values_of(self, fqn: str, dtype: torch.dtype, place: Box) -> tuple[ByteFile, int]:
         """Return file and position of a chunk's values."""
-        key = place_key(first for first, _ in place)
+        key = tuple(first for first, _ in place)
         with self._lock:
             known = self._chunks.get((fqn, key))
             if known is None:
@@ -384,7 +410,7 @@ class DCPFile(TensorFile):
                 msg = f"{damaged} is not what the table says."
                 raise CheckpointDamagedError(msg)
             start = info.offset + offset_of(chunk)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             msg = f"{damaged} cannot be read: {first_line(error)}."
             raise CheckpointDamagedError(msg) from error
         if not chunk.is_contiguous() or start + chunk.numel() * chunk.element_size() > info.offset + info.length:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.storage import Location
 
 SAFETENSORS, TORCH = ".safetensors", ".bin"
@@ -26,6 +26,7 @@ MODEL, TORCH_MODEL, OPTIMIZER, EMA = "model", "pytorch_model", "optimizer", "ema
 DIFFUSERS = "diffusion_pytorch_model"
 INTERRUPTED = ".interrupted"
 """Suffix of the file that says that a save is replacing a checkpoint's files; after a kill, it stays."""
+_OF_A_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 _LONGEST_NAME = 255
 """What file systems take; a longer name would be an error of the operating system."""
 
@@ -143,3 +144,8 @@ def read_index(path: Location) -> dict[str, str]:
             )
             raise CheckpointDamagedError(msg)
     return files
+
+
+def rank_shards_among(names: Iterable[str]) -> list[str]:
+    """Return the names of files that ranks wrote for themselves; see `booster_checkpoint.files.rank_shards`."""
+    return [name for name in names if _OF_A_RANK.fullmatch(name)]

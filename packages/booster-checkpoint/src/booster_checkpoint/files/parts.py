@@ -35,24 +35,13 @@ def is_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
         return False
     if len(boxes) < 2:
         return True
-    dims = _cut_dims(shape, boxes)
-    if cost_of_tiling(shape, boxes) < len(boxes) << len(dims):
+    dims = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    if len(boxes) * (1 + len(dims)) < 1 << len(dims):
         return all(intersect(one, other) is None for one, other in itertools.combinations(boxes, 2))
     odd: set[bytes] = set()
     for box in boxes:
         odd ^= set(_corners([box[dim] for dim in dims]))
     return odd == set(_corners([(0, shape[dim]) for dim in dims]))
-
-
-def cost_of_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> int:
-    """Return about how many steps `is_tiling` takes."""
-    dims = _cut_dims(shape, boxes)
-    return min(len(boxes) << len(dims), len(boxes) ** 2 * (1 + len(dims)))
-
-
-def _cut_dims(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
-    """Return the dimensions that some box does not have all of."""
-    return [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
 
 
 def _corners(ranges: Sequence[tuple[int, int]]) -> list[bytes]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,15 @@ from booster_core.errors import CheckpointDamagedError
 from booster_core.state import Box, TensorMeta, intersect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
     from booster_checkpoint.files.checksums import CheckedReads
     from booster_checkpoint.storage import Location
 
-_NAME = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 _PLACES, _BEGIN = "DCP_SHARDING_INFO", "saved_offsets"
 """The entry of a file's metadata, and in it of a tensor's, that say where parts begin."""
-
-
-def rank_shards_among(names: Iterable[str]) -> list[str]:
-    """Return the names of files that ranks wrote for themselves."""
-    return [name for name in names if _NAME.fullmatch(name)]
 
 
 class RankShards(TensorFile):

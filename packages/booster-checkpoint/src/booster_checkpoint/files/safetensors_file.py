@@ -16,9 +16,8 @@ import torch
 from typing_extensions import override
 
 from booster_checkpoint.files.byte_file import ByteFile
-from booster_checkpoint.files.frame import FileFrame
 from booster_checkpoint.files.parts import MOST_DIMS
-from booster_checkpoint.files.tensor_file import TensorFile
+from booster_checkpoint.files.tensor_file import FileFrame, TensorFile
 from booster_core.errors import CheckpointDamagedError, CheckpointError
 from booster_core.state import TensorMeta
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from booster_checkpoint.files.checksums import CheckedReads
-    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.storage import Location, OpenFile
     from booster_core.state import Box
 
@@ -250,3 +249,30 @@ def _values_in(path: Location, metadata: Any) -> dict[str, Any]:
                 msg = f"The header of '{path}' is damaged: its entry '{name}' is not JSON ({error})."
                 raise CheckpointDamagedError(msg) from error
     return values
+
+
+def open_tensor_file(file: OpenFile, *, in_memory: bool = False, checks: CheckedReads | None = None) -> TensorFile:
+    """Read the directory of a file of tensors of either kind; the kind is told by its content, not by its name.
+
+    Args:
+        file: The open file, which is closed with the result, or if this fails.
+        in_memory: Read all of it at once, in order, instead of the parts that are asked for.
+        checks: Verifies what is read; of a safetensors file only.
+
+    Raises:
+        CheckpointError: If it cannot be read, is damaged, or is refused for what it holds.
+    """
+    try:
+        start = file.stream().read(9)
+    except BaseException:
+        file.close()
+        raise
+    # A zip (torch.save) or a bare pickle (torch.save before 1.6) begins like this; a safetensors header's length never
+    # does, because it would be more than the format allows. A length that looks like a pickle has a JSON object after
+    # it.
+    is_pickle = start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    if (start[:4] == b"PK\x03\x04" or is_pickle) and start[8:] != b"{":
+        from booster_checkpoint.files.torch_file import TorchFile
+
+        return TorchFile(file, in_memory=in_memory)
+    return SafetensorsFile(file, in_memory=in_memory, checks=checks)

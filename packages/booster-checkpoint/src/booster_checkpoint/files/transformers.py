@@ -19,14 +19,14 @@ from booster_core.errors import CheckpointError
 from booster_core.state import TensorMeta, TensorShard, box_shape, intersect, regions_of, slices_of, without_adapters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import nn
 
 _KNOWN = ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Transpose")
 
 
-def named_in_model(module: nn.Module | None, stored: Mapping[str, Layout], known: Iterable[str]) -> dict[str, Layout]:
+def named_in_model(module: nn.Module, stored: Mapping[str, Layout], known: Collection[str]) -> dict[str, Layout]:
     """Return a checkpoint's tensors by the names that they have in the model, as far as transformers knows these.
 
     Args:
@@ -37,10 +37,9 @@ def named_in_model(module: nn.Module | None, stored: Mapping[str, Layout], known
     Raises:
         CheckpointError: If tensors that make up one of the model don't fit together.
     """
-    known_names = set(known)
     named = dict(stored)
-    model = None if module is None else _pretrained_model(without_adapters(module))
-    if model is None or all(name in known_names for name in stored):
+    model = _pretrained_model(without_adapters(module))
+    if model is None:
         return named
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -50,9 +49,9 @@ def named_in_model(module: nn.Module | None, stored: Mapping[str, Layout], known
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for key in sorted((key for key in stored if key not in known_names), key=dot_natural_key):
+    for key in sorted((key for key in stored if key not in known), key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters)
-        if name not in known_names or name in named:
+        if name not in known or name in named:
             continue
         if pattern is None:
             named[name] = named.pop(key)
@@ -148,9 +147,9 @@ class PretrainedNames:
         return self._layouts[name, meta]
 
 
-def _pretrained_model(module: nn.Module | None) -> Any:
+def _pretrained_model(module: nn.Module) -> Any:
     """Return a module that is a model of transformers, at least version 5; ``None`` for others."""
-    if module is None or "transformers" not in sys.modules:
+    if "transformers" not in sys.modules:
         return None
     try:
         from transformers import PreTrainedModel

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from booster_checkpoint.save.fragments import DeviceCopies, host_buffer
 from booster_checkpoint.session import timed
+from booster_checkpoint.storage.stored_file import ReadAhead, StoredFile
+from booster_core.ranks import digest
 from booster_core.state import Region, TensorShard, regions_of, unpack
 
 if TYPE_CHECKING:
@@ -72,10 +76,9 @@ class Fill:
         metas = [self.named.tensors[key] for key in self.homes.values()]
         total_bytes = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)
         with timed(self.call, self.path, total_bytes):
-            if not self.path.is_cached_by_host:
-                self._run_by_requests(shards, total_bytes, keeps_values=keeps_values)
-                return
-            if keeps_values and self.session.world_size > 1:
+            if keeps_values and not self.path.is_cached_by_host:
+                shards = functools.partial(self._in_file_order, shards)
+            elif keeps_values and self.session.world_size > 1:
                 shards = self._take_turns(shards)
             with self.session.together(self.call, self.path, for_long=True, nbytes=total_bytes):
                 self._fill(shards())
@@ -86,83 +89,60 @@ class Fill:
         Returns:
             What returns the shards that are loaded, which have been listed once: that takes as long as reading some.
         """
-        from booster_checkpoint.load.host_exchange import digest_of
-
         session, listed = self.session, list[TensorShard]()
 
-        def look() -> str:
+        def look() -> bytes:
             listed.extend(filter(self._is_loaded, shards()))
-            return digest_of(listed, self.homes)
+            filled = ((each.key, self.homes[each.key], each.global_shape, each.box, each.flat) for each in listed)
+            return digest(repr(list(filled)))
 
         told = list(zip(session.hosts(), session.gather(self.call, self.path, look), strict=True))
         mates = [rank for rank, each in enumerate(told) if each == told[session.rank]]
         self.source.take_turns(mates.index(session.rank), len(mates))
         return lambda: listed
 
-    def _run_by_requests(
-        self, shards: Callable[[], Iterable[TensorShard]], total_bytes: int, *, keeps_values: bool
-    ) -> None:
-        from booster_checkpoint.load.host_exchange import Exchange, digests_of, mates_by_kind
-
-        session = self.session
-        kinds: dict[str, list[TensorShard]] = {}
-
-        def look() -> dict[str, str]:
-            return digests_of(filter(self._is_loaded, shards()) if keeps_values else (), self.homes, kinds)
-
-        told = session.gather(self.call, self.path, look)
-        mates = mates_by_kind(told, session.hosts())
-        is_shared = any(len(ranks) > 1 for by_kind in mates for ranks in by_kind.values())
-        group = session.cpu_group() if is_shared else None
-        exchanges = []
-        with session.together(self.call, self.path):
-            for kind, ranks in sorted(mates[session.rank].items()):
-                if len(ranks) > 1:
-                    exchanges.append(Exchange(self, kinds.pop(kind), ranks))
-        with session.together(self.call, self.path, for_long=True, nbytes=total_bytes):
-            failures = [exchange.run(group) for exchange in exchanges]
-            for failure in filter(None, failures):
-                raise failure
-            self._fill(self._in_file_order(itertools.chain.from_iterable(kinds.values())))
-            if not keeps_values:
-                self._fill(shards())
-
-    def _in_file_order(self, shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
-        """Start to read what shards need, and return them in the order in which that arrives."""
-        from booster_checkpoint.load.host_exchange import locate, read_ahead
-
-        shards = list(shards)
-        counts = Counter(shard.key for shard in shards)
-        pieces = (
-            piece
-            for shard in shards
+    def _in_file_order(self, shards: Callable[[], Iterable[TensorShard]]) -> Iterator[TensorShard]:
+        """Start to read what this rank needs from a URL, and yield its shards in the order in which that arrives."""
+        loaded = list(filter(self._is_loaded, shards()))
+        counts = Counter(shard.key for shard in loaded)
+        files: dict[int, int] = {}
+        placed: list[tuple[int, int, list[tuple[StoredFile, int, int]], TensorShard]] = []
+        others = []
+        for shard in loaded:
             # A tensor that fills several shards, as masters and their rounded copy, is fetched once.
-            for piece in (self.cut(shard, self.bucket_bytes) if counts[shard.key] > 1 else (shard,))
-        )
-        located = locate(self.source, pieces, self.stored)
-        read_ahead(located, self.bucket_bytes)
-        return [each.shard for each in located]
+            for piece in self._cut(shard) if counts[shard.key] > 1 else (shard,):
+                ranges = self._ranges_of(piece)
+                if ranges:
+                    place = files.setdefault(id(ranges[0][0]), len(files))
+                    placed.append((place, ranges[0][1], ranges, piece))
+                else:
+                    others.append(piece)
+        placed.sort(key=lambda entry: entry[:2])
+        ReadAhead((each for *_, ranges, _ in placed for each in ranges), self.bucket_bytes)
+        yield from (piece for *_, piece in placed)
+        yield from others
 
-    def _fill(self, shards: Iterable[TensorShard]) -> None:
-        with self.reader(self.bucket_bytes) as reader:
-            for shard in filter(self._is_loaded, shards):
-                reader.fill(shard, self.homes[shard.key])
+    def _ranges_of(self, shard: TensorShard) -> list[tuple[StoredFile, int, int]]:
+        """Return the ranges of files at a URL that fill a shard, in the order in which they are read; none if unknown.
 
-    def _is_loaded(self, shard: TensorShard) -> bool:
-        return shard.key in self.homes and shard.numel > 0
+        They are known of a tensor that files hold as it is.
+        """
+        key = self.stored.get(shard.key)
+        place = None if key is None else self.source.place_of(key)
+        if key is None or place is None or place[0].is_in_memory:
+            return []
+        (content, offset), meta = place, self.source.tensors[key]
+        assert isinstance(content.file, StoredFile), "at a URL"
+        return [
+            (content.file, start, stop)
+            for region in regions_of(shard.box, shard.flat)
+            for start, stop in content.ranges_of(offset, meta.shape, meta.dtype.itemsize, region.box)
+        ]
 
-    def reader(self, most_bytes: int) -> ShardReader:
-        """Return a reader of the checkpoint."""
-        return ShardReader(self.named, most_bytes, num_threads=self.num_threads)
-
-    def stored_bytes(self, shard: TensorShard) -> int:
-        """Return how many bytes of the checkpoint a shard takes."""
-        return shard.numel * self.named.tensors[self.homes[shard.key]].dtype.itemsize
-
-    def cut(self, shard: TensorShard, most_bytes: int) -> Iterator[TensorShard]:
-        """Yield pieces of a shard, each at most 4 MiB and ``most_bytes`` large, there and in the checkpoint."""
-        itemsize = max(shard.dtype.itemsize, self.stored_bytes(shard) // shard.numel)
-        step = max(min(_PIECE_BYTES, most_bytes) // itemsize, 1)
+    def _cut(self, shard: TensorShard) -> Iterator[TensorShard]:
+        """Yield pieces of a shard, each at most 4 MiB and a bucket large, there and in the checkpoint."""
+        itemsize = max(shard.dtype.itemsize, self.named.tensors[self.homes[shard.key]].dtype.itemsize)
+        step = max(min(_PIECE_BYTES, self.bucket_bytes) // itemsize, 1)
         if shard.numel <= step or not shard.data.is_contiguous():
             yield shard
             return
@@ -170,6 +150,14 @@ class Fill:
         for start in range(0, shard.numel, step):
             stop = min(start + step, shard.numel)
             yield replace(shard, flat=(first + start, first + stop), data=values[start:stop])
+
+    def _fill(self, shards: Iterable[TensorShard]) -> None:
+        with ShardReader(self.named, self.bucket_bytes, num_threads=self.num_threads) as reader:
+            for shard in filter(self._is_loaded, shards):
+                reader.fill(shard, self.homes[shard.key])
+
+    def _is_loaded(self, shard: TensorShard) -> bool:
+        return shard.key in self.homes and shard.numel > 0
 
 
 class ReadableTensors(Protocol):
@@ -203,10 +191,11 @@ class ShardReader:
         num_threads: int = 1,
     ) -> None:
         self._source = source
-        self._stage_bytes = max(bucket_bytes // num_threads, 16)
+        self._stage_bytes = max(bucket_bytes // (2 * num_threads), 16)
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, "checkpoint reader") if num_threads > 1 else None
-        self._stages: list[torch.Tensor] = []
+        self._stages: deque[tuple[torch.Tensor, DeviceCopies]] = deque()
+        self._unused = itertools.repeat(None, 2 * num_threads)
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +205,9 @@ class ShardReader:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        self._stages = []
+        for _, copies in self._stages:
+            copies.wait()
+        self._stages.clear()
 
     def fill(self, shard: TensorShard, key: str) -> None:
         """Read a shard's values from the checkpoint's tensor ``key``, which has the shard's global shape."""
@@ -261,12 +252,14 @@ class ShardReader:
         self._source.read(key, part.box, data.view(-1)[part.start : part.start + part.numel])
 
     def _fill_through_stage(self, key: str, meta: TensorMeta, data: torch.Tensor, part: Region) -> None:
-        try:
-            stage = self._stages.pop()  # list.pop is atomic: each thread takes a stage of its own
-        except IndexError:
-            stage = torch.empty(self._stage_bytes, dtype=torch.uint8)
+        if next(self._unused, self) is None:  # two for each thread: one is copied from while the other is filled
+            stage, copies = host_buffer(self._stage_bytes, data.device), DeviceCopies()
+        else:
+            stage, copies = self._stages.popleft()  # no other thread gets it
+            copies.wait()
         values = stage[: part.numel * meta.dtype.itemsize].view(meta.dtype)
         self._source.read(key, part.box, values)
         with torch.no_grad():
-            unpack(values, data, part.start, part.start + part.numel)
-        self._stages.append(stage)
+            unpack(values, data, part.start, part.start + part.numel, non_blocking=True)
+        copies.note(data)
+        self._stages.append((stage, copies.begun()))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from booster_checkpoint.files.names import MODEL, OPTIMIZER
 from booster_checkpoint.load.fill import Fill
 from booster_checkpoint.load.naming import as_model_names, excluder
-from booster_checkpoint.load.optimizer_positions import by_name, is_positional
 from booster_checkpoint.load.source import Source, open_source
 from booster_core.errors import CheckpointAbsentError, CheckpointError
 from booster_core.matching import (
@@ -192,7 +191,8 @@ class OptimizerLoad:
             source = stack.enter_context(
                 open_source(path, OPTIMIZER, in_memory=not request.low_cpu_mem_mode, checks=checks, listed=listed)
             )
-            saved = None if is_positional(source) else read_optimizer_info(source)
+            is_by_position = {"state", "param_groups"} <= source.values.keys()  # as torch saves its `state_dict`
+            saved = None if is_by_position else read_optimizer_info(source)
             return OptimizerInfo.of(adapter).entries()
 
         gathered = session.gather_each(request.call, self._path, look)
@@ -200,6 +200,8 @@ class OptimizerLoad:
         assert source is not None, "opened on every rank, or on none"
         named: ReadableTensors = source
         if saved is None:
+            from booster_checkpoint.load.optimizer_positions import by_name
+
             with session.together(request.call, self._path):
                 named, saved = by_name(source, here, [groups for groups, *_ in gathered])
         assert saved is not None, "an error was raised on every rank"

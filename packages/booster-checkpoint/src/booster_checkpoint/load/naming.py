@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.composed import ComposedTensors, Layout
-from booster_checkpoint.files.transformers import named_in_model
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.state import tensor_references
 
@@ -50,7 +49,11 @@ def as_model_names(
             raise CheckpointError(msg)
         layouts[name] = Layout.of(key, meta)
     values = {new_name(key): key for key in source.values}
-    layouts = named_in_model(module, layouts, known)
+    known_names = set(known)
+    if module is not None and not known_names.issuperset(layouts):
+        from booster_checkpoint.files.transformers import named_in_model
+
+        layouts = named_in_model(module, layouts, known_names)
     is_out = excluder(exclude)
     return ComposedTensors(
         source,

@@ -25,18 +25,13 @@ _ELEMENTWISE |= {"acc_delta", "sum", "prev", "step_size", "ax"}
 """States of torch's optimizers that have their parameter's shape, by which positions are checked."""
 
 
-def is_positional(source: Source) -> bool:
-    """Return whether a checkpoint is an optimizer's ``state_dict`` as torch saves it."""
-    return {"state", "param_groups"} <= source.values.keys()
-
-
 def by_name(
     source: Source, here: OptimizerInfo, groups_of_ranks: Sequence[Sequence[ParamGroup]]
 ) -> tuple[ComposedTensors, OptimizerInfo]:
     """Return an optimizer's tensors under the names of this run's parameters, and its groups and other state.
 
     Args:
-        source: A checkpoint that is positional.
+        source: An optimizer's ``state_dict`` as torch saves it.
         here: This run's optimizer.
         groups_of_ranks: Its groups as each rank knows them.
 

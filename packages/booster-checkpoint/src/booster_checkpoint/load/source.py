@@ -27,10 +27,10 @@ from booster_checkpoint.files.names import (
     TORCH_MODEL,
     FileNames,
     mark_of,
+    rank_shards_among,
     read_index,
 )
-from booster_checkpoint.files.opening import open_tensor_file
-from booster_checkpoint.files.rank_shards import RankShards, rank_shards_among
+from booster_checkpoint.files.safetensors_file import open_tensor_file
 from booster_checkpoint.files.tensor_file import read_whole
 from booster_checkpoint.storage import Location, locate
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError, CheckpointError, shorten
@@ -296,6 +296,8 @@ class Source:
                 return
             shards = _rank_shards(folder, kind, listed)
             if shards:
+                from booster_checkpoint.files.rank_shards import RankShards
+
                 sizes = {name: listed[name] for name in shards}
                 self._add(RankShards(folder, sizes, in_memory=in_memory, checks=checks), None)
                 return

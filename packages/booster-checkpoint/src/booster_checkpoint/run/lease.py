@@ -14,7 +14,7 @@ import os
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from booster_checkpoint.storage.temporary import new_token
+from booster_checkpoint.storage.location import new_token
 from booster_core.errors import CheckpointError
 from booster_core.log import log
 from booster_core.ranks import this_host

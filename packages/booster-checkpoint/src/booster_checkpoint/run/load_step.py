@@ -19,8 +19,7 @@ from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER
 from booster_checkpoint.load.load import ModelLoad, OptimizerLoad, changing
 from booster_checkpoint.run.frozen import check_frozen
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, ReadChecks, damaged, required
-from booster_checkpoint.run.run_folder import open_run
-from booster_checkpoint.run.save_step import forget_model
+from booster_checkpoint.run.run_folder import forget_model, open_run
 from booster_checkpoint.run.training_part import TENSORS, VALUES, SavedTraining
 from booster_core.checkpoint_io import NEWEST_WHOLE, LoadedCheckpoint
 from booster_core.errors import (

@@ -18,7 +18,9 @@ behind, so nothing is removed, and no older step taken, before the manifest itse
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -26,14 +28,22 @@ from typing_extensions import override
 
 from booster_checkpoint.run.lease import LEASE
 from booster_checkpoint.run.manifest import MANIFEST, Manifest, verify_folder
-from booster_checkpoint.storage.location import LocalLocation, Location, StoredLocation, locate, sync_folder
-from booster_checkpoint.storage.temporary import temporary_name, temporary_pattern
+from booster_checkpoint.storage.location import (
+    LocalLocation,
+    Location,
+    StoredLocation,
+    locate,
+    sync_folder,
+    temporary_name,
+    temporary_pattern,
+)
 from booster_core.checkpoint_io import LATEST, new_step_name, parse_step_name, step_name
 from booster_core.errors import (
     CheckpointAbsentError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointUnreadableError,
+    ConfigError,
     StorageUnreachableError,
 )
 from booster_core.log import log
@@ -42,6 +52,8 @@ from booster_core.state import decode_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from torch import nn
 
     from booster_core.checkpoint_io import StepOptions
 
@@ -414,3 +426,39 @@ def _try_to_remove(place: Location) -> None:
 def log_failed_removal(where: object, error: Exception) -> None:
     """Log that an old step, or a part of one, is still there."""
     log.warning("'%s' could not be removed: %s. The next save into this folder tries again.", where, error)
+
+
+# ---- which model a root is of
+
+_last_saved: dict[str, tuple[int, weakref.ref[nn.Module]]] = {}
+"""The step that this process saved last into each root, and the model that it was of."""
+
+
+def check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> None:
+    """Raise where this process has just saved the same step of another model there, which this would replace."""
+    last_step, saved = _last_saved.get(run.root.identity, (None, None))
+    if saved is None or step != last_step or module is None or saved() is module:
+        return
+    gc.collect()  # it may be garbage by now, which is in no hurry to go
+    other = saved()
+    if other is not None:
+        msg = (
+            f"Step {step} in '{run}' is that of another model, a `{type(other).__name__}`, which saving this "
+            f"`{type(module).__name__}` would replace. Save each model into a folder of its own."
+        )
+        raise ConfigError(msg)
+
+
+def remember_model(run: RunFolder, step: int, module: nn.Module) -> None:
+    """Note of which model this process has just saved a step."""
+    _last_saved[run.root.identity] = step, weakref.ref(module)
+
+
+def has_saved_into(run: RunFolder) -> bool:
+    """Return whether this process has saved into a root, and not loaded from it since."""
+    return run.root.identity in _last_saved
+
+
+def forget_model(run: RunFolder) -> None:
+    """Let any model be saved into a root from which one was loaded."""
+    _last_saved.pop(run.root.identity, None)

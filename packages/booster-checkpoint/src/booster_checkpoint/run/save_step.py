@@ -5,15 +5,13 @@ The order in which it becomes one is drawn in `booster_checkpoint.run.run_folder
 
 from __future__ import annotations
 
-import gc
-import weakref
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from booster_checkpoint.files.names import EMA, MODEL, OPTIMIZER, FileNames, file_names
 from booster_checkpoint.run.frozen import frozen_part
 from booster_checkpoint.run.manifest import FileEntry, Manifest
-from booster_checkpoint.run.run_folder import METRIC, open_run
+from booster_checkpoint.run.run_folder import METRIC, check_is_same_model, has_saved_into, open_run, remember_model
 from booster_checkpoint.run.training_part import TrainingPart
 from booster_checkpoint.save.parts import ModelPart, OptimizerPart
 from booster_checkpoint.save.targets import target_at
@@ -25,18 +23,12 @@ from booster_core.state import encode_json, has_adapters
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
-
     from booster_checkpoint.run.lease import Leases
-    from booster_checkpoint.run.run_folder import RunFolder
     from booster_checkpoint.save.parts import Part
     from booster_checkpoint.save.plan import WrittenFile
     from booster_checkpoint.save.save import Saver
     from booster_checkpoint.session import Session
     from booster_core.checkpoint_io import SaveRequest, TrainingState
-
-_last_saved: dict[str, tuple[int, weakref.ref[nn.Module]]] = {}
-"""The step that this process saved last into each root, and the model that it was of."""
 
 
 def save_step(
@@ -69,13 +61,13 @@ def save_step(
             msg = f"`size_per_shard={request.size_per_shard}` is not a size in MiB. The default is 1024."
             raise ConfigError(msg)
         run = open_run(request.path)
-        _check_is_same_model(run, options.step, state.model.module)
+        check_is_same_model(run, options.step, state.model.module)
         training = TrainingPart(state.objects, rank=coordinator.rank, step=options.step, extra=options.extra)
     coordinator.agree(call, {**request.agreed(), "ema": state.ema is not None})
     module = state.model.module
     if not request.save_frozen and module is not None:
         training.frozen = frozen_part(session, call, state.model.adapter, module)
-    elif module is not None and has_adapters(module) and run.root.identity not in _last_saved:
+    elif module is not None and has_adapters(module) and not has_saved_into(run):
         log.warning(
             "Each step in '%s' also holds the frozen base. `save_checkpoint(..., save_frozen=False)` leaves it out, "
             "and `load_checkpoint` then checks that the model has the same base.",
@@ -101,7 +93,7 @@ def save_step(
     target = target_at(folder, is_fresh=True)
     saver.save(parts, target, call, use_async=request.use_async, checksums=True, commit=commit)
     if module is not None:
-        _last_saved[run.root.identity] = options.step, weakref.ref(module)
+        remember_model(run, options.step, module)
 
 
 def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> list[Part]:
@@ -122,23 +114,3 @@ def _parts_of(state: TrainingState, training: TrainingPart, max_bytes: int) -> l
     if state.ema is not None:
         parts.append(ModelPart(state.ema.adapter, FileNames(base=MODEL, prefix=EMA), max_bytes=max_bytes, folder=EMA))
     return [*parts, training]
-
-
-def _check_is_same_model(run: RunFolder, step: int, module: nn.Module | None) -> None:
-    """Raise where this process has just saved the same step of another model there, which this would replace."""
-    last_step, saved = _last_saved.get(run.root.identity, (None, None))
-    if saved is None or step != last_step or module is None or saved() is module:
-        return
-    gc.collect()  # it may be garbage by now, which is in no hurry to go
-    other = saved()
-    if other is not None:
-        msg = (
-            f"Step {step} in '{run}' is that of another model, a `{type(other).__name__}`, which saving this "
-            f"`{type(module).__name__}` would replace. Save each model into a folder of its own."
-        )
-        raise ConfigError(msg)
-
-
-def forget_model(run: RunFolder) -> None:
-    """Let any model be saved into a root from which one was loaded."""
-    _last_saved.pop(run.root.identity, None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster_checkpoint.files.names import FileNames
-from booster_checkpoint.files.opening import open_tensor_file
+from booster_checkpoint.files.safetensors_file import open_tensor_file
 from booster_checkpoint.run.registered import (
     RegisteredStates,
     chosen_states,

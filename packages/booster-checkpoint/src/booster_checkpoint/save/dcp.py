@@ -39,10 +39,9 @@ from typing_extensions import override
 
 from booster_checkpoint.files.dcp import GROUPS, METADATA, SHAPES, STATE, read_table
 from booster_checkpoint.save.parts import MergedPart, ModelPart, OptimizerPart, Part
-from booster_checkpoint.save.tables import OwnedTensors, SpecTables
+from booster_checkpoint.save.plan import OwnedTensors, SpecTables
 from booster_checkpoint.storage import LocalLocation, locate
-from booster_checkpoint.storage.location import sync_folder
-from booster_checkpoint.storage.temporary import new_token, temporary_name, temporary_pattern
+from booster_checkpoint.storage.location import new_token, sync_folder, temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError, ConfigError
 from booster_core.ranks import name_ranks
 from booster_core.state import OptimizerInfo, box_shape, distinct, pack, regions_of

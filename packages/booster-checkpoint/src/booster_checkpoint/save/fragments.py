@@ -1,11 +1,11 @@
 """Fragments of tensors, and the buffers that carry those whose memory does not hold the very bytes to be written.
 
-A snapshot copies all fragments before a call returns, so that training may go on changing the state at once.
+A snapshot of what is on a device is copied in the current stream, which the host does not wait for: what training does
+to the state comes after it there.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,37 +58,32 @@ class Fragment:
 
 
 def fill_buckets(
-    fragments: Iterable[Fragment],
-    next_buffer: Callable[[], torch.Tensor],
-    copies: DeviceCopies,
-    *,
-    copies_ready: bool,
-) -> Iterator[list[Fragment]]:
-    """Yield fragments that are ready to be written, once ``copies`` have been waited for.
+    fragments: Iterable[Fragment], next_buffer: Callable[[torch.device], torch.Tensor], *, copies_ready: bool
+) -> Iterator[tuple[list[Fragment], DeviceCopies | None]]:
+    """Yield fragments that are ready to be written, once the copies that come with them have been waited for.
 
-    They are views of buffers, cut where a buffer was full.
+    They are views of a buffer, cut where it was full; without copies, a fragment as it is.
 
     Args:
-        fragments: Read one at a time; a fragment is not touched after the next one was asked for.
-        next_buffer: Returns an empty uint8 buffer on the CPU, at least 16 bytes long. It is asked for one when the
-            last one has been handed on, so it may return the same one again.
-        copies: Told of each copy.
+        fragments: Read one at a time; when the next one was asked for, one is touched in the current stream only.
+        next_buffer: Returns an empty uint8 buffer on the CPU, at least 16 bytes long, for values of a device. It is
+            asked for one when the last one has been handed on.
         copies_ready: Copy fragments that are ready, too. ``False`` yields them as they are, one at a time.
     """
     buffer: torch.Tensor | None = None
-    used, held = 0, list[Fragment]()
+    used, held, copies = 0, list[Fragment](), DeviceCopies()
     for fragment in fragments:
         if not copies_ready and fragment.is_ready:
-            yield [fragment]
+            yield [fragment], None
             continue
         done, itemsize = 0, fragment.dtype.itemsize
         while done < fragment.numel:
             if buffer is None:
-                buffer, used, held = next_buffer(), 0, []
+                buffer, used, held, copies = next_buffer(fragment.data.device), 0, [], DeviceCopies()
             used += -used % _ALIGNMENT
             count = min(fragment.numel - done, (buffer.numel() - used) // itemsize)
             if count <= 0:
-                yield held
+                yield held, copies.begun()
                 buffer = None
                 continue
             values = buffer[used : used + count * itemsize].view(fragment.dtype)
@@ -99,31 +94,45 @@ def fill_buckets(
             used += count * itemsize
             done += count
     if buffer is not None and held:
-        yield held
+        yield held, copies.begun()
+
+
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for copies from or to a device: pinned where it is not the CPU, so that the host does not wait."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 class DeviceCopies:
-    """Copies from devices to host memory that are under way.
+    """Copies between devices and host memory that are under way.
 
-    They alone are waited for, on the devices that they come from: a thread that waited for its current device would
-    wait for the first one, whichever the rank's is, and take memory there.
+    They alone are waited for, on their devices: a thread that waited for its current device would wait for the first
+    one, whichever the rank's is, and take memory there.
     """
 
     def __init__(self) -> None:
         self._devices: set[torch.device] = set()
+        self._events: list[torch.Event] = []
 
-    def note(self, source: torch.Tensor) -> None:
+    def note(self, data: torch.Tensor) -> None:
         """Take note of a copy that was begun; nothing is to be waited for where it was one between host memories."""
-        if source.device.type != "cpu":
-            self._devices.add(source.device)
+        if data.device.type != "cpu":
+            self._devices.add(data.device)
 
-    def wait(self) -> None:
-        """Wait for the copies that were noted."""
+    def begun(self) -> DeviceCopies:
+        """Wait, when it is time, for what was noted until now in the devices' current streams, and for no more."""
         for device in self._devices:
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
-            event.synchronize()
+            self._events.append(event)
         self._devices.clear()
+        return self
+
+    def wait(self) -> None:
+        """Wait for the copies that were noted."""
+        self.begun()
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
 
 
 class SnapshotBuffers:
@@ -136,6 +145,7 @@ class SnapshotBuffers:
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._buffers: list[torch.Tensor] = []
+        self._copies: list[DeviceCopies] = []
 
     @property
     def nbytes(self) -> int:
@@ -143,28 +153,33 @@ class SnapshotBuffers:
         return sum(buffer.numel() for buffer in self._buffers)
 
     def take(self, fragments: Iterable[Fragment]) -> list[Fragment]:
-        """Copy fragments into the buffers, growing them as needed; what they held before is overwritten.
+        """Begin to copy fragments into the buffers, growing them as needed; what they held before is overwritten.
 
         Returns:
-            The copies, in the dtype of the file, ready to be written.
+            The copies, in the dtype of the file, ready to be written when `wait` has returned.
         """
+        self.wait()  # for those of a snapshot that failed
         used = 0
 
-        def next_buffer() -> torch.Tensor:
+        def next_buffer(device: torch.device) -> torch.Tensor:
             nonlocal used
             if used == len(self._buffers):
-                # Pinned where there is a device to copy from, so that its copies run side by side.
-                is_pinned = torch.cuda.is_available()
-                self._buffers.append(torch.empty(self._bucket_bytes, dtype=torch.uint8, pin_memory=is_pinned))
+                self._buffers.append(host_buffer(self._bucket_bytes, device))
             used += 1
             return self._buffers[used - 1]
 
-        copies = DeviceCopies()
-        buckets = fill_buckets(fragments, next_buffer, copies, copies_ready=True)
-        taken = list(itertools.chain.from_iterable(buckets))
-        copies.wait()
+        taken = list[Fragment]()
+        for bucket, copies in fill_buckets(fragments, next_buffer, copies_ready=True):
+            taken += bucket
+            self._copies += [] if copies is None else [copies]
         return taken
+
+    def wait(self) -> None:
+        """Wait for the copies; in any thread."""
+        while self._copies:
+            self._copies.pop().wait()
 
     def release(self) -> None:
         """Give the memory back."""
+        self.wait()
         self._buffers = []

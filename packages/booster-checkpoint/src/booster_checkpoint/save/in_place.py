@@ -1,30 +1,31 @@
 """Saves of ranks on one host: each writes its ranges into files that rank 0 has created.
 
 Ranks of one host may write to the same files side by side, because they share a page cache. What is in other memory or
-of another dtype passes through one bucket. Checksums are read back from the page cache while the disk works.
+of another dtype passes through a bucket, of which one half is written while the other is filled. Checksums are read
+back from the page cache while the disk works.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import torch
-
 from booster_checkpoint.files.checksums import blocks_of_file
-from booster_checkpoint.save.fragments import DeviceCopies, fill_buckets
+from booster_checkpoint.save.fragments import fill_buckets, host_buffer
 from booster_checkpoint.storage import LocalLocation
 from booster_core.state import as_bytes, is_contiguous, regions_of, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
+    import torch
     from typing_extensions import Self
 
-    from booster_checkpoint.files.frame import FileFrame
-    from booster_checkpoint.save.fragments import Fragment
+    from booster_checkpoint.files.tensor_file import FileFrame
+    from booster_checkpoint.save.fragments import DeviceCopies, Fragment
     from booster_checkpoint.save.plan import Sums, WriteJob
     from booster_checkpoint.save.targets import FolderTarget
 
@@ -106,20 +107,18 @@ def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
         The files that this rank has written to.
     """
     plan = job.plan
-    buffers: list[torch.Tensor] = []
+    buffers: deque[torch.Tensor] = deque(maxlen=2)
 
-    def the_buffer() -> torch.Tensor:
-        if not buffers:
-            buffers.append(torch.empty(job.bucket_bytes, dtype=torch.uint8))
-        return buffers[0]
+    def next_buffer(device: torch.device) -> torch.Tensor:
+        """Return a half of the bucket; one is written while the other is filled."""
+        buffers.append(buffers[0] if len(buffers) == 2 else host_buffer(job.bucket_bytes // 2, device))
+        return buffers[-1]
 
-    copies = DeviceCopies()
     frames: dict[int, FileFrame] = {}
     descriptors: dict[int, int] = {}
     try:
         with EarlySync() as early:
-            for ready in fill_buckets(job.fragments, the_buffer, copies, copies_ready=False):
-                copies.wait()
+            for ready in _when_copied(fill_buckets(job.fragments, next_buffer, copies_ready=False)):
                 for fragment in ready:
                     index = plan.homes[fragment.part][fragment.key]
                     path = path_of(plan.files[index].name)
@@ -136,6 +135,22 @@ def write_ranges(job: WriteJob, path_of: Callable[[str], Path]) -> list[Path]:
         for descriptor in descriptors.values():
             os.close(descriptor)
     return [path_of(plan.files[index].name) for index in frames]
+
+
+def _when_copied(buckets: Iterable[tuple[list[Fragment], DeviceCopies | None]]) -> Iterator[list[Fragment]]:
+    """Yield the fragments of each bucket when its copies have ended, while those of the next one go on."""
+    held: tuple[list[Fragment], DeviceCopies] | None = None
+    for fragments, copies in buckets:
+        if copies is None:
+            yield fragments
+            continue
+        if held is not None:
+            held[1].wait()
+            yield held[0]
+        held = fragments, copies
+    if held is not None:
+        held[1].wait()
+        yield held[0]
 
 
 class EarlySync:

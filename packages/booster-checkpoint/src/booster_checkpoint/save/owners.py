@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from booster_checkpoint.files.checksums import BlockHasher
-from booster_checkpoint.save.fragments import DeviceCopies
+from booster_checkpoint.save.fragments import DeviceCopies, host_buffer
 from booster_checkpoint.session import swap_bytes
 from booster_core.state import as_bytes, box_numel, box_shape, full_box, intersect, regions_of, slices_of
 
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from booster_checkpoint.files.checksums import Block
-    from booster_checkpoint.files.frame import TensorSpec
+    from booster_checkpoint.files.tensor_file import TensorSpec
     from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
     from booster_checkpoint.save.plan import PlannedFile, Sums, WriteJob
     from booster_checkpoint.save.targets import Target
     from booster_core.ranks import Host
     from booster_core.state import Box, Region
 
+_HOST = torch.device("cpu")
 _ALIGNMENT = 16
 """Size of the widest element."""
 
@@ -76,6 +77,8 @@ def write_by_owners(job: WriteJob, target: Target, buffers: SnapshotBuffers | No
     try:
         with session.together(f"{call} (list values)", target.path, for_long=True):
             fragments = job.fragments if buffers is None else buffers.take(job.fragments)
+            if buffers is not None:
+                buffers.wait()
             write = OwnerWrite(job, fragments, owners, functools.partial(target.open, job.plan))
         with session.together(f"{call} (write)", target.path, for_long=True, nbytes=job.plan.total_bytes):
             told = write.run(own_group)
@@ -244,7 +247,9 @@ class OwnerWrite:
             pieces = self._held[self._owner_of(index)].setdefault((index, fragment.key), [])
             pieces.append(_Piece(fragment.box, fragment.flat, fragment.data))
         window_bytes = max(job.bucket_bytes // 3 // _ALIGNMENT, 1) * _ALIGNMENT
-        self._filled, self._outgoing, self._incoming = (torch.empty(window_bytes, dtype=torch.uint8) for _ in range(3))
+        mine = (each.data for held in self._held.values() for found in held.values() for each in found)
+        device = next((data.device for data in mine if data is not None and data.device.type != "cpu"), _HOST)
+        self._filled, self._outgoing, self._incoming = (host_buffer(window_bytes, device) for _ in range(3))
         self._copies = DeviceCopies()
         self._failure: Exception | None = None
         self._stream: _Stream | None = None

@@ -1,7 +1,7 @@
 """The parts of a save: a model's or an optimizer's state, as named tensors and other values.
 
 Every rank tells the others what they have to know of its part, and what all have told is merged. Which tensors all
-ranks own together is found in `booster_checkpoint.save.tables`.
+ranks own together is found in `booster_checkpoint.save.plan`.
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ from booster_checkpoint.save.background import BackgroundWriter
 from booster_checkpoint.save.fragments import Fragment, SnapshotBuffers
 from booster_checkpoint.save.in_place import write_in_place
 from booster_checkpoint.save.owners import write_by_owners
-from booster_checkpoint.save.plan import Sums, WriteJob, WrittenFile, make_plan
-from booster_checkpoint.save.tables import OwnedTensors, SpecTables
+from booster_checkpoint.save.plan import OwnedTensors, SpecTables, Sums, WriteJob, WrittenFile, make_plan
 from booster_checkpoint.save.targets import FolderTarget
 from booster_checkpoint.session import timed
-from booster_checkpoint.storage.temporary import new_token
+from booster_checkpoint.storage.location import new_token
 from booster_core.errors import CheckpointError
 from booster_core.ranks import current_world
 from booster_core.state import distinct
@@ -314,6 +313,7 @@ class _CopiedValues:
     def __init__(self, values: _OwnedValues, buffers: SnapshotBuffers) -> None:
         self._facts = list[tuple[list[Any], OwnedTensors]]()
         self._fragments = list[Fragment]()
+        self._buffers = buffers
         self._failure: Exception | None = None
         try:
             self._facts = values.facts()
@@ -328,5 +328,6 @@ class _CopiedValues:
         return self._facts
 
     def fragments(self) -> Iterable[Fragment]:
-        """Return the copies."""
+        """Return the copies, when they have ended."""
+        self._buffers.wait()
         return self._fragments

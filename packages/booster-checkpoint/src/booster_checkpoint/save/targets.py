@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from booster_checkpoint.save.in_place import LocalStream, create_file
 from booster_checkpoint.storage import LocalLocation, StoredLocation, locate
-from booster_checkpoint.storage.location import sync_folder
-from booster_checkpoint.storage.temporary import temporary_name, temporary_pattern
+from booster_checkpoint.storage.location import sync_folder, temporary_name, temporary_pattern
 from booster_core.errors import CheckpointError
 from booster_core.log import ANY_RANK, log
 

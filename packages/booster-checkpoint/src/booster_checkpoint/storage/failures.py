@@ -1,7 +1,7 @@
 """What an exception of a storage, or of the operating system while it writes, says of a checkpoint.
 
 Every driver has classes of its own, and some tell a refusal or a lost connection by their text alone. This file is the
-only one that knows them. What it means that the system refuses a read is in `booster_checkpoint.storage.local_file`.
+only one that knows them. What it means that the system refuses a read is in `booster_checkpoint.storage.open_file`.
 """
 
 from __future__ import annotations

@@ -6,15 +6,12 @@ every other scheme to fsspec. ``file://`` is the local disk itself.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from booster_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class WriteStream(Protocol):
@@ -62,12 +59,6 @@ class Storage(Protocol):
 
     def remove(self, url: str) -> None:
         """Remove the file at a URL, or all files below it."""
-
-
-def leaves_folder(key: str) -> bool:
-    """Return whether a key, or a name with ``/`` between its parts, leads out of the folder it is joined to."""
-    is_absolute = key.startswith(("/", "\\")) or _DRIVE.match(key) is not None
-    return is_absolute or ".." in key.replace("\\", "/").split("/") or "\0" in key
 
 
 def storage_for(scheme: str) -> Storage:

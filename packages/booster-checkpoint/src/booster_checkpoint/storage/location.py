@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import secrets
 import shutil
 import stat
 from abc import ABC, abstractmethod
@@ -20,10 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import Self, override
 
 from booster_checkpoint.storage.failures import storage_errors
-from booster_checkpoint.storage.interface import leaves_folder, storage_for
-from booster_checkpoint.storage.local_file import LocalFile, read_error
+from booster_checkpoint.storage.interface import storage_for
+from booster_checkpoint.storage.open_file import LocalFile, read_error
 from booster_checkpoint.storage.stored_file import REQUESTS_IN_FLIGHT, Requests, StoredFile
-from booster_checkpoint.storage.temporary import temporary_name
 from booster_core.checkpoint_io import local_path, scheme_of
 from booster_core.errors import CheckpointAbsentError, CheckpointDamagedError
 
@@ -35,6 +36,32 @@ if TYPE_CHECKING:
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 """What says that nothing is there. A name too long for the file system is that of no file."""
+
+_DRIVE = re.compile(r"[A-Za-z]:")
+_TEMPORARY = ".tmp"
+_TOKEN_CHARACTERS = 16
+"""Length of the hexadecimal text in temporary names that no two saves share."""
+
+
+def new_token() -> str:
+    """Return text that no other save uses."""
+    return secrets.token_hex(_TOKEN_CHARACTERS // 2)
+
+
+def temporary_name(name: str, token: str | None = None) -> str:
+    """Return the name under which a file or folder is written before it gets its own; the next save clears it away."""
+    return f".{name}.{token or new_token()}{_TEMPORARY}"
+
+
+def temporary_pattern(names: str) -> re.Pattern[str]:
+    """Return the pattern of the temporary names of all files whose names match a regular expression."""
+    return re.compile(rf"\.({names})\.[0-9a-f]{{{_TOKEN_CHARACTERS}}}{re.escape(_TEMPORARY)}")
+
+
+def leaves_folder(key: str) -> bool:
+    """Return whether a key, or a name with ``/`` between its parts, leads out of the folder it is joined to."""
+    is_absolute = key.startswith(("/", "\\")) or _DRIVE.match(key) is not None
+    return is_absolute or ".." in key.replace("\\", "/").split("/") or "\0" in key
 
 
 def locate(path: str | Path | Location) -> Location:

@@ -258,6 +258,7 @@ class _ObjectStream:
         self._part = _Part()
         self._filled = 0
         self._writer: Any = None
+        self._places: list[weakref.finalize[Any, Any]] = []
         self._is_over = False
 
     def write(self, values: memoryview) -> None:
@@ -281,10 +282,13 @@ class _ObjectStream:
         if self._missing_bytes:
             msg = f"{self._missing_bytes} bytes are missing of a file that is to be made visible."
             raise CheckpointError(msg)
-        if self._is_small:
-            self._obstore.put(self._store, self._key, bytes(self._part), use_multipart=False)
-        else:
-            self._writer.close()
+        try:
+            if self._is_small:
+                self._obstore.put(self._store, self._key, bytes(self._part), use_multipart=False)
+            else:
+                self._writer.close()
+        finally:
+            self._leave()
         self._is_over = True
 
     def discard(self) -> None:
@@ -292,6 +296,7 @@ class _ObjectStream:
             return
         self._is_over = True
         self._part = _Part()
+        self._leave()
         if self._writer is not None and not self._writer.closed():
             error = InterruptedError("the save has failed")
             self._writer.__exit__(InterruptedError, error, None)  # the only call that aborts an upload
@@ -307,13 +312,19 @@ class _ObjectStream:
             self._writer.write(part)
             return
         _room.acquire()
-        release = weakref.finalize(part, _room.release)
-        release.atexit = False
+        place = weakref.finalize(part, _room.release)
+        place.atexit = False
+        self._places.append(place)
         try:
             self._writer.write(part)
         except BaseException:
-            release()  # now: whoever keeps the error keeps this frame, and the part
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        """Give back the room of all parts: whoever keeps an error keeps its frames, this stream and its parts."""
+        for place in self._places:
+            place()
 
 
 class _Part(bytearray):

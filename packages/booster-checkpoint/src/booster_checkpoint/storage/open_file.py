@@ -1,19 +1,44 @@
-"""A file that is open for reads of ranges, wherever it is, and ranges of it as Python's own streams."""
+"""Files that are open for reads of ranges, wherever they are; local ones, and what their failures mean.
+
+A local file is read by plain reads: where a disk fails, or somebody truncates the file, a read is an error, and a
+mapping would end the process by SIGBUS. However many files a checkpoint has, few of them are open at a time.
+"""
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import threading
 from abc import ABC, abstractmethod
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from typing_extensions import override
 
+from booster_core.errors import (
+    CheckpointAbsentError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointUnreadableError,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from booster_checkpoint.storage.location import Location
+    from booster_checkpoint.storage.location import LocalLocation, Location
 
 _STREAM_BYTES = 1 << 16
+
+_MAX_CALL_BYTES = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB per call."""
+_MOST_OPEN = 32
+"""How many files are kept open."""
+_REMEDIES = {
+    errno.EACCES: "Check its owner and mode.",
+    errno.EPERM: "Check its owner and mode.",
+    errno.EIO: "The disk, or the connection to it, is at fault: look at the system's log.",
+    errno.ESTALE: "Its server has replaced it meanwhile: load it again.",
+}
 
 
 class OpenFile(ABC):
@@ -105,3 +130,133 @@ class RangeStream(io.RawIOBase):
             self._file.read_into(target, self._start + self._position)
         self._position += len(target)
         return len(target)
+
+
+class LocalFile(OpenFile):
+    """A file of the file system. Its descriptor is closed while many others are in use, and opened by the next read.
+
+    Args:
+        place: Where it is.
+
+    Raises:
+        CheckpointAbsentError: If there is none.
+        CheckpointUnreadableError: If it cannot be opened.
+    """
+
+    window_bytes = 1 << 20  # stays in a processor's cache until it is copied or hashed
+    gap_bytes = 1 << 15
+
+    def __init__(self, place: LocalLocation) -> None:
+        self.path = place.path
+        self._identity: tuple[int, ...] | None = None
+        try:
+            _OPEN.take(self)
+            _OPEN.give_back(self)
+        except OSError as error:
+            raise read_error(error, self.path) from error
+        assert self._identity is not None, "known since it was opened"
+        super().__init__(place, self._identity[2])
+
+    @override
+    def read_into(self, target: memoryview, offset: int) -> None:
+        try:
+            descriptor = _OPEN.take(self)
+            try:
+                while target:
+                    count = os.preadv(descriptor, [target[:_MAX_CALL_BYTES]], offset)
+                    if count == 0:
+                        msg = (
+                            f"'{self.path}' ended at byte {offset} while it was being read. Did something truncate it?"
+                        )
+                        raise CheckpointDamagedError(msg)
+                    target = target[count:]
+                    offset += count
+            finally:
+                _OPEN.give_back(self)
+        except OSError as error:
+            raise read_error(error, self.path, offset) from error
+
+    @override
+    def close(self) -> None:
+        _OPEN.close(self)
+
+    def open(self) -> int:
+        """Return a new descriptor of the file that was there at first."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._identity not in (None, identity):
+            os.close(descriptor)
+            msg = f"'{self.path}' was replaced or changed while it was being read. Load it again."
+            raise CheckpointDamagedError(msg)
+        self._identity = identity
+        if hasattr(os, "posix_fadvise"):
+            # Tensors are read from front to back: the kernel reads twice as far ahead of a cold file.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return descriptor
+
+
+class _OpenFiles:
+    """The descriptors of files that are being read; the one that was used longest ago is closed first.
+
+    Args:
+        most: How many stay open, unless more are read at the same moment.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._descriptors: dict[LocalFile, int] = {}  # in the order of use
+        self._uses: dict[LocalFile, int] = {}
+
+    def take(self, file: LocalFile) -> int:
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+            if descriptor is None:
+                descriptor = file.open()
+            self._descriptors[file] = descriptor
+            self._uses[file] = self._uses.get(file, 0) + 1
+            while len(self._descriptors) > self._most:
+                idle = next((each for each in self._descriptors if each not in self._uses), None)
+                if idle is None:
+                    break
+                os.close(self._descriptors.pop(idle))
+            return descriptor
+
+    def give_back(self, file: LocalFile) -> None:
+        with self._lock:
+            self._uses[file] -= 1
+            if not self._uses[file]:
+                del self._uses[file]
+
+    def close(self, file: LocalFile) -> None:
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+_OPEN = _OpenFiles(_MOST_OPEN)
+
+
+def read_error(error: OSError, path: object, offset: int | None = None) -> CheckpointError:
+    """Return what it means for a checkpoint that the operating system refused a read.
+
+    Args:
+        error: What it said.
+        path: What was to be read, where the error does not name it.
+        offset: Where in the file the read began, in bytes.
+
+    Returns:
+        A `CheckpointAbsentError` where nothing is there, else a `CheckpointUnreadableError`; it names the path.
+    """
+    where = error.filename or path
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        failure: CheckpointError = CheckpointAbsentError(f"There is no '{where}'.")
+    else:
+        at = "" if offset is None else f" at byte {offset}"
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        reason = error.strerror or str(error)
+        failure = CheckpointUnreadableError(f"'{where}' cannot be read{at}: {reason}. {remedy}".rstrip())
+    failure.__cause__ = error
+    return failure

@@ -20,8 +20,7 @@ from booster_checkpoint.save.save import BUCKET_BYTES, Saver
 from booster_checkpoint.save.targets import target_at
 from booster_checkpoint.session import Session
 from booster_checkpoint.storage import LocalLocation
-from booster_checkpoint.storage.location import sync_folder
-from booster_checkpoint.storage.temporary import temporary_name
+from booster_checkpoint.storage.location import sync_folder, temporary_name
 from booster_checkpoint.tools.source_adapter import SourceAdapter
 from booster_core.errors import CheckpointError, ConfigError, shorten
 from booster_core.log import log
@@ -82,7 +81,7 @@ def convert(
         ConfigError: If form and target do not fit, or there is no model for ``dtype``.
         CheckpointError: If the source is damaged, or the target cannot be written.
 
-    Memory: 64 MiB; a file that torch wrote before version 1.6 is read as a whole.
+    Memory: 64 MiB; a ``torch.save`` file at a URL, or of a torch before version 1.6, is read as a whole.
     """
     suffix = FORMS[form]
     kinds = kinds_at(source)

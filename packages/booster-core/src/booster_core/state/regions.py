@@ -172,11 +172,11 @@ def pack(data: torch.Tensor, start: int, stop: int, out: torch.Tensor, *, non_bl
         target.view(box_shape(region.box)).copy_(data[slices_of(region.box)], non_blocking=non_blocking)
 
 
-def unpack(source: torch.Tensor, data: torch.Tensor, start: int, stop: int) -> None:
+def unpack(source: torch.Tensor, data: torch.Tensor, start: int, stop: int, *, non_blocking: bool = False) -> None:
     """Copy ``source`` into the row-major flattened elements ``[start, stop)`` of ``data``: the inverse of `pack`."""
     for region in regions_of(full_box(tuple(data.shape)), (start, stop)):
         values = source[region.start : region.start + region.numel].view(box_shape(region.box))
-        data[slices_of(region.box)].copy_(values)
+        data[slices_of(region.box)].copy_(values, non_blocking=non_blocking)
 
 
 def copy_part(values: torch.Tensor, shard: TensorShard) -> None:
