@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -31,7 +31,6 @@ from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import layer_lists
 from booster_hybrid.probe.experts import check_experts
-from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.skipped_layers import kept_generators
@@ -60,8 +59,11 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_hybrid.sequence_parallel.stack import Argument
     from booster_hybrid.tensor_parallel.split import Split
     from booster_runtime.lazy import Recording
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,8 @@ class HybridSetup:
         self._spread = SpreadExperts()
         self._entries_seen: list[dict[str, int]] = []
         self._lists: list[str] = []
-        self._lengths: list[Lengths] = []
+        self._left_whole: frozenset[str] = frozenset()
+        self._dims: list[dict[Argument, int | None]] = []
         self._outline: nn.Module | None = None
         self._example: Any = None
         self._gathering: dict[tuple[int, ...], Axis] = {}
@@ -197,7 +200,6 @@ class HybridSetup:
         from booster_hybrid.sequence_parallel.split_gather import split_layers
 
         is_gathered = self._config.sequence.mode == "split_gather"
-        lengths = Lengths()
         with raised_on_all("boost", self._context.device):
             check = functools.partial(
                 check_policy,
@@ -206,26 +208,24 @@ class HybridSetup:
                 device=self._context.device,
                 batch=self._example_batch,
                 split_sequence=split_layers if is_gathered else None,
-                lengths=lengths,
             )
             try:
-                unchecked = check(self._policy())
+                found = check(self._policy())
             except ReadOutsideError as error:
                 given = given_policy(self._model, self._options.custom_policy, self._context.hooks)
                 if error.policy is None or given is not None:
                     raise
                 self._without_tables = error.policy
-                unchecked = check(self._policy())
-            if unchecked and self._options.unchecked == "raise":
-                raise _not_checked(self._model, unchecked)
+                found = check(self._policy())
+            if found.unchecked and self._options.unchecked == "raise":
+                raise _not_checked(self._model, found.unchecked)
         if is_gathered:
-            self._note_lengths([lengths])
-        return unchecked
+            self._left_whole = self._of_first_rank(found.left_whole)
+        return found.unchecked
 
-    def _note_lengths(self, lengths: list[Lengths]) -> None:
-        """Note for which lengths layers were compared, alike on all ranks: what one has seen depends on its batch."""
-        lengths = self._context.coordinator.broadcast_object(lengths, name="boost", meets=False)
-        self._lengths = [] if self._options.unchecked == "allow" else lengths
+    def _of_first_rank(self, found: T) -> T:
+        """Return what the first rank has found out: what a rank has seen depends on its batch."""
+        return cast("T", self._context.coordinator.broadcast_object(found, name="boost", meets=False))
 
     def _find_experts(self, size: int) -> None:
         with raised_on_all("boost", self._context.device):
@@ -290,10 +290,10 @@ class HybridSetup:
 
         device, lists = self._context.device, self._lists_to_split()
         with raised_on_all("boost", device):
-            batches, lengths = self._batches(), []
+            batches = self._batches()
             try:
                 sizes = config.size, self._config.tensor.size
-                lengths = check_sequences(self._model, lists, str(config.mode), sizes, device, batches)
+                self._dims = check_sequences(self._model, lists, str(config.mode), sizes, device, batches)
             except NotComparedError as error:
                 if self._options.unchecked == "raise":
                     msg = (
@@ -303,7 +303,7 @@ class HybridSetup:
                         "`unchecked='allow'` trusts the model instead."
                     )
                     raise ConfigError(msg) from error
-        self._note_lengths(lengths)
+        self._dims = self._of_first_rank(self._dims)
 
     def _batches(self) -> list[Any]:
         """Return batches that the model may take: the user's, and the model's own dummy."""
@@ -522,10 +522,8 @@ class HybridSetup:
         model, lists = inner_model(self._model), self._lists_to_split()
         mode = str(self._config.sequence.mode)
         if mode == "split_gather":
-            known = next((each for each in self._lengths if each.compared), None)
-            left_whole = set() if known is None else known.left_whole
             split_between_blocks(
-                model, [name for name in lists if name not in left_whole], self._tensor_group, split, known
+                model, [name for name in lists if name not in self._left_whole], self._tensor_group, split
             )
             return
         split_sequences(
@@ -535,7 +533,7 @@ class HybridSetup:
             self._sequence_group,
             rings=self._rings,
             parallel_output=self._options.parallel_output,
-            lengths=self._lengths,
+            dims=self._dims,
         )
 
     def _lists_to_split(self) -> list[str]:
