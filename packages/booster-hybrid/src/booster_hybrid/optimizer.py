@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.same_training import OutsideReads
     from booster_zero import ZeroConfig
     from booster_zero.engine import Bucket
 
@@ -41,20 +42,20 @@ class HybridEngine(ShardedEngine):
 
     Args:
         *args: As for `ShardedEngine`.
+        local: What of the model this rank holds.
         waits_in_backward: Whether backward may wait for the reductions of other ranks from the first round on, where
             forward gathers: it may not if these also wait there for this one. ``None`` where nothing is gathered.
         **kwargs: As for `ShardedEngine`.
 
     Attributes:
-        local: What of the model this rank holds; the plugin sets it.
         joined: The numbers of the optimizers whose copies' gradients have been added up since they were dropped.
         num_parts: By how many the gradients of a pipeline's microbatches are divided; see `divide_by`.
     """
 
     config: ZeroConfig
-    local: LocalModel
 
-    def __init__(self, *args: Any, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, local: LocalModel, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
+        self.local = local
         self._waits_in_backward = waits_in_backward
         self.joined: set[int] = set()
         self.num_parts = 1
@@ -142,17 +143,19 @@ class HybridOptimizer(ShardedOptimizer):
     Args:
         engine: As for `ShardedOptimizer`.
         *args: As for `ShardedOptimizer`.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
         **kwargs: As for `ShardedOptimizer`.
 
     Attributes:
-        check_training: Raises if ranks would not train alike from a loss; see `HybridModel.check_loss`.
         reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
     engine: HybridEngine
-    check_training: Callable[[Tensor], None] | None = None
 
-    def __init__(self, engine: HybridEngine, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, engine: HybridEngine, *args: Any, outside_reads: OutsideReads | None = None, **kwargs: Any
+    ) -> None:
+        self._outside_reads = outside_reads
         self.reduces_each = engine.config.stage >= _IN_SHARDS
         self._matrices: WholeMatrices | None = None
         super().__init__(engine, *args, **kwargs)
@@ -230,8 +233,8 @@ class HybridOptimizer(ShardedOptimizer):
                 "`booster.backward`."
             )
             raise ConfigError(msg)
-        if self.check_training is not None:
-            self.check_training(loss)
+        if self._outside_reads is not None:
+            self._outside_reads.check(loss)
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def begin_batch(self, num_microbatches: int) -> int:

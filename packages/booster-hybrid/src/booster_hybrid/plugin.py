@@ -7,7 +7,7 @@ is booster-zero's.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -26,7 +26,7 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors, Replica
-from booster_hybrid.boosting import HybridSetup, SetupOptions
+from booster_hybrid.boosting import ShardOptions, shard
 from booster_hybrid.config import (
     ExpertConfig,
     HybridConfig,
@@ -42,13 +42,10 @@ from booster_hybrid.generating import replace_generate
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
-from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
-from booster_hybrid.sharded.apply import shard_parameters
+from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
-from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero import LowLevelZeroPlugin, ShardedStateAdapter, ZeroConfig, fill_model
@@ -56,24 +53,20 @@ from booster_zero.engine import engine_of, holder_of, set_gradient
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
+    from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import LossScaleConfig
-    from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.mesh import Mesh
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_runtime.lazy import Recording
-
-
-_PARAMETERS = 3
-"""The stage of ZeRO that shards parameters."""
 
 
 class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
@@ -276,94 +269,16 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         del values
         self._warn_of_plain_data_parallelism()
-        axes = self._axes_of_world()
-        setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
-        recording = setup.place_values()
-        self._unchecked_layers = setup.check()
-        recording = recording or setup.take_from_host()
-        plan = setup.plan_stages()
-        setup.check_sequences()
-        split = setup.split_layers()
-        local = setup.local_model(split, plan)
-        cut = None if plan is None else setup.cut(plan)
-        copies = {} if cut is None else cut.copies
-        boosted = self._shard(setup, objects, context, copies, frozenset() if recording is None else recording.name_of)
-        hybrid: Any = boosted.model
-        hybrid.local, hybrid.replica, hybrid.callers = local, axes["pp", "sp", "tp"], axes["ep", "pp", "sp", "tp"]
-        if hybrid.gatherer is not None:  # a forward gathers over the data parallel ranks, too
-            hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
-        hybrid.streams = split.streams
-        if hybrid.replica.size > 1 and plan is None:
-            hybrid.trained_alike = TrainedAlike(hybrid.unwrap(), hybrid.replica, context.device)
-        engine = engine_of(boosted.optimizers)
-        if isinstance(engine, HybridEngine):
-            engine.local = local
-            self._compare_training(hybrid, boosted.optimizers)
-            if self.config.expert.size > 1:
-                # Tokens travel in backward, between ranks that may have come less far in their buckets.
-                engine.reducer.waits_in_backward = False
-        if self.config.tensor.size > 1 or self.config.expert.size > 1 or plan is not None:
-            mark_as_local(hybrid.unwrap())
-        if plan is not None and cut is not None:
-            hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
-            hybrid.engine.outside_reads = hybrid.outside_reads
-        replace_generate(hybrid, context.device, splits_sequences=self.config.sequence.mode is not None)
-        if recording is not None:
-            hybrid.attach(boosted.optimizers, context)
-            adapter = self.state_adapter(hybrid, context)
-            shapes = local.whole_shapes(objects.model)
-            fill_model(objects.model, recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
+        found = shard(objects, context, self._options(), self._mesh_of_world(), self._zero)
+        boosted, self._unchecked_layers = found.boosted, found.unchecked
+        model: HybridModel = boosted.model  # type: ignore[assignment]
+        replace_generate(model, context.device, splits_sequences=self.config.sequence.mode is not None)
+        if found.recording is not None:
+            model.attach(boosted.optimizers, context)
+            adapter = self.state_adapter(model, context)
+            shapes = model.local.whole_shapes(objects.model)
+            fill_model(objects.model, found.recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
         return boosted
-
-    def _compare_training(self, model: HybridModel, optimizers: Sequence[HybridOptimizer]) -> None:
-        """Let ranks that work on the same batches find out whether they train alike."""
-        module, local, replica = model.unwrap(), model.local, model.replica
-        sizes = self.config.tensor.size, self.config.pipeline.size
-        if self.unchecked == "raise" and (parts := parts_of(module, local)):
-            model.outside_reads = OutsideReads(module, parts)
-
-        def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
-            if not metrics["skipped"]:
-                stepped.on_step.remove(compare)
-                optimizers[0].engine.gatherer.wait()
-                check_copies(module, local, replica)
-
-        for optimizer in optimizers:
-            optimizer.check_training = model.check_loss
-            if max(sizes) > 1:
-                optimizer.on_step.append(compare)
-
-    def _shard(
-        self,
-        setup: HybridSetup,
-        objects: Boosted,
-        context: BoostContext,
-        copies: Mapping[int, tuple[int, ...]],
-        without_values: Collection[int],
-    ) -> Boosted:
-        """Let the data parallel ranks share the optimizer's state, and in stage 3 the parameters."""
-        if self.config.zero is None or self.zero_stage != _PARAMETERS:
-            return self._zero.shard_over(
-                objects,
-                context,
-                setup.sharding_ranks(),
-                HybridEngine,
-                HybridOptimizer,
-                model_class=HybridModel,
-                copies=copies,
-                ranks_of=setup.expert_ranks(),
-            )
-        setup.make_gathering()
-        return shard_parameters(
-            objects,
-            context,
-            self.config.zero,
-            setup.sharding_ranks(),
-            copies=copies,
-            ranks_of=setup.expert_ranks(),
-            without_values=without_values,
-            is_pipeline=self.config.pipeline.size > 1,
-        )
 
     def has_pipeline(self, model: nn.Module) -> bool:
         """Return whether the model is cut into stages."""
@@ -451,7 +366,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> HybridStateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
         del context
-        axes = self._axes_of_world()
+        axes = self._mesh_of_world()
         engine = engine_of(model.boosted_optimizers)
         boosted: Any = boosted_inside(model)
         local: LocalModel = boosted.local
@@ -522,7 +437,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if holder is not None:
             return holder.full_gradient(parameter)
         own = unscaled_gradient(parameter, model.boosted_optimizers)
-        axes, name = self._axes_of_world(), NamedTensors.of(model.unwrap()).name_of[id(parameter)]
+        axes, name = self._mesh_of_world(), NamedTensors.of(model.unwrap()).name_of[id(parameter)]
         data = axes["dp", "sp"]
         if not any(collectives.all_gather_object(own is not None, data.group)):
             return None
@@ -548,8 +463,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         del options["unchecked_layers"]
         return options
 
-    def _options(self) -> SetupOptions:
-        return SetupOptions(
+    def _options(self) -> ShardOptions:
+        return ShardOptions(
             config=self.config,
             custom_policy=self.custom_policy,
             example_batch=self.example_batch,
@@ -559,10 +474,10 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             pipeline_record=self.pipeline_record,
         )
 
-    def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
+    def _mesh_of_world(self) -> Mesh:
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
-        if self._axes is None or self._axes[0] is not world:
+        if self._made_for is None or self._made_for[0] is not world:
             sizes = self.config.expert.size, self.config.sequence.inner_ring_size
-            self._axes = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
-        return self._axes[1]
+            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
+        return self._made_for[1]
