@@ -17,7 +17,6 @@ from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
-from booster_hybrid.whole_matrices import Part, WholeMatrices
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
 from booster_zero import ShardedOptimizer
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from booster_hybrid.local_model import LocalModel
     from booster_hybrid.same_training import OutsideReads
+    from booster_hybrid.whole_matrices import Part, WholeMatrices
     from booster_zero import ZeroConfig
     from booster_zero.engine import Bucket
 
@@ -189,7 +189,9 @@ class HybridOptimizer(ShardedOptimizer):
         if not parts:
             return super().step_inside()
         if self._matrices is None:
-            self._matrices = WholeMatrices(self.unwrap(), self.local.tensor_group)
+            from booster_hybrid.whole_matrices import WholeMatrices
+
+            self._matrices = WholeMatrices(self.unwrap(), self.local.tensor_group, self.engine.device)
         return self._matrices.step(parts, super().step_inside)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
@@ -212,6 +214,8 @@ class HybridOptimizer(ShardedOptimizer):
         """Return what this rank has of split parameters that the optimizer inside takes as wholes."""
         if self.local.tensor_group.size == 1 or self.engine.partition_of(self.number) == "flat":
             return []
+        from booster_hybrid.whole_matrices import Part
+
         splits = self.local.splits
         pieces = [(self.names[piece.index], piece.values) for bucket in self.buckets() for piece in bucket.pieces]
         return [Part(name, splits[name], values) for name, values in pieces if name in splits]
