@@ -7,6 +7,7 @@ is booster-zero's.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,14 +32,12 @@ from booster_hybrid.config import (
     ExpertConfig,
     HybridConfig,
     PipelineConfig,
-    SequenceConfig,
     TensorConfig,
     check_used,
     checked_choice,
+    sequence_config,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
-from booster_hybrid.expert_parallel.routing import evenly_routed
-from booster_hybrid.generating import replace_generate
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
@@ -75,8 +74,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     Args:
         tp_size: Ranks over which each layer is split.
         pp_size: Number of pipeline ranks; batches then run through `train_batch` or `execute_pipeline`.
-        sp_size: Ranks over which ``"all_to_all"`` and ``"ring_attn"`` split a sequence; ``"split_gather"`` uses the
-            ``tp_size`` ranks.
+        sp_size: Ranks over which ``context_parallel`` splits a sequence.
         ep_size: Ranks over which the experts of each layer are spread, out of the data parallel ones: it divides their
             number. They send each other the tokens of their batches, so that they must call the model equally often.
         mesh_order: The axes of the mesh from the outermost to the innermost, whose ranks are adjacent. The order does
@@ -98,7 +96,10 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             checks what splits layers; by default from the data loader, or the dummy inputs of transformers' models.
         split_batch: Splits a batch into microbatches, in place of a split of each tensor's first dimension: called as
             ``split_batch(batch, num_microbatches)``, it returns a pair ``(microbatch, num_samples)`` for each.
-        sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
+        sequence_parallel: Split sequences between the blocks of layers, over the ``tp_size`` ranks.
+        context_parallel: Split them over ``sp_size`` ranks, and attention as well: ``"ulysses"`` or ``"ring"``.
+        sequence_parallelism_mode: The same by Colossal-AI's names: ``"split_gather"``, ``"all_to_all"`` or
+            ``"ring_attn"``.
         inner_ring_size: Ranks of each inner ring of ``"ring_attn"``, such as those of a host: keys and values go round
             it before they go on to the next host. It divides ``sp_size``; ``None`` makes one ring of all ranks.
         parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
@@ -113,6 +114,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: How gradients are averaged under ``zero_stage=0``.
         zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
+        config: The mesh, how sequences and batches are split, and the data axis, in one value, in place of the
+            arguments about these.
         pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster trace``.
 
     Raises:
@@ -147,7 +150,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         "zero_bucket_size_in_m": "pass `zero=ZeroConfig(bucket_bytes=...)`, in bytes",
         "broadcast_buffers": "pass `ddp=DataParallelConfig(broadcast_buffers=...)`",
         "ddp_bucket_cap_mb": "pass `ddp=DataParallelConfig(bucket_bytes=...)`, in bytes",
-        "enable_sequence_parallelism": "pass `sequence_parallelism_mode=`, and `sp_size=` unless it is 'split_gather'",
+        "enable_sequence_parallelism": "pass `sequence_parallel=True`, or `context_parallel=` with `sp_size=`",
         "dp_outside": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "moe_dp_outside_pp": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "gradient_checkpoint_config": "pass `checkpoint_ratio=`, one number or one for each stage",
@@ -176,6 +179,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         checkpoint_ratio: float | Sequence[float] | None = None,
         example_batch: Any = None,
         split_batch: SplitHook | None = None,
+        sequence_parallel: bool = False,
+        context_parallel: str | None = None,
         sequence_parallelism_mode: str | None = None,
         inner_ring_size: int | None = None,
         parallel_output: bool = True,
@@ -186,15 +191,19 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: DataParallelConfig | None = None,
         zero: ZeroConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
+        config: HybridConfig | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
+        if config is not None:
+            _refuse_beside_config(HybridParallelPlugin.__init__, locals())
         check_argument_types(HybridParallelPlugin.__init__.__annotations__, {**locals(), "return": None})
-        for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
+        configs = (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig), ("config", config, HybridConfig))
+        for option, value, kind in configs:
             if value is not None and not isinstance(value, kind):
                 msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."
                 raise TypeError(msg)
         sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
-        self.config = HybridConfig(
+        self.config = config or HybridConfig(
             tensor=TensorConfig(size=tp_size),
             pipeline=PipelineConfig(
                 size=pp_size,
@@ -209,7 +218,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                     else tuple(checkpoint_ratio)
                 ),
             ),
-            sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode, inner_ring_size=inner_ring_size),
+            sequence=sequence_config(
+                sp_size,
+                sequence_parallelism_mode,
+                inner_ring_size,
+                sequence_parallel=sequence_parallel,
+                context_parallel=context_parallel,
+            ),
             expert=ExpertConfig(size=ep_size),
             zero=sharded,
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
@@ -272,7 +287,10 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         found = shard(objects, context, self._options(), self._mesh_of_world(), self._zero)
         boosted, self._unchecked_layers = found.boosted, found.unchecked
         model: HybridModel = boosted.model  # type: ignore[assignment]
-        replace_generate(model, context.device, splits_sequences=self.config.sequence.mode is not None)
+        if callable(getattr(model.unwrap(), "generate", None)):
+            from booster_hybrid.generating import replace_generate
+
+            replace_generate(model, context.device, splits_sequences=self.config.sequence.mode is not None)
         if found.recording is not None:
             model.attach(boosted.optimizers, context)
             adapter = self.state_adapter(model, context)
@@ -298,8 +316,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         before, self.unchecked = self.unchecked, "allow"
         try:
+            if self.config.expert.size == 1:
+                yield None
+                return
+            from booster_hybrid.expert_parallel.routing import evenly_routed
+
             with evenly_routed():
-                yield "as many tokens choose each expert" if self.config.expert.size > 1 else None
+                yield "as many tokens choose each expert"
         finally:
             self.unchecked = before
 
@@ -481,3 +504,27 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             sizes = self.config.expert.size, self.config.sequence.inner_ring_size
             self._made_for = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
         return self._made_for[1]
+
+
+_BESIDE_CONFIG = frozenset(
+    ("precision", "example_batch", "split_batch", "parallel_output", "unchecked", "custom_policy", "loss_scale")
+)
+"""Arguments that no `HybridConfig` holds, next to where the pipeline's record goes and the norm of replicated state."""
+
+
+def _refuse_beside_config(function: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Refuse arguments that `HybridConfig` has, next to one.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    free = {*_BESIDE_CONFIG, "self", "config", "pipeline_record"}
+    if getattr(given["config"], "zero", None) is None:
+        free.add("max_norm")
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in free and given[name] != parameter.default:
+            msg = (
+                f"`{name}={given[name]!r}` is a part of `config=HybridConfig(...)`, which is given too. Say it in one "
+                "place."
+            )
+            raise ConfigError(msg)
