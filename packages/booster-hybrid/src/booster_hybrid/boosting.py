@@ -1,4 +1,7 @@
-"""`shard`: split a model's layers, cut it into stages, and share out what its optimizer updates, from top to bottom."""
+"""`shard`: split a model's layers, cut it into stages, and share out what its optimizer updates, from top to bottom.
+
+What one axis alone needs is imported where a mesh has that axis.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
-from booster_hybrid.expert_parallel.apply import SpreadExperts, find_experts, spread_experts
-from booster_hybrid.expert_parallel.routing import is_evenly_routed
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
 from booster_hybrid.model import HybridModel
@@ -30,10 +31,8 @@ from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.probe.experts import check_experts
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
-from booster_hybrid.sharded.apply import shard_parameters
 from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
@@ -45,7 +44,7 @@ from booster_runtime.sharding import ShardingRanks, check_distinct_memory, raise
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_hybrid.sequence_parallel.stack import Argument
+    from booster_hybrid.tensor_parallel.split import Split
     from booster_runtime.lazy import Recording
     from booster_zero import LowLevelZeroPlugin
 
@@ -146,11 +146,15 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
         dims = _check_sequences(split_lists, objects, context, options)
 
     # Experts before layers, so that tokens travel once and partial sums over tensor parallel ranks come last.
-    spread, split = SpreadExperts(), TensorParallelModel()
+    split = TensorParallelModel()
+    expert_splits: Mapping[str, Split] = {}
+    held: Collection[int] = ()
     if experts:
-        spread = spread_experts(model, experts, mesh.ranks("ep"))
-    for optimizer in optimizers:
-        cut_state(model, optimizer, spread.splits)
+        from booster_hybrid.expert_parallel.apply import spread_experts
+
+        expert_splits, held = spread_experts(model, experts, mesh.ranks("ep"))
+        for optimizer in optimizers:
+            cut_state(model, optimizer, expert_splits)
     if config.tensor.size > 1:
         policy = checked.policy or policy_for(model, options.custom_policy, context.hooks)
         split = parallelize(model, policy, mesh.ranks("tp"), parallel_output=options.parallel_output)
@@ -167,7 +171,7 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
         tensor_group=mesh.ranks("tp"),
         expert_group=mesh.ranks("ep"),
         splits=split.splits,
-        expert_splits=spread.splits,
+        expert_splits=expert_splits,
         **({} if plan is None else _stage_of(plan, mesh)),
     )
     copies, make_engine = {}, None
@@ -199,8 +203,10 @@ def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads fro
     optimizer_class = functools.partial(HybridOptimizer, outside_reads=reads)
     gathering = mesh.gathering_groups(config.expert.size) if shards_parameters else {}
     sharing = _sharing(mesh["dp", "sp"], 1, mesh, config, gathering)
-    ranks_of = dict.fromkeys(spread.held, _sharing(mesh["edp", "sp"], config.expert.size, mesh, config, gathering))
+    ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.expert.size, mesh, config, gathering))
     if shards_parameters and config.zero is not None:
+        from booster_hybrid.sharded.apply import shard_parameters
+
         boosted = shard_parameters(
             objects,
             context,
@@ -249,6 +255,10 @@ class CheckedModel(NamedTuple):
 
 def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[ExpertsModule]:
     """Return the modules of experts that are spread."""
+    from booster_hybrid.expert_parallel.apply import find_experts
+    from booster_hybrid.expert_parallel.routing import is_evenly_routed
+    from booster_hybrid.probe.experts import check_experts
+
     with raised_on_all("boost", context.device):
         rules = expert_rules(model, options.custom_policy, context.hooks)
         experts = find_experts(model, rules, options.config.expert.size)
@@ -268,17 +278,18 @@ def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions
 
     Collective: every rank of the world.
     """
-    from booster_hybrid.sequence_parallel.split_gather import split_layers
-
     model, config = objects.model, options.config
     is_gathered = config.sequence.mode == "split_gather"
+    split_sequence: Any = None
+    if is_gathered:
+        from booster_hybrid.sequence_parallel.split_gather import split_layers as split_sequence
     check = functools.partial(
         check_policy,
         model,
         size=config.tensor.size,
         device=context.device,
         batch=lambda: _example(objects, options, place),
-        split_sequence=split_layers if is_gathered else None,
+        split_sequence=split_sequence,
     )
     policy: ShardingPolicy | None = None
     with raised_on_all("boost", context.device):

@@ -32,7 +32,6 @@ from booster_hybrid.probe.kinds import kind_of
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
-from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated
 
@@ -227,6 +226,8 @@ class _Probe:
                 args, kwargs = call
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
+                    from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
+
                     layers = {name: names.modules[name] for name in names.modules if self._is_in_list(name)}
                     run = functools.partial(_run_in_training, model, kwargs or args, watched, alike)
                     check_no_layer_is_skipped(model, "split_gather", layers, run)
