@@ -10,7 +10,14 @@ import pytest
 from booster_core import discovery
 from booster_core.errors import ConfigError
 from booster_core.precision import LossScaleConfig
-from booster_hybrid import DataParallelConfig, HybridParallelPlugin, ShardingPolicy
+from booster_hybrid import (
+    DataParallelConfig,
+    HybridConfig,
+    HybridParallelPlugin,
+    SequenceConfig,
+    ShardingPolicy,
+    TensorConfig,
+)
 from booster_zero import ZeroConfig
 
 RINGS = {"sp_size": 6, "sequence_parallelism_mode": "ring_attn"}
@@ -24,6 +31,18 @@ def test_options_reach_the_config():
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, precision="bf16")
     assert (plugin.config.tensor.size, plugin.config.pipeline.num_stages, plugin.config.zero.stage) == (2, 2, 1)
     assert plugin.precision.name == "bf16"
+
+
+def test_one_mesh_can_be_said_in_three_ways():
+    theirs = HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="split_gather")
+    named = HybridParallelPlugin(tp_size=2, sequence_parallel=True)
+    config = HybridConfig(tensor=TensorConfig(size=2), sequence=SequenceConfig(mode="split_gather"))
+    passed = HybridParallelPlugin(config=config, precision="bf16", max_norm=1.0)
+    assert theirs.config.sequence == named.config.sequence == passed.config.sequence
+    assert passed.config is config
+    assert (passed.tp_size, passed.precision.name, passed.describe()["max_norm"]) == (2, "bf16", 1.0)
+    for name, mode in (("ring", "ring_attn"), ("ulysses", "all_to_all")):
+        assert HybridParallelPlugin(sp_size=2, context_parallel=name).config.sequence.mode == mode
 
 
 @pytest.mark.parametrize(
@@ -69,6 +88,10 @@ def test_options_reach_the_config():
         ({**RINGS, "inner_ring_size": 6}, "does not cut a ring of 6 ranks into several"),
         ({**RINGS, "sp_size": 3, "inner_ring_size": 3}, "ring of 3 ranks into several. Leave it out for one ring"),
         ({**RINGS, "sequence_parallelism_mode": "all_to_all", "inner_ring_size": 2}, "the mode is 'all_to_all'"),
+        ({"context_parallel": "zigzag"}, "`context_parallel='zigzag'` is not 'ulysses' or 'ring'"),
+        ({"tp_size": 2, "sequence_parallel": True, "context_parallel": "ring"}, "are two ways to split sequences"),
+        ({"config": HybridConfig(), "tp_size": 2}, r"`tp_size=2` is a part of `config=HybridConfig\(...\)`"),
+        ({"config": HybridConfig(zero=ZeroConfig()), "max_norm": 1.0}, "`max_norm=1.0` is a part of `config="),
         ({"inner_ring_size": 2}, "is about `sequence_parallelism_mode='ring_attn'`, and the mode is None"),
         ({"zero_stage": 4}, "`zero_stage=4` is not one of 0 "),
         ({"zero_stage": 3, "ddp": DataParallelConfig()}, "and stage 3 of ZeRO has options of its own"),
@@ -97,6 +120,7 @@ def test_a_wrong_precision_is_refused_at_once():
     [
         ({"ddp": {"bucket_bytes": 4}}, "`ddp` is a `DataParallelConfig`; got `dict`"),
         ({"zero": 1}, "`zero` is a `ZeroConfig`; got `int`"),
+        ({"config": {"tp_size": 2}}, "`config` is a `HybridConfig`; got `dict`"),
     ],
 )
 def test_an_option_of_another_type_is_refused_at_once(options, message):

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTMAEConfig, ViTMAEForPreTraining
 
@@ -40,7 +41,7 @@ def losses_of(style, is_seeded_by_rank):
     model = Diffusion()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    seed = plugin.global_rank if is_seeded_by_rank else 0
+    seed = dist.get_rank() if is_seeded_by_rank else 0
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the generator that models use
     random.seed(seed)

@@ -92,7 +92,7 @@ def batch():
 
 def test_a_layer_that_needs_more_than_hidden_states_is_checked_by_a_batch():
     model = Model(Scaled(), Scaled())
-    assert check_policy(model, policy(num_blocks=2), 2, CPU, batch=batch) == {}
+    assert check_policy(model, policy(num_blocks=2), 2, CPU, batch=batch).unchecked == {}
     with pytest.raises(ConfigError, match=r"layer 'layers\.0'.*`num_blocks=2`"):
         check_policy(model, policy(), 2, CPU, batch=batch)
 
@@ -102,7 +102,7 @@ def test_a_layer_that_needs_more_than_hidden_states_is_checked_by_a_batch():
     [(Scaled, "no batch showed how it is called"), (Noisy, "other outputs in each call"), (Broken, "RuntimeError: 2")],
 )
 def test_a_layer_that_cannot_be_checked_is_named_with_the_reason(kind, reason):
-    unchecked = check_policy(Model(kind(), kind()), policy(), 2, CPU)
+    unchecked = check_policy(Model(kind(), kind()), policy(), 2, CPU).unchecked
     assert list(unchecked) == ["layers.0", "layers.1"]
     assert reason in unchecked["layers.0"]
 
@@ -112,13 +112,13 @@ def test_a_gradient_that_is_not_summed_is_found():
     with pytest.raises(ConfigError, match=r"gradients of layer 'layers\.0', not its outputs: the gradient of 'slope'"):
         check_policy(model, ShardingPolicy(rules, ("layers",)), 2, CPU)
     summed = ModuleRule("layers.*.slope", Style.SUMMED_GRADIENT)
-    assert check_policy(model, ShardingPolicy((*rules, summed), ("layers",)), 2, CPU) == {}
+    assert check_policy(model, ShardingPolicy((*rules, summed), ("layers",)), 2, CPU).unchecked == {}
 
 
 def test_layers_split_in_pairs_are_checked_together():
     def check(*layers):
         rules = (ModuleRule("layers.0", Style.COLUMN), ModuleRule(f"layers.{len(layers) - 1}", Style.ROW))
-        return check_policy(Model(*layers), ShardingPolicy(rules, ("layers",)), 2, CPU)
+        return check_policy(Model(*layers), ShardingPolicy(rules, ("layers",)), 2, CPU).unchecked
 
     assert check(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) == {}
     with pytest.raises(ConfigError, match="changes what the model computes"):
@@ -146,7 +146,7 @@ def test_25_million_parameters_take_less_than_a_second():
     gc.freeze()  # a collection, which the check ends with, takes as long as the tests before have left objects
     try:
         start = time.thread_time()  # other threads of this process are no part of the check
-        assert check_policy(model, policy(num_blocks=2), 4, CPU) == {}
+        assert check_policy(model, policy(num_blocks=2), 4, CPU).unchecked == {}
         assert time.thread_time() - start < 1
     finally:
         gc.unfreeze()

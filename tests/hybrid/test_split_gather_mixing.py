@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
+from booster_hybrid.probe.probe import CheckedPolicy
 from booster_testing import expect_on_ranks, run_on_ranks
 
 WIDTH = 8
@@ -252,7 +253,7 @@ def case_of(kind):
 
 def train_unchecked(kind):
     """What a layer returns is looked at in each forward, also where the layer could not be checked."""
-    with mock.patch("booster_hybrid.boosting.check_policy", return_value={}):
+    with mock.patch("booster_hybrid.boosting.check_policy", return_value=CheckedPolicy({})):
         train_boosted(case_of(kind), SETTING)
 
 

@@ -22,6 +22,7 @@ from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Sty
 from booster_hybrid.optimizer import HybridEngine
 from booster_hybrid.pipeline.cut import StagedModel
 from booster_hybrid.pipeline.flow import Needs
+from booster_hybrid.probe.probe import CheckedPolicy
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
 from booster_testing.models import TinyStack
@@ -225,7 +226,7 @@ def patched(target, *args, **kwargs):
 
 
 def without_check():
-    return mock.patch("booster_hybrid.boosting.check_policy", return_value={})
+    return mock.patch("booster_hybrid.boosting.check_policy", return_value=CheckedPolicy({}))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""`HybridSetup`: the steps by which `HybridParallelPlugin.configure` splits a model, each to be called once."""
+"""`shard`: split a model's layers, cut it into stages, and share out what its optimizer updates, from top to bottom.
+
+What one axis alone needs is imported where a mesh has that axis.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import contextlib
 import functools
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.state import named_modules
-from booster_hybrid.axes import make_axes
-from booster_hybrid.expert_parallel.apply import ExpertsModule, SpreadExperts, find_experts, spread_experts
-from booster_hybrid.expert_parallel.routing import is_evenly_routed
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.local_model import LocalModel
-from booster_hybrid.mesh import OF_RINGS, with_experts
+from booster_hybrid.model import HybridModel
+from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
@@ -30,42 +31,42 @@ from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
 from booster_hybrid.policy.from_transformers import layer_lists
-from booster_hybrid.probe.experts import check_experts
-from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
-from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
 from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
 from booster_runtime.data import move_batch
 from booster_runtime.lazy import hollow_objects, is_lazy, place_or_hollow, shards_from_host
-from booster_runtime.sharding import (
-    ShardingRanks,
-    check_distinct_memory,
-    raised_on_all,
-    working_dtypes,
-)
+from booster_runtime.local_state import mark_as_local
+from booster_runtime.sharding import ShardingRanks, check_distinct_memory, raised_on_all, working_dtypes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
+    from torch.distributed import ProcessGroup
 
-    from booster_core.plugin import BoostContext, Boosted
-    from booster_hybrid.axes import Axis, MeshShape
+    from booster_core.plugin import BoostContext, Boosted, OptimizerWrapper
+    from booster_hybrid.axes import Axis
     from booster_hybrid.config import HybridConfig
-    from booster_hybrid.model import HybridModel
-    from booster_hybrid.pipeline.cut import StagedModel
+    from booster_hybrid.expert_parallel.apply import ExpertsModule
+    from booster_hybrid.mesh import Mesh
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.policy.base import ShardingPolicy
+    from booster_hybrid.sequence_parallel.stack import Argument
     from booster_hybrid.tensor_parallel.split import Split
     from booster_runtime.lazy import Recording
+    from booster_zero import LowLevelZeroPlugin
+
+_PARAMETERS = 3
+"""The stage of ZeRO that shards parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetupOptions:
+class ShardOptions:
     """Options of the plugin that decide how a model is split; see `HybridParallelPlugin`.
 
     Args:
@@ -87,475 +88,510 @@ class SetupOptions:
     pipeline_record: str | os.PathLike[str] | None
 
 
-@dataclass(frozen=True)
-class CutModel:
-    """A model that is cut into pipeline stages.
+class Sharded(NamedTuple):
+    """A model that was split.
 
     Args:
-        staged: Runs this rank's stages.
-        split_backward: Lets weight gradients wait; ``None`` where the schedule does not split backward.
-        copies: The positions in the pipeline that hold a parameter, by ``id``, of those with more than one.
+        boosted: The objects.
+        recording: How the model's values are made, which it has not yet; ``None`` where it has them.
+        unchecked: The layers whose policy could not be checked, with the reasons; none but with ``unchecked="allow"``.
     """
 
-    staged: StagedModel
-    split_backward: SplitBackward | None
-    copies: Mapping[int, tuple[int, ...]]
+    boosted: Boosted
+    recording: Recording | None
+    unchecked: dict[str, str]
 
 
-class HybridSetup:
-    """Splits one model over a mesh, in place.
+def shard(  # noqa: C901, PLR0912, PLR0915 - one order of steps, which reads from top to bottom
+    objects: Boosted, context: BoostContext, options: ShardOptions, mesh: Mesh, zero: LowLevelZeroPlugin
+) -> Sharded:
+    """Split the model's layers, cut it into stages, and shard what the optimizer updates.
 
     Args:
-        options: The plugin's options.
         objects: What the user gave to `boost`.
         context: Device, precision and ranks of the run.
-        axes: This rank's groups.
-        shape: The mesh.
+        options: The plugin's options.
+        mesh: This rank's place and groups.
+        zero: What lets the data parallel ranks share the optimizer's state.
+
+    Raises:
+        ConfigError: If the model has no policy, computes something else or has other gradients when it is split, that
+            could not be found out, it can't be cut, or an optimizer can't step on parts.
+
+    Collective: every rank of the world.
+    """
+    model, optimizers, config = objects.model, objects.optimizers, options.config
+
+    # The same values on every rank. A model on the host stays there until it was checked: checks run all of it.
+    check_distinct_memory(model)
+    is_on_host = not is_lazy(model) and shards_from_host(context)
+    recording = None if is_on_host else place_or_hollow(model, optimizers, context)
+
+    # Whether layers compute the same when they are split, before anything is.
+    for optimizer in optimizers:
+        check_elementwise(optimizer, config.expert.size)
+        check_state(optimizer, config.tensor.size)
+    experts = _checked_experts(model, context, options) if config.expert.size > 1 else []
+    checked = CheckedModel()
+    if config.tensor.size > 1:
+        checked = _check_layers(objects, context, options, torch.device("cpu") if is_on_host else context.device)
+    if is_on_host:
+        recording = hollow_objects(model, optimizers, context.device, replace(context.precision, param_dtype=None))
+    found = _find_layers(objects, context, options)
+    plan = None if found.cuts is None else StagePlan.of(model, found.cuts, config.pipeline)
+    known = known_layers(model, options.custom_policy, context.hooks)
+    split_lists = [name for name in found.lists if known is None or name not in known.whole_sequences]
+    dims: list[dict[Argument, int | None]] = []
+    if config.sequence.mode not in (None, "split_gather"):
+        dims = _check_sequences(split_lists, objects, context, options)
+
+    # Experts before layers, so that tokens travel once and partial sums over tensor parallel ranks come last.
+    split = TensorParallelModel()
+    expert_splits: Mapping[str, Split] = {}
+    held: Collection[int] = ()
+    if experts:
+        from booster_hybrid.expert_parallel.apply import spread_experts
+
+        expert_splits, held = spread_experts(model, experts, mesh.ranks("ep"))
+        for optimizer in optimizers:
+            cut_state(model, optimizer, expert_splits)
+    if config.tensor.size > 1:
+        policy = checked.policy or policy_for(model, options.custom_policy, context.hooks)
+        split = parallelize(model, policy, mesh.ranks("tp"), parallel_output=options.parallel_output)
+        if split.streams is not None and plan is not None:
+            split.streams.draw_alike()
+        for optimizer in optimizers:
+            cut_state(model, optimizer, split.splits)
+    if config.sequence.mode is not None:
+        split_lists = [name for name in split_lists if name not in checked.left_whole]
+        _split_sequences(model, split_lists, split, dims, mesh, options)
+
+    # What of it this rank holds.
+    local = LocalModel(
+        tensor_group=mesh.ranks("tp"),
+        expert_group=mesh.ranks("ep"),
+        splits=split.splits,
+        expert_splits=expert_splits,
+        **({} if plan is None else _stage_of(plan, mesh)),
+    )
+    copies, make_engine = {}, None
+    if plan is not None:
+        copies = plan.copies(model)
+        make_engine = _cut(plan, found, objects, context, options, mesh, has_experts=bool(experts))
+    replica, callers = mesh["pp", "sp", "tp"], mesh["ep", "pp", "sp", "tp"]
+    shards_parameters = config.zero is not None and config.zero.stage == _PARAMETERS
+    if shards_parameters:  # a forward gathers over the data parallel ranks, too
+        callers = replace(callers, ranks=tuple(range(context.coordinator.world_size)))
+    parts = parts_of(model, local) if optimizers and options.unchecked == "raise" else {}
+    reads = OutsideReads(model, parts) if parts else None
+
+    # The optimizer's state, and in stage 3 the parameters, over the data parallel ranks.
+    model_class = functools.partial(
+        HybridModel,
+        local=local,
+        replica=replica,
+        callers=callers,
+        streams=split.streams,
+        trained_alike=TrainedAlike(model, replica, context.device) if replica.size > 1 and plan is None else None,
+        outside_reads=reads,
+        stages=None if plan is None else plan.stages,
+        make_engine=make_engine,
+    )
+    # Tokens travel in backward between ranks that may have come less far in their buckets.
+    waits = False if experts else shards_parameters or None
+    engine_class = functools.partial(HybridEngine, local=local, waits_in_backward=waits)
+    optimizer_class = functools.partial(HybridOptimizer, outside_reads=reads)
+    gathering = mesh.gathering_groups(config.expert.size) if shards_parameters else {}
+    sharing = _sharing(mesh["dp", "sp"], 1, mesh, config, gathering)
+    ranks_of = dict.fromkeys(held, _sharing(mesh["edp", "sp"], config.expert.size, mesh, config, gathering))
+    if shards_parameters and config.zero is not None:
+        from booster_hybrid.sharded.apply import shard_parameters
+
+        boosted = shard_parameters(
+            objects,
+            context,
+            config.zero,
+            sharing,
+            engine_class=engine_class,
+            optimizer_class=optimizer_class,
+            model_class=model_class,
+            copies=copies,
+            ranks_of=ranks_of,
+            without_values=frozenset() if recording is None else recording.name_of,
+            is_pipeline=plan is not None,
+        )
+    else:
+        boosted = zero.shard_over(
+            objects,
+            context,
+            sharing,
+            engine_class,
+            optimizer_class,
+            model_class,
+            copies=copies,
+            ranks_of=ranks_of,
+        )
+    if max(config.tensor.size, config.pipeline.size) > 1:
+        for optimizer in boosted.optimizers:
+            _compare_after_first_step(optimizer, model, local, mesh)
+    if config.tensor.size > 1 or experts or plan is not None:
+        mark_as_local(model)
+    return Sharded(boosted, recording, checked.unchecked)
+
+
+class CheckedModel(NamedTuple):
+    """What the check of split layers has found out.
+
+    Args:
+        policy: The policy, where it is another one than the model's: one that reads its embedding's table elsewhere.
+        left_whole: Lists of layers whose sequences stay whole, alike on all ranks.
+        unchecked: Layers that could not be checked, with the reasons.
     """
 
-    def __init__(
-        self,
-        options: SetupOptions,
-        objects: Boosted,
-        context: BoostContext,
-        axes: Mapping[tuple[str, ...], Axis],
-        shape: MeshShape,
-    ) -> None:
-        self._options, self._config = options, options.config
-        self._objects, self._context = objects, context
-        self._model: nn.Module = objects.model
-        self._axes, self._shape = axes, shape
-        self._tensor_group, self._sequence_group, self._expert_group = (
-            RankGroup(each.group, each.index, each.size) for each in (axes["tp",], axes["sp",], axes["ep",])
-        )
-        self._experts: list[ExpertsModule] = []
-        self._spread = SpreadExperts()
-        self._entries_seen: list[dict[str, int]] = []
-        self._lists: list[str] = []
-        self._lengths: list[Lengths] = []
-        self._outline: nn.Module | None = None
-        self._example: Any = None
-        self._gathering: dict[tuple[int, ...], Axis] = {}
-        self._is_on_host = False
-        self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
+    policy: ShardingPolicy | None = None
+    left_whole: frozenset[str] = frozenset()
+    unchecked: dict[str, str] = {}  # noqa: RUF012 - never written to
 
-    def place_values(self) -> Recording | None:
-        """Bring the model to its device with the same values on every rank; see `place_or_hollow`.
 
-        One on the host stays there until `take_from_host`: checks run it.
+def _checked_experts(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[ExpertsModule]:
+    """Return the modules of experts that are spread."""
+    from booster_hybrid.expert_parallel.apply import find_experts
+    from booster_hybrid.expert_parallel.routing import is_evenly_routed
+    from booster_hybrid.probe.experts import check_experts
 
-        Returns:
-            How a lazy model's values are made; ``None`` for others.
+    with raised_on_all("boost", context.device):
+        rules = expert_rules(model, options.custom_policy, context.hooks)
+        experts = find_experts(model, rules, options.config.expert.size)
+        if not is_evenly_routed():
+            check_experts(experts, context.device)
+    return experts
 
-        Raises:
-            ConfigError: If ranks built different models, or parameters overlap in memory.
 
-        Collective: every rank of the world.
-        """
-        model, optimizers, context = self._model, self._objects.optimizers, self._context
-        check_distinct_memory(model)
-        if not is_lazy(model) and shards_from_host(context):
-            self._is_on_host = True
-            return None
-        return place_or_hollow(model, optimizers, context)
+def _check_layers(objects: Boosted, context: BoostContext, options: ShardOptions, place: torch.device) -> CheckedModel:
+    """Check that the model's layers compute the same when they are split.
 
-    def take_from_host(self) -> Recording | None:
-        """Take the values of the parameters out of a model that was left on the host.
+    Args:
+        objects: As for `shard`, as the next ones.
+        context: Device and ranks of the run.
+        options: The plugin's options.
+        place: Where the model is.
 
-        Returns:
-            Where they are; ``None`` for other models.
-
-        Collective: every rank of the world.
-        """
-        if not self._is_on_host:
-            return None
-        self._is_on_host = False
-        unchanged = replace(self._context.precision, param_dtype=None)
-        return hollow_objects(self._model, self._objects.optimizers, self._context.device, unchanged)
-
-    def check(self) -> dict[str, str]:
-        """Check that the model's layers and its optimizer can be split as asked.
-
-        Returns:
-            The layers whose policy could not be checked, with the reasons; none but with ``unchecked="allow"``.
-
-        Raises:
-            ConfigError: If an optimizer needs whole matrices and experts are spread, or keeps state that can't be cut
-                and layers are, the policy changes what a layer computes or its gradients, that could not be found out,
-                or experts can't be spread.
-
-        Collective: every rank of the world.
-        """
-        size, ep_size = self._config.tensor.size, self._config.expert.size
-        for optimizer in self._objects.optimizers:
-            check_elementwise(optimizer, ep_size)
-            check_state(optimizer, size)
-        if ep_size > 1:
-            self._find_experts(ep_size)
-        if size == 1:
-            return {}
-        from booster_hybrid.sequence_parallel.split_gather import split_layers
-
-        is_gathered = self._config.sequence.mode == "split_gather"
-        lengths = Lengths()
-        with raised_on_all("boost", self._context.device):
-            check = functools.partial(
-                check_policy,
-                self._model,
-                size=size,
-                device=self._context.device,
-                batch=self._example_batch,
-                split_sequence=split_layers if is_gathered else None,
-                lengths=lengths,
-            )
-            try:
-                unchecked = check(self._policy())
-            except ReadOutsideError as error:
-                given = given_policy(self._model, self._options.custom_policy, self._context.hooks)
-                if error.policy is None or given is not None:
-                    raise
-                self._without_tables = error.policy
-                unchecked = check(self._policy())
-            if unchecked and self._options.unchecked == "raise":
-                raise _not_checked(self._model, unchecked)
-        if is_gathered:
-            self._note_lengths([lengths])
-        return unchecked
-
-    def _note_lengths(self, lengths: list[Lengths]) -> None:
-        """Note for which lengths layers were compared, alike on all ranks: what one has seen depends on its batch."""
-        lengths = self._context.coordinator.broadcast_object(lengths, name="boost", meets=False)
-        self._lengths = [] if self._options.unchecked == "allow" else lengths
-
-    def _find_experts(self, size: int) -> None:
-        with raised_on_all("boost", self._context.device):
-            rules = expert_rules(self._model, self._options.custom_policy, self._context.hooks)
-            self._experts = find_experts(self._model, rules, size)
-            if not is_evenly_routed():
-                check_experts(self._experts, self._context.device)
-
-    def plan_stages(self) -> StagePlan | None:
-        """Find the model's layers and how it is cut into stages, by a dry run on the first rank.
-
-        The dry run needs the whole model, and communicates nothing. Every rank reads the batch for it, so that data
-        sets that draw random numbers of their own, or read on, are alike everywhere afterwards.
-
-        Returns:
-            ``None`` without a pipeline.
-
-        Raises:
-            ConfigError: If the model can't be cut, or its layers are not found.
-
-        Collective: every rank of the world.
-        """
-        config, sequence, model = self._config.pipeline, self._config.sequence, self._model
-        if config.size == 1 and sequence.mode is None:
-            return None
-        if config.size > 1:
-            _refuse_compiled(model)
-        self._lists = self._known_lists(is_pipeline=config.size > 1)
-        if config.size == 1 and self._lists:
-            return None
-        found: Any = None
-        seen: list[dict[str, int]] = []
-        with raised_on_all("boost", self._context.device):
-            try:
-                batch = self._example_batch()
-                if self._options.split_batch is None:
-                    seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
-                if config.size > 1:
-                    self._outline, self._example = outline_of(model, self._context.device), batch
-                if self._context.coordinator.rank == 0:
-                    found = self._run_dry(batch)
-            except (BoosterError, TypeError):
+    Collective: every rank of the world.
+    """
+    model, config = objects.model, options.config
+    is_gathered = config.sequence.mode == "split_gather"
+    split_sequence: Any = None
+    if is_gathered:
+        from booster_hybrid.sequence_parallel.split_gather import split_layers as split_sequence
+    check = functools.partial(
+        check_policy,
+        model,
+        size=config.tensor.size,
+        device=context.device,
+        batch=lambda: _example(objects, options, place),
+        split_sequence=split_sequence,
+    )
+    policy: ShardingPolicy | None = None
+    with raised_on_all("boost", context.device):
+        try:
+            found = check(policy_for(model, options.custom_policy, context.hooks))
+        except ReadOutsideError as error:
+            policy = error.policy
+            if policy is None or given_policy(model, options.custom_policy, context.hooks) is not None:
                 raise
-            except Exception as error:
-                raise dry_run_failed(model, error) from error
-        self._lists, found = self._context.coordinator.broadcast_object(found, name="boost", meets=False)
-        self._entries_seen = seen
-        return None if found is None else StagePlan.of(model, found, config)
+            found = check(policy)
+        if found.unchecked and options.unchecked == "raise":
+            raise _not_checked(model, found.unchecked)
+    left_whole = found.left_whole
+    if is_gathered:  # what one has seen depends on its batch
+        left_whole = context.coordinator.broadcast_object(left_whole, name="boost", meets=False)
+    return CheckedModel(policy, left_whole, found.unchecked)
 
-    def check_sequences(self) -> None:
-        """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
 
-        Raises:
-            ConfigError: If not, or if that could not be found out.
+def _example(objects: Boosted, options: ShardOptions, place: torch.device) -> Any:
+    """Return a batch that the model takes, where the model is."""
+    return move_batch(example_batch(objects.model, objects.dataloader, options.example_batch), place)
 
-        Collective: every rank of the world.
-        """
-        config = self._config.sequence
-        if config.mode in (None, "split_gather"):
-            return
-        from booster_hybrid.probe.sequences import NotComparedError, check_sequences
 
-        device, lists = self._context.device, self._lists_to_split()
-        with raised_on_all("boost", device):
-            batches, lengths = self._batches(), []
-            try:
-                sizes = config.size, self._config.tensor.size
-                lengths = check_sequences(self._model, lists, str(config.mode), sizes, device, batches)
-            except NotComparedError as error:
-                if self._options.unchecked == "raise":
-                    msg = (
-                        f"It could not be checked whether {type(self._model).__name__} computes the same from parts of "
-                        f"sequences (`sequence_parallelism_mode={config.mode!r}`): {error}. Pass the data loader to "
-                        "`boost`, or `HybridParallelPlugin(example_batch=...)` with a batch that the model takes; "
-                        "`unchecked='allow'` trusts the model instead."
-                    )
-                    raise ConfigError(msg) from error
-        self._note_lengths(lengths)
+class FoundLayers(NamedTuple):
+    """The lists of a model's layers, and what a dry run has found out.
 
-    def _batches(self) -> list[Any]:
-        """Return batches that the model may take: the user's, and the model's own dummy."""
-        from booster_hybrid.probe.batches import with_choices
+    Args:
+        lists: Names of the lists.
+        cuts: How the model may be cut there; ``None`` without a pipeline.
+        entries: The lengths of the entries of example batches.
+        outline: The whole model without values, for batches of other forms.
+        example: The batch.
+    """
 
-        found = []
+    lists: list[str]
+    cuts: Any = None
+    entries: Sequence[dict[str, int]] = ()
+    outline: nn.Module | None = None
+    example: Any = None
+
+
+def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions) -> FoundLayers:
+    """Find the model's layers and how it may be cut into stages, by a dry run on the first rank.
+
+    The dry run needs the whole model, and communicates nothing. Every rank reads the batch for it, so that data sets
+    that draw random numbers of their own, or read on, are alike everywhere afterwards.
+
+    Collective: every rank of the world.
+    """
+    config, model = options.config.pipeline, objects.model
+    if config.size == 1 and options.config.sequence.mode is None:
+        return FoundLayers([])
+    if config.size > 1:
+        _refuse_compiled(model)
+    lists = _known_lists(model, context, options)
+    if config.size == 1 and lists:
+        return FoundLayers(lists)
+    found: Any = None
+    entries: list[dict[str, int]] = []
+    outline = example = None
+    with raised_on_all("boost", context.device):
+        try:
+            batch = _example(objects, options, context.device)
+            if options.split_batch is None:
+                entries = [*check_entries(objects.dataloader), lengths_of(batch)]
+            if config.size > 1:
+                outline, example = outline_of(model, context.device), batch
+            if context.coordinator.rank == 0:
+                found = _run_dry(model, lists, batch, options, trains=bool(objects.optimizers))
+        except (BoosterError, TypeError):
+            raise
+        except Exception as error:
+            raise dry_run_failed(model, error) from error
+    lists, cuts = context.coordinator.broadcast_object(found, name="boost", meets=False)
+    return FoundLayers(lists, cuts, entries, outline, example)
+
+
+def _known_lists(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[str]:
+    """Return the lists of layers that a policy names; none where a dry run has to find them."""
+    known = known_layers(model, options.custom_policy, context.hooks)
+    if known is None and options.config.pipeline.size == 1 and options.example_batch is None:
+        inner = inner_model(model)
+        return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
+    return [] if known is None else [*known.layers]
+
+
+def _paths(model: nn.Module, lists: Sequence[str]) -> list[str]:
+    """Return where lists are in the model, given their names, in which adapters around it don't show."""
+    paths = {name: path for name, path, _ in named_modules(model)}
+    return [paths.get(name, name) for name in lists]
+
+
+def _run_dry(model: nn.Module, known: Sequence[str], batch: Any, options: ShardOptions, *, trains: bool) -> Any:
+    """Return the lists of layers, and how the model may be cut there."""
+    config = options.config.pipeline
+    is_pipeline = config.size > 1
+    num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
+    with kept_generators():
+        lists = _paths(model, known) if known else find_layers(model, batch, num_stages if is_pipeline else 0)
+        names = {path: name for name, path, _ in named_modules(model)}
+        found = [names.get(path, path) for path in lists]
+        return found, find_cuts(model, lists, batch, config, trains=trains) if is_pipeline else None
+
+
+def _check_sequences(
+    lists: Sequence[str], objects: Boosted, context: BoostContext, options: ShardOptions
+) -> list[dict[Argument, int | None]]:
+    """Check that sequences can be split between the layers, on a batch of the data loader or a dummy.
+
+    Returns:
+        Along which dimension what layers are given is cut, alike on all ranks.
+
+    Collective: every rank of the world.
+    """
+    from booster_hybrid.probe.batches import with_choices
+    from booster_hybrid.probe.sequences import NotComparedError, check_sequences
+
+    model, mode, device = objects.model, str(options.config.sequence.mode), context.device
+    sizes = options.config.sequence.size, options.config.tensor.size
+    dims: list[dict[Argument, int | None]] = []
+    with raised_on_all("boost", device):
+        batches = []
         with contextlib.suppress(Exception):  # whatever a data set raises, training tells of it
-            found.append(batch_at_hand(self._objects.dataloader, self._options.example_batch))
+            batches.append(batch_at_hand(objects.dataloader, options.example_batch))
         with contextlib.suppress(ConfigError):
-            found += with_choices(example_batch(self._model, None))
-        place = torch.device("cpu") if self._is_on_host else self._context.device
-        return [move_batch(each, place) for each in found if each is not None]
+            batches += with_choices(example_batch(model, None))
+        batches = [move_batch(each, device) for each in batches if each is not None]
+        try:
+            dims = check_sequences(model, lists, mode, sizes, device, batches)
+        except NotComparedError as error:
+            if options.unchecked == "raise":
+                msg = (
+                    f"It could not be checked whether {type(model).__name__} computes the same from parts of "
+                    f"sequences (`sequence_parallelism_mode={mode!r}`): {error}. Pass the data loader to `boost`, or "
+                    "`HybridParallelPlugin(example_batch=...)` with a batch that the model takes; `unchecked='allow'` "
+                    "trusts the model instead."
+                )
+                raise ConfigError(msg) from error
+    # What a rank has seen depends on its batch.
+    found: list[dict[Argument, int | None]] = context.coordinator.broadcast_object(dims, name="boost", meets=False)
+    return found
 
-    def split_layers(self) -> TensorParallelModel:
-        """Spread experts over their ranks, split the layers over the tensor parallel ranks, and sequences over theirs.
 
-        Raises:
-            ConfigError: If the model has no policy, or sizes that can't be split.
-        """
-        split = TensorParallelModel()
-        if self._experts:
-            # Before layers are split, so that tokens travel once and partial sums over tensor parallel ranks come last.
-            self._spread = spread_experts(self._model, self._experts, self._expert_group)
-            self._cut_state(self._spread.splits)
-        if self._config.tensor.size > 1:
-            parallel_output = self._options.parallel_output
-            split = parallelize(self._model, self._policy(), self._tensor_group, parallel_output=parallel_output)
-            if split.streams is not None and self._config.pipeline.size > 1:
-                split.streams.draw_alike()
-            self._cut_state(split.splits)
-        if self._config.sequence.mode is not None:
-            self._split_sequences(split)
-        return split
+def _split_sequences(
+    model: nn.Module,
+    lists: Sequence[str],
+    split: TensorParallelModel,
+    dims: Sequence[dict[Argument, int | None]],
+    mesh: Mesh,
+    options: ShardOptions,
+) -> None:
+    """Let layers work on this rank's positions, in place."""
+    from booster_hybrid.sequence_parallel.apply import split_sequences
+    from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
 
-    def _cut_state(self, splits: Mapping[str, Split]) -> None:
-        for optimizer in self._objects.optimizers:
-            cut_state(self._model, optimizer, splits)
+    inner, mode = inner_model(model), str(options.config.sequence.mode)
+    if mode == "split_gather":
+        split_between_blocks(inner, lists, mesh.ranks("tp"), split)
+        return
+    split_sequences(
+        inner,
+        lists,
+        mode,
+        mesh.ranks("sp"),
+        rings=mesh.rings,
+        parallel_output=options.parallel_output,
+        dims=dims,
+    )
 
-    def local_model(self, split: TensorParallelModel, plan: StagePlan | None) -> LocalModel:
-        """Return which part of the model this rank holds.
 
-        Args:
-            split: Which part of each parameter.
-            plan: Which layers; ``None`` for all.
+def _stage_of(plan: StagePlan, mesh: Mesh) -> dict[str, Any]:
+    """Return what a `LocalModel` tells of this rank's stage.
 
-        Collective: every rank of the world.
-        """
-        local = LocalModel(
-            tensor_group=self._tensor_group,
-            expert_group=self._expert_group,
-            splits=split.splits,
-            expert_splits=self._spread.splits,
-        )
-        if plan is None:
-            return local
-        stage = self._axes["pp",].index
-        groups = {}
-        for holders in plan.stages.shared():
-            group = new_groups([[ranks[holder] for holder in holders] for ranks in self._shape.groups(("pp",))])
-            if group is not None:
-                groups[holders] = group
-        return replace(
-            local,
-            stage=stage,
-            pipeline=self._axes["pp",].group,
-            is_owner=lambda name: plan.stages.owner(name) == stage,
-            copy_groups=groups,
-        )
+    Collective: every rank of the world.
+    """
+    stage = mesh["pp",].index
+    groups = {}
+    for holders in plan.stages.shared():
+        group = new_groups([[ranks[holder] for holder in holders] for ranks in mesh.shape.groups(("pp",))])
+        if group is not None:
+            groups[holders] = group
+    return {
+        "stage": stage,
+        "pipeline": mesh["pp",].group,
+        "is_owner": lambda name: plan.stages.owner(name) == stage,
+        "copy_groups": groups,
+    }
 
-    def cut(self, plan: StagePlan) -> CutModel:
-        """Cut the model into stages, of which this rank keeps its own.
 
-        Args:
-            plan: How it is cut.
-        """
-        copies = plan.copies(self._model)
-        # Layers' forwards that split their backward are called by those that stages put around layers.
-        split_backward = SplitBackward(self._model) if self._config.pipeline.style == ZERO_BUBBLE else None
-        plan.checkpoint(self._model, self._config.pipeline.checkpoint_ratios)
-        # Parameters of other stages still tell their format: models make tables in that of their embedding.
-        dtypes = working_dtypes(self._model, self._context.precision)
-        config = self._config
-        communicates = config.tensor.size > 1 or config.sequence.mode is not None or bool(self._experts)
-        staged = plan.cut(self._model, self._axes["pp",].index, dtypes, has_collectives=communicates)
-        for optimizer in self._objects.optimizers:
-            leave_out(self._model, optimizer)
-        return CutModel(staged, split_backward, copies)
+def _cut(
+    plan: StagePlan,
+    found: FoundLayers,
+    objects: Boosted,
+    context: BoostContext,
+    options: ShardOptions,
+    mesh: Mesh,
+    *,
+    has_experts: bool,
+) -> Callable[[HybridModel], PipelineEngine]:
+    """Cut the model into stages, of which this rank keeps its own.
 
-    def engine(self, model: HybridModel, plan: StagePlan, cut: CutModel) -> PipelineEngine:
-        """Return what takes batches through the pipeline.
+    Returns:
+        What makes the engine that takes batches through them, given the boosted model.
 
-        Args:
-            model: The boosted model.
-            plan: How it is cut.
-            cut: Its stages.
+    Collective: every rank of the world.
+    """
+    model, config = objects.model, options.config
+    # Layers' forwards that split their backward are called by those that stages put around layers.
+    split_backward = SplitBackward(model) if config.pipeline.style == ZERO_BUBBLE else None
+    plan.checkpoint(model, config.pipeline.checkpoint_ratios)
+    # Parameters of other stages still tell their format: models make tables in that of their embedding.
+    dtypes = working_dtypes(model, context.precision)
+    communicates = config.tensor.size > 1 or config.sequence.mode is not None or has_experts
+    staged = plan.cut(model, mesh["pp",].index, dtypes, has_collectives=communicates)
+    for optimizer in objects.optimizers:
+        leave_out(model, optimizer)
+    forms = CutsByForm(
+        staged.model,
+        found.outline,
+        _paths(model, found.lists),
+        plan.cuts,
+        found.example,
+        config.pipeline,
+        trains=bool(objects.optimizers),
+    )
+    pipeline, device = mesh["pp",], context.device
+    link = Link(plan.cuts.sent_names, pipeline.ranks, pipeline.index, make_channels(mesh.shape.groups(("pp",))), device)
+    link.connect()
+    record = None
+    if options.pipeline_record is not None:
+        rank = context.coordinator.rank
+        record = PipelineRecord(options.pipeline_record, rank, pipeline.index, min(pipeline.ranks), device)
 
-        Collective: every rank of the world.
-        """
-        pipeline, device = self._axes["pp",], self._context.device
-        cut.staged.forward = model.run_stage
-        channels = make_channels(self._shape.groups(("pp",)))
-        forms = CutsByForm(
-            cut.staged.model,
-            self._outline,
-            self._paths(self._lists),
-            plan.cuts,
-            self._example,
-            self._config.pipeline,
-            trains=bool(self._objects.optimizers),
-        )
-        link = Link(plan.cuts.sent_names, pipeline.ranks, pipeline.index, channels, device)
-        link.connect()
-        engine = PipelineEngine(
-            cut.staged,
-            self._config.pipeline,
+    def make_engine(boosted: HybridModel) -> PipelineEngine:
+        staged.forward = boosted.run_stage
+        return PipelineEngine(
+            staged,
+            config.pipeline,
             pipeline.index,
             link,
-            SampleEntries(cut.staged.model, self._entries_seen),
+            SampleEntries(model, found.entries),
             forms,
-            replica=self._axes["pp", "sp", "tp"],
-            data=self._axes["dp",],
-            sharing=[self._axes[name,] for name in ("tp", "sp", "ep")],
-            coordinator=self._context.coordinator,
+            replica=mesh["pp", "sp", "tp"],
+            data=mesh["dp",],
+            sharing=[mesh[name,] for name in ("tp", "sp", "ep")],
+            coordinator=context.coordinator,
             device=device,
-            exchanges_tokens=bool(self._experts),
+            gathered=contextlib.nullcontext if boosted.gatherer is None else boosted.gathered,
+            written=(lambda: None) if boosted.gatherer is None else boosted.gatherer.take_changes,
+            outside_reads=boosted.outside_reads,
+            exchanges_tokens=has_experts,
             draws_on_host=plan.cuts.draws_on_host,
-            split_hook=self._options.split_batch,
-            run_options={"split": cut.split_backward, "record": self._record()},
+            split_hook=options.split_batch,
+            run_options={"split": split_backward, "record": record},
         )
-        if model.gatherer is not None:
-            engine.gathered, engine.written = model.gathered, model.gatherer.take_changes
-        return engine
 
-    def make_gathering(self) -> None:
-        """Make the groups in which sharded parameters are gathered.
+    return make_engine
 
-        Collective: every rank of the world.
-        """
-        split = with_experts(self._shape, self._config.expert.size)
-        made = make_axes(split, [("edp", "ep", "sp"), ("edp", "sp")])
-        self._gathering = {axis.ranks: axis for axis in made.values()}
 
-    def sharding_ranks(self) -> ShardingRanks:
-        """Return who shares the optimizer's state: the data parallel ranks; none do where each has all of it."""
-        return self._sharing(self._axes["dp", "sp"], 1)
+def _sharing(
+    alike: Axis, num_shares: int, mesh: Mesh, config: HybridConfig, gathering: Mapping[tuple[int, ...], ProcessGroup]
+) -> ShardingRanks:
+    """Return who shares the optimizer's state of what some ranks have alike; none do where each has all of it.
 
-    def expert_ranks(self) -> dict[int, ShardingRanks]:
-        """Return who shares the state of experts that are spread, by ``id``: the ranks that have the same ones."""
-        ranks = self._sharing(self._axes["edp", "sp"], self._config.expert.size)
-        return dict.fromkeys(self._spread.held, ranks)
-
-    def _sharing(self, alike: Axis, num_shares: int) -> ShardingRanks:
-        data = self._axes["dp", "sp"]
-        gathering = self._gathering[alike.ranks].group if self._gathering else None
-        if self._config.zero is None:
-            return ShardingRanks(
-                shard_group=self._axes[()].group,
-                shard_rank=0,
-                shard_size=1,
-                replica_group=alike.group if alike.size > 1 else None,
-                replica_rank=alike.index,
-                holders=data.group,
-                num_shares=num_shares,
-            )
+    Args:
+        alike: The ranks.
+        num_shares: Number of ranks over which the rest of it is spread.
+        mesh: This rank's place.
+        config: The options of the mesh.
+        gathering: Groups in which sharded parameters are gathered, by their ranks; none where none are.
+    """
+    data = mesh["dp", "sp"]
+    if config.zero is None:
         return ShardingRanks(
-            shard_group=alike.group,
-            shard_rank=alike.index,
-            shard_size=alike.size,
+            shard_group=mesh[()].group,
+            shard_rank=0,
+            shard_size=1,
+            replica_group=alike.group if alike.size > 1 else None,
+            replica_rank=alike.index,
             holders=data.group,
             num_shares=num_shares,
-            gather_group=gathering,
         )
+    return ShardingRanks(
+        shard_group=alike.group,
+        shard_rank=alike.index,
+        shard_size=alike.size,
+        holders=data.group,
+        num_shares=num_shares,
+        gather_group=gathering.get(alike.ranks),
+    )
 
-    def _policy(self) -> ShardingPolicy:
-        if self._without_tables is not None:
-            return self._without_tables
-        return policy_for(self._model, self._options.custom_policy, self._context.hooks)
 
-    def _example_batch(self) -> Any:
-        batch = example_batch(self._model, self._objects.dataloader, self._options.example_batch)
-        return move_batch(batch, torch.device("cpu") if self._is_on_host else self._context.device)
+def _compare_after_first_step(optimizer: Any, model: nn.Module, local: LocalModel, mesh: Mesh) -> None:
+    """Compare what ranks hold alike once, after the first step that was taken."""
 
-    def _known_lists(self, *, is_pipeline: bool) -> list[str]:
-        """Return the lists of layers that a policy names; none where a dry run has to find them."""
-        known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
-        if known is None and not is_pipeline and self._options.example_batch is None:
-            inner = inner_model(self._model)
-            return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
-        return [] if known is None else [*known.layers]
+    def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
+        if not metrics["skipped"]:
+            stepped.on_step.remove(compare)
+            optimizer.engine.gatherer.wait()
+            check_copies(model, local, mesh["pp", "sp", "tp"])
 
-    def _paths(self, lists: Sequence[str]) -> list[str]:
-        """Return where lists are in the model, given their names, in which adapters around it don't show."""
-        paths = {name: path for name, path, _ in named_modules(self._model)}
-        return [paths.get(name, name) for name in lists]
-
-    def _run_dry(self, batch: Any) -> Any:
-        """Return the lists of layers, and how the model may be cut there."""
-        model, config = self._model, self._config.pipeline
-        is_pipeline = config.size > 1
-        num_stages = make_schedule(config.style, config.size, 1, config.num_chunks).placement.num_stages
-        with kept_generators():
-            if self._lists:
-                lists = self._paths(self._lists)
-            else:
-                lists = find_layers(model, batch, num_stages if is_pipeline else 0)
-            names = {path: name for name, path, _ in named_modules(model)}
-            found = [names.get(path, path) for path in lists]
-            if not is_pipeline:
-                return found, None
-            return found, find_cuts(model, lists, batch, config, trains=bool(self._objects.optimizers))
-
-    def _split_sequences(self, split: TensorParallelModel) -> None:
-        from booster_hybrid.sequence_parallel.apply import split_sequences
-        from booster_hybrid.sequence_parallel.split_gather import split_between_blocks
-
-        model, lists = inner_model(self._model), self._lists_to_split()
-        mode = str(self._config.sequence.mode)
-        if mode == "split_gather":
-            known = next((each for each in self._lengths if each.compared), None)
-            left_whole = set() if known is None else known.left_whole
-            split_between_blocks(
-                model, [name for name in lists if name not in left_whole], self._tensor_group, split, known
-            )
-            return
-        split_sequences(
-            model,
-            lists,
-            mode,
-            self._sequence_group,
-            rings=self._rings,
-            parallel_output=self._options.parallel_output,
-            lengths=self._lengths,
-        )
-
-    def _lists_to_split(self) -> list[str]:
-        known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
-        return [name for name in self._lists if known is None or name not in known.whole_sequences]
-
-    @property
-    def _rings(self) -> list[RankGroup] | None:
-        """The two rings of ring attention, the outer one first; ``None`` where there is one."""
-        if self._config.sequence.inner_ring_size is None:
-            return None
-        axes = [self._axes[name] for name in OF_RINGS]
-        return [RankGroup(each.group, each.index, each.size) for each in axes]
-
-    def _record(self) -> PipelineRecord | None:
-        folder, pipeline = self._options.pipeline_record, self._axes["pp",]
-        if folder is None:
-            return None
-        rank = self._context.coordinator.rank
-        return PipelineRecord(folder, rank, pipeline.index, min(pipeline.ranks), self._context.device)
+    optimizer.on_step.append(compare)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

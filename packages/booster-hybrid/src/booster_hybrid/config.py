@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 SEQUENCE_MODES = ("split_gather", "all_to_all", "ring_attn")
 
+CONTEXT_PARALLEL = {"ulysses": "all_to_all", "ring": "ring_attn"}
+"""The modes that split attention, too, by the field's names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig:
@@ -254,6 +257,12 @@ class HybridConfig:
                 "options of its own. Leave it out, and pass `zero=ZeroConfig(...)`."
             )
             raise ConfigError(msg)
+        if self.zero is not None and self.zero.replica_size > 1:
+            msg = (
+                f"`zero=ZeroConfig(replica_size={self.zero.replica_size})`: all data parallel ranks share the state "
+                "here. Use 1."
+            )
+            raise ConfigError(msg)
         mode = self.sequence.mode
         if mode == "split_gather" and self.tensor.size == 1:
             msg = (
@@ -276,6 +285,46 @@ class HybridConfig:
     def sizes(self) -> dict[str, int]:
         """Size of each axis but that of data parallelism."""
         return {"pp": self.pipeline.size, "sp": self.sequence.size, "tp": self.tensor.size}
+
+
+def sequence_config(
+    size: int,
+    mode: str | None,
+    inner_ring_size: int | None,
+    *,
+    sequence_parallel: bool,
+    context_parallel: str | None,
+) -> SequenceConfig:
+    """Return how sequences are split, by the names of torch and Megatron or by Colossal-AI's mode.
+
+    Args:
+        size: Ranks over which a sequence is split.
+        mode: Colossal-AI's ``sequence_parallelism_mode``.
+        inner_ring_size: As for `SequenceConfig`.
+        sequence_parallel: Split over the tensor parallel ranks, as ``"split_gather"`` does.
+        context_parallel: ``"ulysses"`` or ``"ring"``.
+
+    Raises:
+        ConfigError: If more than one of them is given, or it is unknown.
+    """
+    if context_parallel not in (None, *CONTEXT_PARALLEL):
+        known = " or ".join(map(repr, CONTEXT_PARALLEL))
+        msg = f"`context_parallel={context_parallel!r}` is not {known}."
+        raise ConfigError(msg)
+    given = {
+        "sequence_parallelism_mode": mode,
+        "sequence_parallel": sequence_parallel or None,
+        "context_parallel": context_parallel,
+    }
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        msg = f"`{'` and `'.join(named)}` are two ways to split sequences. Give one of them."
+        raise ConfigError(msg)
+    if sequence_parallel:
+        mode = "split_gather"
+    elif context_parallel is not None:
+        mode = CONTEXT_PARALLEL[context_parallel]
+    return SequenceConfig(size=size, mode=mode, inner_ring_size=inner_ring_size)
 
 
 def checked_choice(unchecked: str) -> str:

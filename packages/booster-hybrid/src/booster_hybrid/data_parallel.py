@@ -86,9 +86,4 @@ def zero_options(zero: ZeroConfig | None, zero_stage: int, max_norm: float, *, c
     if doubled:
         msg = f"`zero=ZeroConfig(...)` says what `{doubled[0]}={given[doubled[0]]}` says, too. Give one of them."
         raise ConfigError(msg)
-    if zero.replica_size > 1:
-        msg = (
-            f"`zero=ZeroConfig(replica_size={zero.replica_size})`: all data parallel ranks share the state here. Use 1."
-        )
-        raise ConfigError(msg)
     return zero

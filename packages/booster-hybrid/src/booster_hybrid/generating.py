@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 
 def replace_generate(model: HybridModel, device: torch.device, *, splits_sequences: bool) -> None:
-    """Let ``generate`` of a boosted model work on all of it, if the user's model has one.
+    """Let ``generate`` of a boosted model work on all of it.
 
     Args:
         model: The boosted model.
         device: Where it computes.
         splits_sequences: Whether ranks have parts of each sequence.
     """
-    if callable(getattr(model.unwrap(), "generate", None)):
-        model.replace_method("generate", functools.partial(_bound, device=device, splits_sequences=splits_sequences))
+    model.replace_method("generate", functools.partial(_bound, device=device, splits_sequences=splits_sequences))
 
 
 def _bound(model: Any, *, device: torch.device, splits_sequences: bool) -> Any:

@@ -6,13 +6,17 @@ communicates most, the tensor axis by default, stays within a host; every order 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from booster_core.errors import ConfigError
 from booster_hybrid.axes import MeshShape, fill_axis, make_axes
+from booster_hybrid.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
 
     from booster_hybrid.axes import Axis
 
@@ -104,7 +108,45 @@ def _with_two(shape: MeshShape, axis: str, two: Mapping[str, int]) -> MeshShape:
     return MeshShape(sizes)
 
 
-def make_groups(shape: MeshShape, ep_size: int, ring_size: int | None = None) -> dict[tuple[str, ...], Axis]:
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in a mesh, and the groups along its axes.
+
+    Args:
+        shape: Names and sizes of the axes.
+        axes: This rank's place along each set of axes that communicates.
+    """
+
+    shape: MeshShape
+    axes: Mapping[tuple[str, ...], Axis]
+
+    def __getitem__(self, names: tuple[str, ...]) -> Axis:
+        """Return the place along some axes that count as one."""
+        return self.axes[names]
+
+    def ranks(self, name: str) -> RankGroup:
+        """Return the ranks along one axis."""
+        return _ranks_of(self.axes[name,])
+
+    @property
+    def rings(self) -> list[RankGroup] | None:
+        """The two rings of ring attention, the outer one first; ``None`` where there is one."""
+        return [_ranks_of(self.axes[name]) for name in OF_RINGS] if OF_RINGS[0] in self.axes else None
+
+    def gathering_groups(self, ep_size: int) -> dict[tuple[int, ...], ProcessGroup]:
+        """Make the groups in which sharded parameters are gathered, by their ranks.
+
+        Collective: every rank of the world.
+        """
+        made = make_axes(with_experts(self.shape, ep_size), [("edp", "ep", "sp"), ("edp", "sp")])
+        return {axis.ranks: axis.group for axis in made.values()}
+
+
+def _ranks_of(axis: Axis) -> RankGroup:
+    return RankGroup(axis.group, axis.index, axis.size)
+
+
+def make_groups(shape: MeshShape, ep_size: int, ring_size: int | None = None) -> Mesh:
     """Make the process groups of `COMMUNICATING` and `OF_EXPERTS`, and of `OF_RINGS` where there are two rings.
 
     Args:
@@ -128,7 +170,7 @@ def make_groups(shape: MeshShape, ep_size: int, ring_size: int | None = None) ->
         # Of their own: ranks may come to the reduction of a bucket before or after an exchange of tokens, and within a
         # group all ranks must make calls in one order.
         made |= make_axes(split, [("ep",)])
-    return {axes: made[named] for axes, named in wanted.items()}
+    return Mesh(shape, {axes: made[named] for axes, named in wanted.items()})
 
 
 def meshes_to_plan(world_size: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """This rank's place in the mesh, as a plugin's attributes: sizes, process groups, and the place in the pipeline.
 
-Scripts ask for these under Colossal-AI's names, which this keeps.
+Colossal-AI's plugin has these names, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from booster_hybrid.axes import Axis, MeshShape
+    from booster_hybrid.axes import MeshShape
     from booster_hybrid.config import HybridConfig
+    from booster_hybrid.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -41,37 +42,38 @@ class PipelinePosition:
     last: int
 
     def is_first_stage(self, *, ignore_chunk: bool = True) -> bool:
-        """Return whether this rank holds the model's first stage, where batches enter.
-
-        Args:
-            ignore_chunk: Must be ``True``: of a rank's several stages any may be it.
-
-        Raises:
-            ConfigError: If it is not.
-        """
-        _check_chunk(ignore_chunk=ignore_chunk)
+        """Return whether one of this rank's stages is the model's first one, where batches enter."""
+        del ignore_chunk  # the answer is about all stages of the rank
         return self.stage == self.first
 
     def is_last_stage(self, *, ignore_chunk: bool = True) -> bool:
-        """Return whether this rank holds the model's last stage, and gets losses and outputs of `execute_pipeline`.
-
-        Args:
-            ignore_chunk: Must be ``True``: of a rank's several stages any may be it.
-
-        Raises:
-            ConfigError: If it is not.
-        """
-        _check_chunk(ignore_chunk=ignore_chunk)
+        """Return whether one of them is the last one: this rank gets losses and outputs of `execute_pipeline`."""
+        del ignore_chunk
         return self.stage == self.last
 
 
-def _check_chunk(*, ignore_chunk: bool) -> None:
-    if not ignore_chunk:
-        msg = (
-            "`ignore_chunk=False` asks about the chunk that runs at the moment, which a script can't see. Leave it "
-            "out: the answer is about all stages of this rank."
-        )
-        raise ConfigError(msg)
+class _Group:
+    """The ranks along an axis, made by `boost`.
+
+    Args:
+        axis: The axis.
+    """
+
+    def __init__(self, axis: str) -> None:
+        self._axis = axis
+
+    def __get__(self, plugin: MeshAttributes, _: type) -> ProcessGroup:
+        """Return the process group.
+
+        Raises:
+            ConfigError: If no model was boosted yet: making groups takes every rank, and a script may ask on one.
+        """
+        made = plugin._made_for  # noqa: SLF001 - its own
+        if not dist.is_initialized() or made is None or made[0] is not dist.group.WORLD:
+            msg = f"`plugin.{self._axis}_group` is made when a model is boosted. Ask for it after `booster.boost(...)`."
+            raise ConfigError(msg)
+        uses_tensor_ranks = self._axis == "sp" and plugin.config.sequence.mode == "split_gather"
+        return made[1]["tp" if uses_tensor_ranks else self._axis,].group
 
 
 class MeshAttributes:
@@ -79,11 +81,17 @@ class MeshAttributes:
 
     Attributes:
         config: The sizes of the axes.
+        dp_group: The ranks that get different batches and hold the same part of the model.
+        tp_group: The ranks over which this rank's layers are split.
+        pp_group: The ranks of this rank's pipeline, in the order of their positions.
+        sp_group: Those over which its sequences are split; under ``"split_gather"`` those of ``tp_group``.
+        ep_group: Those over which its experts are spread.
     """
 
     config: HybridConfig
-    _axes: tuple[Any, dict[tuple[str, ...], Axis]] | None = None
+    _made_for: tuple[Any, Mesh] | None = None
     _has_warned = False
+    dp_group, tp_group, pp_group, sp_group, ep_group = map(_Group, ("dp", "tp", "pp", "sp", "ep"))
 
     @property
     def tp_size(self) -> int:
@@ -112,91 +120,24 @@ class MeshAttributes:
 
     @property
     def dp_size(self) -> int:
-        """Ranks that get different batches: what the other sizes leave of the world.
-
-        Raises:
-            ConfigError: If there is no process group yet.
-        """
-        return self._mesh("dp_size").sizes["dp"]
-
-    @property
-    def global_rank(self) -> int:
-        """This rank in the world.
-
-        Raises:
-            ConfigError: If there is no process group yet.
-        """
-        self._mesh("global_rank")
-        return dist.get_rank()
+        """Ranks that get different batches: what the other sizes leave of the world."""
+        return self._launched("dp_size").sizes["dp"]
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """This rank's index along each of the axes ``"dp"``, ``"pp"``, ``"sp"`` and ``"tp"``.
-
-        Raises:
-            ConfigError: If there is no process group yet.
-        """
-        return self._mesh("coordinates").coordinates(dist.get_rank())
+        """This rank's index along each of the axes ``"dp"``, ``"pp"``, ``"sp"`` and ``"tp"``."""
+        return self._launched("coordinates").coordinates(dist.get_rank())
 
     @property
     def stage_manager(self) -> PipelinePosition | None:
-        """This rank's place in the pipeline; ``None`` where ``pp_size=1`` makes none.
-
-        Raises:
-            ConfigError: If there is no process group yet.
-        """
+        """This rank's place in the pipeline; ``None`` where ``pp_size=1`` makes none."""
         pipeline = self.config.pipeline
         if pipeline.size == 1:
             return None
         placement = make_schedule(pipeline.style, pipeline.size, 1, pipeline.num_chunks).placement
-        index = self._mesh("stage_manager").coordinates(dist.get_rank())["pp"]
+        index = self._launched("stage_manager").coordinates(dist.get_rank())["pp"]
         last = placement.rank_of(placement.num_stages - 1)
         return PipelinePosition(index, pipeline.size, first=placement.rank_of(0), last=last)
-
-    @property
-    def dp_group(self) -> ProcessGroup:
-        """The ranks that get different batches and hold the same part of the model; made by `boost`, as the others.
-
-        Raises:
-            ConfigError: If no model was boosted yet.
-        """
-        return self._group("dp")
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        """The ranks over which this rank's layers are split.
-
-        Raises:
-            ConfigError: If no model was boosted yet.
-        """
-        return self._group("tp")
-
-    @property
-    def pp_group(self) -> ProcessGroup:
-        """The ranks of this rank's pipeline, in the order of their positions.
-
-        Raises:
-            ConfigError: If no model was boosted yet.
-        """
-        return self._group("pp")
-
-    @property
-    def sp_group(self) -> ProcessGroup:
-        """The ranks over which this rank's sequences are split; under ``"split_gather"`` they are those of `tp_group`.
-
-        Raises:
-            ConfigError: If no model was boosted yet.
-        """
-        return self._group("tp" if self.config.sequence.mode == "split_gather" else "sp")
-
-    @property
-    def ep_group(self) -> ProcessGroup:
-        """The ranks over which this rank's experts are spread.
-
-        Raises:
-            ConfigError: If no model was boosted yet.
-        """
-        return self._group("ep")
 
     @property
     def _splits_nothing(self) -> bool:
@@ -216,7 +157,8 @@ class MeshAttributes:
                 dist.get_world_size(),
             )
 
-    def _mesh(self, asked: str) -> MeshShape:
+    def _launched(self, asked: str) -> MeshShape:
+        """Return the mesh; raise if there is no process group yet."""
         if not dist.is_initialized():
             msg = f"`plugin.{asked}` needs the process group. Ask for it after `launch_from_torch()`."
             raise ConfigError(msg)
@@ -224,10 +166,3 @@ class MeshAttributes:
 
     def _shape(self, world_size: int) -> MeshShape:
         return mesh_shape(self.config.sizes, self.config.mesh_order, world_size)
-
-    def _group(self, axis: str) -> ProcessGroup:
-        # Making groups takes every rank, and a script may ask on one of them.
-        if not dist.is_initialized() or self._axes is None or self._axes[0] is not dist.group.WORLD:
-            msg = f"`plugin.{axis}_group` is made when a model is boosted. Ask for it after `booster.boost(...)`."
-            raise ConfigError(msg)
-        return self._axes[1][axis,].group

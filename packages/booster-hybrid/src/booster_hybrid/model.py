@@ -14,7 +14,9 @@ from booster_runtime.local_state import refuse_pickle
 from booster_zero import ShardedModel
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
+
+    from torch import nn
 
     from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
@@ -27,25 +29,41 @@ if TYPE_CHECKING:
 class HybridModel(ShardedModel):
     """The user's model, whose parameters are views of buckets; see `ShardedModel`.
 
-    Attributes:
-        local: What of the model this rank holds; the plugin sets this and the following.
+    Args:
+        module: The user's model, split.
+        local: What of the model this rank holds.
         replica: The ranks that work on the same batches.
         callers: The ranks that take part in a forward together: these, and those that experts are spread over.
         streams: Lets tensor parallel ranks draw alike what they compute alike; ``None`` without such.
         trained_alike: Compares batches, and what ranks train that work on the same; ``None`` where nobody else does.
         outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
-        engine: Takes batches through the pipeline; ``None`` where there is none.
         stages: Which rank of the pipeline holds which tensors; ``None`` where there is none.
+        make_engine: Makes what takes batches through the pipeline; ``None`` where there is none.
+        **kwargs: As for `ShardedModel`.
+
+    Attributes:
+        engine: What was made.
     """
 
-    local: LocalModel
-    replica: Axis
-    callers: Axis
-    streams: SplitStreams | None = None
-    trained_alike: TrainedAlike | None = None
-    outside_reads: OutsideReads | None = None
-    engine: PipelineEngine | None = None
-    stages: StageMap | None = None
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        local: LocalModel,
+        replica: Axis,
+        callers: Axis,
+        streams: SplitStreams | None = None,
+        trained_alike: TrainedAlike | None = None,
+        outside_reads: OutsideReads | None = None,
+        stages: StageMap | None = None,
+        make_engine: Callable[[HybridModel], PipelineEngine] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module, **kwargs)
+        self.local, self.replica, self.callers = local, replica, callers
+        self.streams, self.stages = streams, stages
+        self.trained_alike, self.outside_reads = trained_alike, outside_reads
+        self.engine = None if make_engine is None else make_engine(self)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse a copy, which would share the optimizer and the ranks of this one.
@@ -115,11 +133,6 @@ class HybridModel(ShardedModel):
         outputs = super().forward(*args, **kwargs)
         self.streams.end()
         return outputs
-
-    def check_loss(self, loss: Tensor) -> None:
-        """Raise if a loss reads parts of parameters outside of the model; see `OutsideReads`."""
-        if self.outside_reads is not None:
-            self.outside_reads.check(loss)
 
     @through_guard
     def run_stage(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,6 @@ from booster_core.errors import ConfigError
 from booster_core.gradients import clip_by_norm
 from booster_core.plugin import check_loss
 from booster_hybrid.user_optimizer import check_elementwise
-from booster_hybrid.whole_matrices import Part, WholeMatrices
 from booster_runtime import collectives
 from booster_runtime.sharding import between_hosts
 from booster_zero import ShardedOptimizer
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.same_training import OutsideReads
+    from booster_hybrid.whole_matrices import Part, WholeMatrices
     from booster_zero import ZeroConfig
     from booster_zero.engine import Bucket
 
@@ -41,20 +42,20 @@ class HybridEngine(ShardedEngine):
 
     Args:
         *args: As for `ShardedEngine`.
+        local: What of the model this rank holds.
         waits_in_backward: Whether backward may wait for the reductions of other ranks from the first round on, where
             forward gathers: it may not if these also wait there for this one. ``None`` where nothing is gathered.
         **kwargs: As for `ShardedEngine`.
 
     Attributes:
-        local: What of the model this rank holds; the plugin sets it.
         joined: The numbers of the optimizers whose copies' gradients have been added up since they were dropped.
         num_parts: By how many the gradients of a pipeline's microbatches are divided; see `divide_by`.
     """
 
     config: ZeroConfig
-    local: LocalModel
 
-    def __init__(self, *args: Any, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, local: LocalModel, waits_in_backward: bool | None = None, **kwargs: Any) -> None:
+        self.local = local
         self._waits_in_backward = waits_in_backward
         self.joined: set[int] = set()
         self.num_parts = 1
@@ -134,17 +135,19 @@ class HybridOptimizer(ShardedOptimizer):
     Args:
         engine: As for `ShardedOptimizer`.
         *args: As for `ShardedOptimizer`.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
         **kwargs: As for `ShardedOptimizer`.
 
     Attributes:
-        check_training: Raises if ranks would not train alike from a loss; see `HybridModel.check_loss`.
         reduces_each: Whether gradients are reduced after each backward rather than once: they are kept in shards alone.
     """
 
     engine: HybridEngine
-    check_training: Callable[[Tensor], None] | None = None
 
-    def __init__(self, engine: HybridEngine, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, engine: HybridEngine, *args: Any, outside_reads: OutsideReads | None = None, **kwargs: Any
+    ) -> None:
+        self._outside_reads = outside_reads
         self.reduces_each = engine.config.stage >= _IN_SHARDS
         self._matrices: WholeMatrices | None = None
         super().__init__(engine, *args, **kwargs)
@@ -178,7 +181,9 @@ class HybridOptimizer(ShardedOptimizer):
         if not parts:
             return super().step_inside()
         if self._matrices is None:
-            self._matrices = WholeMatrices(self.unwrap(), self.local.tensor_group)
+            from booster_hybrid.whole_matrices import WholeMatrices
+
+            self._matrices = WholeMatrices(self.unwrap(), self.local.tensor_group, self.engine.device)
         return self._matrices.step(parts, super().step_inside)
 
     def update_parameters(self, closure: Callable[[], float] | None = None) -> Any:
@@ -201,6 +206,8 @@ class HybridOptimizer(ShardedOptimizer):
         """Return what this rank has of split parameters that the optimizer inside takes as wholes."""
         if self.local.tensor_group.size == 1 or self.engine.partition_of(self.number) == "flat":
             return []
+        from booster_hybrid.whole_matrices import Part
+
         splits = self.local.splits
         pieces = [(self.names[piece.index], piece.values) for bucket in self.buckets() for piece in bucket.pieces]
         return [Part(name, splits[name], values) for name, values in pieces if name in splits]
@@ -222,8 +229,8 @@ class HybridOptimizer(ShardedOptimizer):
                 "`booster.backward`."
             )
             raise ConfigError(msg)
-        if self.check_training is not None:
-            self.check_training(loss)
+        if self._outside_reads is not None:
+            self._outside_reads.check(loss)
         super().backward(loss, inputs, retain_graph=retain_graph)
 
     def begin_batch(self, num_microbatches: int) -> int:

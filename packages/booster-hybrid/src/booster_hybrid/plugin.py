@@ -7,7 +7,8 @@ is booster-zero's.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, fields, replace
+import inspect
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -26,29 +27,24 @@ from booster_core.plugin import (
 from booster_core.precision import PrecisionPolicy
 from booster_core.ranks import DistCoordinator
 from booster_core.state import NamedTensors, Replica
-from booster_hybrid.boosting import HybridSetup, SetupOptions
+from booster_hybrid.boosting import ShardOptions, shard
 from booster_hybrid.config import (
     ExpertConfig,
     HybridConfig,
     PipelineConfig,
-    SequenceConfig,
     TensorConfig,
     check_used,
     checked_choice,
+    sequence_config,
 )
 from booster_hybrid.data_parallel import DataParallelConfig, zero_options
-from booster_hybrid.expert_parallel.routing import evenly_routed
-from booster_hybrid.generating import replace_generate
 from booster_hybrid.mesh import AXES, check_order, make_groups, meshes_to_plan
 from booster_hybrid.mesh_attributes import MeshAttributes
 from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
-from booster_hybrid.same_training import OutsideReads, TrainedAlike, check_copies, parts_of
-from booster_hybrid.sharded.apply import shard_parameters
+from booster_hybrid.optimizer import HybridOptimizer
 from booster_hybrid.state import HybridStateAdapter
 from booster_runtime import collectives
 from booster_runtime.data import show_first_batch
-from booster_runtime.local_state import mark_as_local
 from booster_runtime.sharding import refuse_renormalized
 from booster_runtime.strategy import OF_LOSS_SCALE, OF_MODEL, OF_PRECISION, STRATEGY_TRAINING, Strategy
 from booster_zero import LowLevelZeroPlugin, ShardedStateAdapter, ZeroConfig, fill_model
@@ -56,24 +52,20 @@ from booster_zero.engine import engine_of, holder_of, set_gradient
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from booster_core.plugin import BoostContext, ModelWrapper, OptimizerWrapper
+    from booster_core.plugin import BoostContext, ModelWrapper
     from booster_core.precision import LossScaleConfig
-    from booster_hybrid.axes import Axis
     from booster_hybrid.local_model import LocalModel
+    from booster_hybrid.mesh import Mesh
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.stages import StageMap
     from booster_hybrid.policy.base import ShardingPolicy
     from booster_runtime.lazy import Recording
-
-
-_PARAMETERS = 3
-"""The stage of ZeRO that shards parameters."""
 
 
 class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
@@ -82,8 +74,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     Args:
         tp_size: Ranks over which each layer is split.
         pp_size: Number of pipeline ranks; batches then run through `train_batch` or `execute_pipeline`.
-        sp_size: Ranks over which ``"all_to_all"`` and ``"ring_attn"`` split a sequence; ``"split_gather"`` uses the
-            ``tp_size`` ranks.
+        sp_size: Ranks over which ``context_parallel`` splits a sequence.
         ep_size: Ranks over which the experts of each layer are spread, out of the data parallel ones: it divides their
             number. They send each other the tokens of their batches, so that they must call the model equally often.
         mesh_order: The axes of the mesh from the outermost to the innermost, whose ranks are adjacent. The order does
@@ -105,7 +96,10 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             checks what splits layers; by default from the data loader, or the dummy inputs of transformers' models.
         split_batch: Splits a batch into microbatches, in place of a split of each tensor's first dimension: called as
             ``split_batch(batch, num_microbatches)``, it returns a pair ``(microbatch, num_samples)`` for each.
-        sequence_parallelism_mode: Split sequences over ranks: ``"split_gather"``, ``"all_to_all"`` or ``"ring_attn"``.
+        sequence_parallel: Split sequences between the blocks of layers, over the ``tp_size`` ranks.
+        context_parallel: Split them over ``sp_size`` ranks, and attention as well: ``"ulysses"`` or ``"ring"``.
+        sequence_parallelism_mode: The same by Colossal-AI's names: ``"split_gather"``, ``"all_to_all"`` or
+            ``"ring_attn"``.
         inner_ring_size: Ranks of each inner ring of ``"ring_attn"``, such as those of a host: keys and values go round
             it before they go on to the next host. It divides ``sp_size``; ``None`` makes one ring of all ranks.
         parallel_output: Keep the logits of language models sharded (by vocabulary, and by positions where the model
@@ -120,6 +114,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: How gradients are averaged under ``zero_stage=0``.
         zero: All of ZeRO's options, instead of ``zero_stage``, ``cpu_offload`` and ``max_norm``.
         loss_scale: Settings of dynamic loss scaling, for ``precision="fp16"``.
+        config: The mesh, how sequences and batches are split, and the data axis, in one value, in place of the
+            arguments about these.
         pipeline_record: A folder to which each rank of a pipeline writes its schedule, for ``booster trace``.
 
     Raises:
@@ -154,7 +150,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         "zero_bucket_size_in_m": "pass `zero=ZeroConfig(bucket_bytes=...)`, in bytes",
         "broadcast_buffers": "pass `ddp=DataParallelConfig(broadcast_buffers=...)`",
         "ddp_bucket_cap_mb": "pass `ddp=DataParallelConfig(bucket_bytes=...)`, in bytes",
-        "enable_sequence_parallelism": "pass `sequence_parallelism_mode=`, and `sp_size=` unless it is 'split_gather'",
+        "enable_sequence_parallelism": "pass `sequence_parallel=True`, or `context_parallel=` with `sp_size=`",
         "dp_outside": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "moe_dp_outside_pp": "pass `mesh_order=`, the axes from the outermost to the innermost",
         "gradient_checkpoint_config": "pass `checkpoint_ratio=`, one number or one for each stage",
@@ -183,6 +179,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         checkpoint_ratio: float | Sequence[float] | None = None,
         example_batch: Any = None,
         split_batch: SplitHook | None = None,
+        sequence_parallel: bool = False,
+        context_parallel: str | None = None,
         sequence_parallelism_mode: str | None = None,
         inner_ring_size: int | None = None,
         parallel_output: bool = True,
@@ -193,15 +191,19 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         ddp: DataParallelConfig | None = None,
         zero: ZeroConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
+        config: HybridConfig | None = None,
         pipeline_record: str | os.PathLike[str] | None = None,
     ) -> None:
+        if config is not None:
+            _refuse_beside_config(HybridParallelPlugin.__init__, locals())
         check_argument_types(HybridParallelPlugin.__init__.__annotations__, {**locals(), "return": None})
-        for option, value, kind in (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig)):
+        configs = (("ddp", ddp, DataParallelConfig), ("zero", zero, ZeroConfig), ("config", config, HybridConfig))
+        for option, value, kind in configs:
             if value is not None and not isinstance(value, kind):
                 msg = f"`{option}` is a `{kind.__name__}`; got `{type(value).__name__}`."
                 raise TypeError(msg)
         sharded = zero_options(zero, zero_stage, max_norm, cpu_offload=cpu_offload)
-        self.config = HybridConfig(
+        self.config = config or HybridConfig(
             tensor=TensorConfig(size=tp_size),
             pipeline=PipelineConfig(
                 size=pp_size,
@@ -216,7 +218,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
                     else tuple(checkpoint_ratio)
                 ),
             ),
-            sequence=SequenceConfig(size=sp_size, mode=sequence_parallelism_mode, inner_ring_size=inner_ring_size),
+            sequence=sequence_config(
+                sp_size,
+                sequence_parallelism_mode,
+                inner_ring_size,
+                sequence_parallel=sequence_parallel,
+                context_parallel=context_parallel,
+            ),
             expert=ExpertConfig(size=ep_size),
             zero=sharded,
             ddp=DataParallelConfig() if ddp is None and sharded is None else ddp,
@@ -276,94 +284,19 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         del values
         self._warn_of_plain_data_parallelism()
-        axes = self._axes_of_world()
-        setup = HybridSetup(self._options(), objects, context, axes, self._shape(dist.get_world_size()))
-        recording = setup.place_values()
-        self._unchecked_layers = setup.check()
-        recording = recording or setup.take_from_host()
-        plan = setup.plan_stages()
-        setup.check_sequences()
-        split = setup.split_layers()
-        local = setup.local_model(split, plan)
-        cut = None if plan is None else setup.cut(plan)
-        copies = {} if cut is None else cut.copies
-        boosted = self._shard(setup, objects, context, copies, frozenset() if recording is None else recording.name_of)
-        hybrid: Any = boosted.model
-        hybrid.local, hybrid.replica, hybrid.callers = local, axes["pp", "sp", "tp"], axes["ep", "pp", "sp", "tp"]
-        if hybrid.gatherer is not None:  # a forward gathers over the data parallel ranks, too
-            hybrid.callers = replace(hybrid.callers, ranks=tuple(range(dist.get_world_size())))
-        hybrid.streams = split.streams
-        if hybrid.replica.size > 1 and plan is None:
-            hybrid.trained_alike = TrainedAlike(hybrid.unwrap(), hybrid.replica, context.device)
-        engine = engine_of(boosted.optimizers)
-        if isinstance(engine, HybridEngine):
-            engine.local = local
-            self._compare_training(hybrid, boosted.optimizers)
-            if self.config.expert.size > 1:
-                # Tokens travel in backward, between ranks that may have come less far in their buckets.
-                engine.reducer.waits_in_backward = False
-        if self.config.tensor.size > 1 or self.config.expert.size > 1 or plan is not None:
-            mark_as_local(hybrid.unwrap())
-        if plan is not None and cut is not None:
-            hybrid.stages, hybrid.engine = plan.stages, setup.engine(hybrid, plan, cut)
-            hybrid.engine.outside_reads = hybrid.outside_reads
-        replace_generate(hybrid, context.device, splits_sequences=self.config.sequence.mode is not None)
-        if recording is not None:
-            hybrid.attach(boosted.optimizers, context)
-            adapter = self.state_adapter(hybrid, context)
-            shapes = local.whole_shapes(objects.model)
-            fill_model(objects.model, recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
+        found = shard(objects, context, self._options(), self._mesh_of_world(), self._zero)
+        boosted, self._unchecked_layers = found.boosted, found.unchecked
+        model: HybridModel = boosted.model  # type: ignore[assignment]
+        if callable(getattr(model.unwrap(), "generate", None)):
+            from booster_hybrid.generating import replace_generate
+
+            replace_generate(model, context.device, splits_sequences=self.config.sequence.mode is not None)
+        if found.recording is not None:
+            model.attach(boosted.optimizers, context)
+            adapter = self.state_adapter(model, context)
+            shapes = model.local.whole_shapes(objects.model)
+            fill_model(objects.model, found.recording, adapter.shards_to_fill(), context, adapter.layout, shapes=shapes)
         return boosted
-
-    def _compare_training(self, model: HybridModel, optimizers: Sequence[HybridOptimizer]) -> None:
-        """Let ranks that work on the same batches find out whether they train alike."""
-        module, local, replica = model.unwrap(), model.local, model.replica
-        sizes = self.config.tensor.size, self.config.pipeline.size
-        if self.unchecked == "raise" and (parts := parts_of(module, local)):
-            model.outside_reads = OutsideReads(module, parts)
-
-        def compare(stepped: OptimizerWrapper, metrics: Mapping[str, Any]) -> None:
-            if not metrics["skipped"]:
-                stepped.on_step.remove(compare)
-                optimizers[0].engine.gatherer.wait()
-                check_copies(module, local, replica)
-
-        for optimizer in optimizers:
-            optimizer.check_training = model.check_loss
-            if max(sizes) > 1:
-                optimizer.on_step.append(compare)
-
-    def _shard(
-        self,
-        setup: HybridSetup,
-        objects: Boosted,
-        context: BoostContext,
-        copies: Mapping[int, tuple[int, ...]],
-        without_values: Collection[int],
-    ) -> Boosted:
-        """Let the data parallel ranks share the optimizer's state, and in stage 3 the parameters."""
-        if self.config.zero is None or self.zero_stage != _PARAMETERS:
-            return self._zero.shard_over(
-                objects,
-                context,
-                setup.sharding_ranks(),
-                HybridEngine,
-                HybridOptimizer,
-                model_class=HybridModel,
-                copies=copies,
-                ranks_of=setup.expert_ranks(),
-            )
-        setup.make_gathering()
-        return shard_parameters(
-            objects,
-            context,
-            self.config.zero,
-            setup.sharding_ranks(),
-            copies=copies,
-            ranks_of=setup.expert_ranks(),
-            without_values=without_values,
-            is_pipeline=self.config.pipeline.size > 1,
-        )
 
     def has_pipeline(self, model: nn.Module) -> bool:
         """Return whether the model is cut into stages."""
@@ -383,8 +316,13 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         """
         before, self.unchecked = self.unchecked, "allow"
         try:
+            if self.config.expert.size == 1:
+                yield None
+                return
+            from booster_hybrid.expert_parallel.routing import evenly_routed
+
             with evenly_routed():
-                yield "as many tokens choose each expert" if self.config.expert.size > 1 else None
+                yield "as many tokens choose each expert"
         finally:
             self.unchecked = before
 
@@ -451,7 +389,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
     def state_adapter(self, model: ModelWrapper, context: BoostContext) -> HybridStateAdapter:
         """Return the view of what is split and sharded, in the shapes of the user's own model."""
         del context
-        axes = self._axes_of_world()
+        axes = self._mesh_of_world()
         engine = engine_of(model.boosted_optimizers)
         boosted: Any = boosted_inside(model)
         local: LocalModel = boosted.local
@@ -522,7 +460,7 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         if holder is not None:
             return holder.full_gradient(parameter)
         own = unscaled_gradient(parameter, model.boosted_optimizers)
-        axes, name = self._axes_of_world(), NamedTensors.of(model.unwrap()).name_of[id(parameter)]
+        axes, name = self._mesh_of_world(), NamedTensors.of(model.unwrap()).name_of[id(parameter)]
         data = axes["dp", "sp"]
         if not any(collectives.all_gather_object(own is not None, data.group)):
             return None
@@ -548,8 +486,8 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
         del options["unchecked_layers"]
         return options
 
-    def _options(self) -> SetupOptions:
-        return SetupOptions(
+    def _options(self) -> ShardOptions:
+        return ShardOptions(
             config=self.config,
             custom_policy=self.custom_policy,
             example_batch=self.example_batch,
@@ -559,10 +497,34 @@ class HybridParallelPlugin(MeshAttributes, Strategy, PipelinePlugin):
             pipeline_record=self.pipeline_record,
         )
 
-    def _axes_of_world(self) -> dict[tuple[str, ...], Axis]:
+    def _mesh_of_world(self) -> Mesh:
         """Return this rank's place; process groups are made once for each world."""
         world = dist.group.WORLD
-        if self._axes is None or self._axes[0] is not world:
+        if self._made_for is None or self._made_for[0] is not world:
             sizes = self.config.expert.size, self.config.sequence.inner_ring_size
-            self._axes = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
-        return self._axes[1]
+            self._made_for = (world, make_groups(self._shape(dist.get_world_size()), *sizes))
+        return self._made_for[1]
+
+
+_BESIDE_CONFIG = frozenset(
+    ("precision", "example_batch", "split_batch", "parallel_output", "unchecked", "custom_policy", "loss_scale")
+)
+"""Arguments that no `HybridConfig` holds, next to where the pipeline's record goes and the norm of replicated state."""
+
+
+def _refuse_beside_config(function: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Refuse arguments that `HybridConfig` has, next to one.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    free = {*_BESIDE_CONFIG, "self", "config", "pipeline_record"}
+    if getattr(given["config"], "zero", None) is None:
+        free.add("max_norm")
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in free and given[name] != parameter.default:
+            msg = (
+                f"`{name}={given[name]!r}` is a part of `config=HybridConfig(...)`, which is given too. Say it in one "
+                "place."
+            )
+            raise ConfigError(msg)

@@ -156,7 +156,7 @@ class OutsideReads:
                     f"The loss reads parameter '{self._parts[key]}' outside of the layer that has it ({node.name()}), "
                     "and each rank has a part of it: a penalty on it, or logits made of it, would be those of a part. "
                     "Call the layer, or `linear_cross_entropy` with it; for a penalty use the optimizer's "
-                    "`weight_decay`, or leave out what `model.local.splits` and `model.local.expert_splits` name. "
+                    "`weight_decay`, or leave out the parameters that have another shape here than in your own model. "
                     "`unchecked='allow'` takes parts for whole."
                 )
                 raise ConfigError(msg)

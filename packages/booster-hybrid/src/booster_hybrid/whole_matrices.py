@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from booster_core.errors import BoosterError, ConfigError
-from booster_runtime.collectives import all_gather_object
-from booster_runtime.sharding import is_cut
+from booster_runtime.collectives import all_gather_object, all_reduce
+from booster_runtime.sharding import between_hosts, is_cut
 from booster_zero.engine import assign_owners, only
 
 if TYPE_CHECKING:
@@ -51,11 +51,13 @@ class WholeMatrices:
     Args:
         optimizer: Updates each of its parameters as a whole, and none by what another one is.
         group: The ranks that have parts of them.
+        device: Where they are.
     """
 
-    def __init__(self, optimizer: Optimizer, group: RankGroup) -> None:
-        self._optimizer, self._group = optimizer, group
+    def __init__(self, optimizer: Optimizer, group: RankGroup, device: torch.device) -> None:
+        self._optimizer, self._group, self._device = optimizer, group, device
         self._known: dict[tuple[str, ...], _Shares] = {}
+        self._kinds: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
 
     def step(self, parts: Sequence[Part], run: Callable[[], Any]) -> Any:
         """Step the optimizer on whole matrices.
@@ -86,21 +88,48 @@ class WholeMatrices:
         except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know
             error = caught
         states = {index: optimizer.state.pop(whole, {}) for index, whole in wholes.items()}
-        kinds = {index: _kinds(state, wholes[index].shape) for index, state in states.items()}
-        told = all_gather_object(kinds if error is None else None, self._group.group)
-        if error is not None:
-            raise error
-        if None in told:
-            msg = (
-                f"The step of {type(optimizer).__qualname__} has failed on another rank that has parts of the same "
-                "matrices, which says why."
-            )
-            raise BoosterError(msg)
+        names = tuple(part.name for part in parts)
+        kinds = self._kinds_of_all(
+            names, {index: _kinds(own, wholes[index].shape) for index, own in states.items()}, error
+        )
         values = {index: whole.detach() for index, whole in wholes.items()}
         for index, own in shares.send_back(values, {index: part.values for index, part in enumerate(parts)}).items():
             parts[index].values.data.copy_(own)
-        self._send_state_back(parts, shares, states, {index: of for each in told for index, of in each.items()})
+        self._send_state_back(parts, shares, states, kinds)
         return result
+
+    def _kinds_of_all(
+        self, names: tuple[str, ...], own: dict[int, dict[str, Any]], error: Exception | None
+    ) -> dict[int, dict[str, Any]]:
+        """Return what is kept of each matrix, as `_kinds` describes it; raise if the step has failed on a rank.
+
+        What ranks have told each other once is known while it stays the same: two flags tell that it does.
+
+        Raises:
+            BoosterError: If it has failed on another rank.
+
+        Collective: the ranks that have parts.
+        """
+        known = self._kinds.get(names)
+        is_known = known is not None and all(
+            _is_plain(kinds) and known.get(index) == kinds for index, kinds in own.items()
+        )
+        device = between_hosts(self._device, self._group.group)
+        flags = torch.tensor([error is not None, not is_known], dtype=torch.int32, device=device)
+        all_reduce(flags, group=self._group.group).wait()
+        num_failed, num_unknown = flags.tolist()
+        if error is not None:
+            raise error
+        if num_failed:
+            msg = (
+                f"The step of {type(self._optimizer).__qualname__} has failed on another rank that has parts of the "
+                "same matrices, which says why."
+            )
+            raise BoosterError(msg)
+        if num_unknown:
+            told = all_gather_object(own, self._group.group)
+            self._kinds[names] = {index: kinds for each in told for index, kinds in each.items()}
+        return self._kinds[names]
 
     def _shares_of(self, parts: Sequence[Part]) -> _Shares:
         """Return which part of each matrix the ranks have, and who has which matrices for a step.
@@ -262,6 +291,11 @@ def _gradient(values: Tensor) -> Tensor:
 
 def _is_cut(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and is_cut(key, value, shape)
+
+
+def _is_plain(kinds: Mapping[str, Any]) -> bool:
+    """Whether all that is kept of a matrix is cut as it is: nothing of it changes from step to step but values."""
+    return all(isinstance(each, torch.dtype) for each in kinds.values())
 
 
 def _by_dtype(tensors: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:

@@ -40,7 +40,7 @@ from booster_zero.lazy import fill_model
 from booster_zero.model import ShardedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -172,9 +172,9 @@ class LowLevelZeroPlugin(Strategy):
         objects: Boosted,
         context: BoostContext,
         ranks: ShardingRanks,
-        engine_class: type[ShardedEngine] = ShardedEngine,
-        optimizer_class: type[ShardedOptimizer] = ShardedOptimizer,
-        model_class: type[ShardedModel] = ShardedModel,
+        engine_class: Callable[..., ShardedEngine] = ShardedEngine,
+        optimizer_class: Callable[..., ShardedOptimizer] = ShardedOptimizer,
+        model_class: Callable[..., ShardedModel] = ShardedModel,
         copies: Mapping[int, tuple[int, ...]] | None = None,
         ranks_of: Mapping[int, ShardingRanks] | None = None,
     ) -> Boosted:

@@ -7,7 +7,7 @@ parallelism. Parameters of a module of experts that don't have one part for each
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -46,19 +46,6 @@ class ExpertsModule:
     parameters: Mapping[str, nn.Parameter]
     counts: tuple[str, ...]
     takes_every_token: bool
-
-
-@dataclass
-class SpreadExperts:
-    """What has become of a model's experts.
-
-    Attributes:
-        splits: For each parameter that is cut, by name, which experts are here. Tied ones appear under each name.
-        held: The parameters that are cut, by ``id``.
-    """
-
-    splits: dict[str, Split] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)
 
 
 def find_experts(model: nn.Module, rules: Sequence[ExpertRule], size: int) -> list[ExpertsModule]:
@@ -104,27 +91,34 @@ def _advice(model: nn.Module) -> str:
     return f": transformers {transformers.__version__} has no plan for its experts; most families have one from 5.13 on"
 
 
-def spread_experts(model: nn.Module, experts: Sequence[ExpertsModule], group: RankGroup) -> SpreadExperts:
+def spread_experts(
+    model: nn.Module, experts: Sequence[ExpertsModule], group: RankGroup
+) -> tuple[dict[str, Split], set[int]]:
     """Keep this rank's experts, in place.
 
     Args:
         model: The user's model.
         experts: As `find_experts` returns them.
         group: The ranks to spread them over.
+
+    Returns:
+        For each parameter that is cut, by name, which experts are here, tied ones under each name; and all of them, by
+        ``id``.
     """
     names_of = ModuleNames(inner_model(model)).names_of
-    result = SpreadExperts()
+    splits: dict[str, Split] = {}
+    held: set[int] = set()
     for each in experts:
         share = each.num_experts // group.size
         for parameter in each.parameters.values():
-            if id(parameter) in result.held:
+            if id(parameter) in held:
                 continue  # tied
             split = Split(tuple(parameter.shape), 0, ((group.rank * share, (group.rank + 1) * share),))
             parameter.data = split.take(parameter.data)
-            result.held.add(id(parameter))
-            result.splits.update(dict.fromkeys(names_of[id(parameter)], split))
+            held.add(id(parameter))
+            splits.update(dict.fromkeys(names_of[id(parameter)], split))
         install_experts(each, group, Changes(), each.num_experts)
-    return result
+    return splits, held
 
 
 def install_experts(experts: ExpertsModule, group: RankGroup, changes: Changes, num_experts: int) -> None:

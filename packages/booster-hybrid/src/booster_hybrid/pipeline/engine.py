@@ -72,6 +72,9 @@ class PipelineEngine:
         sharing: The ranks that compute each stage together, along each axis.
         coordinator: Carries errors to all ranks.
         device: Where batches are moved.
+        gathered: Makes a context in which the stages' parameters can be read.
+        written: Returns an error if stages have written into these parameters there, where that is lost.
+        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
         exchanges_tokens: Whether data parallel ranks take part in each other's microbatches, as spread experts do.
         draws_on_host: Whether the model draws from the generators of Python or numpy.
         split_hook: Splits batches in place of `split_batch`; see `HybridParallelPlugin`.
@@ -79,9 +82,6 @@ class PipelineEngine:
 
     Attributes:
         staged: As above.
-        gathered: Makes a context in which the stages' parameters can be read.
-        written: Returns an error if stages have written into these parameters there, where that is lost.
-        outside_reads: Looks at losses; ``None`` where each rank has whole parameters.
     """
 
     def __init__(
@@ -98,15 +98,16 @@ class PipelineEngine:
         sharing: Sequence[Axis],
         coordinator: DistCoordinator,
         device: torch.device,
+        gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        written: Callable[[], Exception | None] = lambda: None,
+        outside_reads: OutsideReads | None = None,
         exchanges_tokens: bool = False,
         draws_on_host: bool = False,
         split_hook: SplitHook | None = None,
         run_options: dict[str, Any] | None = None,
     ) -> None:
         self.staged = staged
-        self.gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.written: Callable[[], Exception | None] = lambda: None
-        self.outside_reads: OutsideReads | None = None
+        self._gathered, self._written, self._outside_reads = gathered, written, outside_reads
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
         self._config, self._index, self._link = config, index, link
@@ -194,17 +195,17 @@ class PipelineEngine:
                 streams=self._streams(seed, len(parts)),
                 cuts=cuts,
                 means=means,
-                reads=None if optimizer is None else self.outside_reads,
+                reads=None if optimizer is None else self._outside_reads,
                 **self._run_options,
             )
             if optimizer is not None:
                 run.loss_factor = optimizer.begin_batch(most)
-            with self.gathered(), self._kept_generators():
+            with self._gathered(), self._kept_generators():
                 run.run()
             if optimizer is not None:
                 backwards = [each for each in schedule.actions(self._index) if each.work is not Work.FORWARD]
                 optimizer.finish_batch(missing_rounds=(most - len(parts)) * (len(backwards) // len(parts)))
-            error, outputs = run.error or self.written(), None
+            error, outputs = run.error or self._written(), None
             if means is not None and error is None:
                 error = self._check_means(means)
             if error is None and run.outputs:

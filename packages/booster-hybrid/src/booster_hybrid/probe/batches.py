@@ -1,4 +1,7 @@
-"""Batches on which a model is probed: with so many positions that these can be told from all other sizes."""
+"""Batches on which a model is probed: with so many positions that these can be told from all other sizes.
+
+A second batch has the length of the user's own, as layers may compute something else from longer sequences.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from booster_hybrid.probe.lengths import MOST_POSITIONS, is_clear
 from booster_runtime.data import taken_by
 
 if TYPE_CHECKING:
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
 
     from booster_hybrid.probe.calls import Call
 
+MOST_POSITIONS = 128
+"""Most positions of the first sequences in a probe, but where a model takes none so short."""
 _ENOUGH = 32
 """Positions of a shorter sequence that is repeated."""
+_MOST_ELEMENTS = 1 << 26
+"""Of the largest activations of longer ones: 512 MiB in fp64, on each rank."""
 
 
 def _positions_of(given: Any) -> tuple[Tensor, int] | None:
@@ -27,17 +33,6 @@ def _positions_of(given: Any) -> tuple[Tensor, int] | None:
     rows = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor) and each.dim() > 1]
     tokens = ((each, each.dim() - 1) for each in rows if not each.is_floating_point())
     return next(tokens, None) or next(((each, 1) for each in rows if each.dim() == 3), None)
-
-
-def sizes_of(model: nn.Module, batch: Any) -> tuple[int, int]:
-    """Return the numbers of samples and positions of a batch of tokens or hidden states; 0 for others.
-
-    Args:
-        model: The model.
-        batch: What it takes.
-    """
-    found = _positions_of(taken_by(model, batch))
-    return (0, 0) if found is None else (found[0].shape[0], found[0].shape[found[1]])
 
 
 def calls_of_model(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
@@ -60,6 +55,42 @@ def calls_of_model(model: nn.Module, batch: Any, size: int) -> Iterator[Call]:
             if clear is not None:
                 yield as_call(pytree.tree_map_only(torch.Tensor, functools.partial(_with, length, clear * size), given))
     yield as_call(given)
+
+
+def call_of_other_length(model: nn.Module, batch: Any, size: int, compared: Call) -> Call | None:
+    """Return a call with as many positions as a batch has, as far as memory allows, or with fewer than were compared.
+
+    Args:
+        model: The model.
+        batch: What it takes.
+        size: Number of ranks over which sequences are split.
+        compared: A call that was compared already.
+
+    Returns:
+        ``None`` for batches without sequences.
+    """
+    given = taken_by(model, batch)
+    found, before = _positions_of(given), _positions_of(compared)
+    if found is None or before is None:
+        return None
+    rows, along = found
+    length, widest = rows.shape[along], max((max(each.shape, default=1) for each in model.parameters()), default=1)
+    wanted = min(length, max(MOST_POSITIONS, _MOST_ELEMENTS // (max(rows.shape[0], 2) * widest)))
+    if wanted < size or wanted == before[0].shape[before[1]]:
+        wanted = max(size, wanted // 2)
+    return as_call(pytree.tree_map_only(torch.Tensor, functools.partial(_with, length, wanted), given))
+
+
+def is_clear(module: nn.Module, samples: int, positions: int) -> bool:
+    """Return whether a number of positions can be told from all other sizes: none is a multiple of it.
+
+    Args:
+        module: Has parameters of the other sizes.
+        samples: Another size.
+        positions: The number.
+    """
+    sizes = {samples} | {size for each in module.parameters() for size in each.shape if size}
+    return positions > 1 and all(size % positions for size in sizes)
 
 
 def clear_number(module: nn.Module, samples: int, longest: int) -> int | None:

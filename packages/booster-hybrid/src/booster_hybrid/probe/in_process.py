@@ -3,22 +3,13 @@
 Each rank has a thread, of which one runs at a time: until its next collective, where the next rank goes on. Once every
 rank has come there, the result is known. What a rank has changed in the model is taken out while others run, so that
 all of them work on one and the same model: the user's own.
-
-`returned_memory` keeps threads from one call to the next, and gives the memory that they used back to the system.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
-import functools
-import gc
-import mmap
-import queue
-import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -43,15 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-_LOOK_SECONDS = 10.0
-"""How often the caller looks at a rank that does not stop."""
-_STANDING_LOOKS = 3
-"""After how many looks without a move, and with a tenth of a processor at most, a rank stands still."""
-_SMALL_BLOCKS = (120 << 10,) * 550
-"""Sizes in bytes. The C library takes blocks of up to 128 KiB from a thread's memory, whatever its limit for these has
-become, and keeps at most twice that limit at the end of it, 64 MiB: these fill what is free before it, and reach it."""
-_LARGE_BLOCKS = tuple(1 << power for power in range(17, 25) for _ in range(3))
-"""Those of them below the limit reach as far, and leave fewer of the pages where blocks begin."""
+_TURN_SECONDS = 900.0
+"""How long a rank may compute between two collectives; one that waits for another rank, without a turn, never ends."""
 
 
 class _AbandonedError(BaseException):
@@ -112,30 +96,20 @@ class _Place:
             raise _AbandonedError
         return answer
 
-    def run(self, thread: threading.Thread) -> None:
+    def run(self) -> None:
         """Let the rank run in its thread until it waits or ends; the caller's thread waits.
 
         Raises:
-            ConfigError: If it stands still: ranks take turns, and one may hold what this one waits for.
+            ConfigError: If it takes too long: ranks take turns, and one may hold what this one waits for.
         """
         self.may_run.release()
-        seen: list[Any] = []
-        while not self.has_stopped.acquire(timeout=_LOOK_SECONDS):
-            seen = [*seen[-_STANDING_LOOKS:], (_at(thread), time.process_time())]
-            (first, began), (_, now) = seen[0], seen[-1]
-            stands = len(seen) > _STANDING_LOOKS and all(place == first for place, _ in seen)
-            if stands and now - began < _STANDING_LOOKS * _LOOK_SECONDS / 10:
-                msg = (
-                    f"A layer stands still in `{first[0]}`: it may wait for a lock that the same layer holds for "
-                    "another rank while that takes part in a collective. Hold no lock around layers that are split."
-                )
-                raise ConfigError(msg)
-
-
-def _at(thread: threading.Thread) -> tuple[str, int, int]:
-    """Return the function that a thread runs, and where it is in it."""
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - the documented way
-    return ("", 0, 0) if frame is None else (frame.f_code.co_name, id(frame), frame.f_lasti)
+        if not self.has_stopped.acquire(timeout=_TURN_SECONDS):
+            msg = (
+                f"A layer waits for more than {_TURN_SECONDS:.0f} s while `boost` checks it, maybe for a lock that the "
+                "same layer holds for another rank while that takes part in a collective. Hold no lock around layers "
+                "that are split."
+            )
+            raise ConfigError(msg)
 
 
 @dataclass(frozen=True)
@@ -201,9 +175,9 @@ def on_ranks(
         Exception: What the function raises for any rank.
     """
     # What torch keeps for the process and not for a thread is set before the first rank and reset after the last one.
-    with eager(), _Around(), _threads(size) as threads:  # type: ignore[no-untyped-call]
+    with eager(), _Around():  # type: ignore[no-untyped-call]
         here = _Here(device)
-        runs = [_Run(InProcessRank(None, rank, size), run, here, threads[rank]) for rank in range(size)]
+        runs = [_Run(InProcessRank(None, rank, size), run, here) for rank in range(size)]
         before = ModuleState(modules)
         try:
             return _results(runs, before)
@@ -211,98 +185,6 @@ def on_ranks(
             for each in runs:
                 each.abandon()
             before.put_back()
-
-
-@contextlib.contextmanager
-def returned_memory() -> Iterator[None]:
-    """Give memory that was used in the block back to the system: a model's values need it next.
-
-    Without this, the C library would keep it in pieces. It gives each thread a part of memory of its own, or shares out
-    those that exist where there are many threads, and keeps the end of a part; only a thread that has it reaches it.
-    """
-    threads: list[_Thread] = []
-    token = _kept.set(threads)
-    try:
-        yield
-    finally:
-        _kept.reset(token)
-        gc.collect()  # what has just been made, and refers to itself
-        _return_ends(threads)
-        # By new ones, too, which get the parts of those that have ended: what these freed last has joined the ends.
-        _return_ends([_Thread(each.thread.name) for each in threads])
-        with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-_kept: contextvars.ContextVar[list[_Thread] | None] = contextvars.ContextVar("threads of ranks", default=None)
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[list[_Thread]]:
-    """Yield threads for ranks: those that are kept, or new ones that end with the block."""
-    kept = _kept.get()
-    threads = [] if kept is None else kept
-    threads += [_Thread(f"booster-rank-{index}") for index in range(len(threads), number)]
-    token = _kept.set(None)  # what ranks call is not to run in their own threads
-    try:
-        yield threads[:number]
-    finally:
-        _kept.reset(token)
-        if kept is None:
-            for each in threads:
-                each.end()
-
-
-def _return_ends(threads: Sequence[_Thread]) -> None:
-    """Let threads give back the ends of their parts of memory, and end."""
-    everybody = threading.Barrier(max(1, len(threads)))  # none gets the part of one that has ended
-    for each in threads:
-        each.do(functools.partial(_return_end, everybody))
-    for each in threads:
-        each.end()
-
-
-def _return_end(everybody: threading.Barrier) -> None:
-    """Give back the end of this thread's part of memory, which `malloc_trim` leaves."""
-    # Other C libraries, and no memory for the blocks, in which case there is none to give back: the others go on.
-    with contextlib.suppress(OSError, AttributeError, RuntimeError, MemoryError):
-        give_back = ctypes.CDLL(None).madvise
-        give_back.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for sizes in (_SMALL_BLOCKS, _LARGE_BLOCKS):
-            blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-            for each in blocks:
-                start = -(-each.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-                length = (each.data_ptr() + each.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-                give_back(start, length, mmap.MADV_DONTNEED)  # their contents are not needed
-            del blocks, each
-    everybody.wait()
-
-
-class _Thread:
-    """A thread that does one thing after the other.
-
-    Args:
-        name: Its name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._things: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self.thread.start()
-
-    def do(self, thing: Callable[[], object]) -> None:
-        """Let the thread do something, which must not raise, after what it does now."""
-        self._things.put(thing)
-
-    def end(self) -> None:
-        """Wait for what the thread does, and end it."""
-        self._things.put(None)
-        self.thread.join()
-
-    def _work(self) -> None:
-        while (thing := self._things.get()) is not None:
-            thing()
-            del thing  # it may hold tensors
 
 
 def _results(runs: Sequence[_Run[T]], before: ModuleState) -> list[T]:
@@ -328,25 +210,21 @@ class _Run(Generic[T]):
         rank: The rank.
         function: The function.
         here: What its thread has.
-        thread: The thread that runs it.
     """
 
-    def __init__(
-        self, rank: InProcessRank, function: Callable[[InProcessRank], T], here: _Here, thread: _Thread
-    ) -> None:
-        self.rank, self._function, self._here, self._thread = rank, function, here, thread
+    def __init__(self, rank: InProcessRank, function: Callable[[InProcessRank], T], here: _Here) -> None:
+        self.rank, self._function, self._here = rank, function, here
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._has_ended: threading.Event | None = None
+        self._thread: threading.Thread | None = None
 
     def go_on(self) -> None:
         """Let the rank run until its next collective or its end; raise what it raises."""
-        if self._has_ended is None:
-            self._has_ended = threading.Event()
-            work = functools.partial(contextvars.copy_context().run, self._work)
-            self._thread.do(work)
-            self._thread.do(self._has_ended.set)
-        self.rank.place.run(self._thread.thread)
+        if self._thread is None:
+            name, run = f"booster-rank-{self.rank.rank}", contextvars.copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._work,), name=name, daemon=True)
+            self._thread.start()
+        self.rank.place.run()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -357,11 +235,11 @@ class _Run(Generic[T]):
 
     def abandon(self) -> None:
         """End the rank where it waits."""
-        if self._has_ended is None:
+        if self._thread is None:
             return
         self.rank.place.is_abandoned, self.rank.place.answer = True, None
         self.rank.place.may_run.release()
-        self._has_ended.wait()
+        self._thread.join()
 
     def _work(self) -> None:
         self.rank.place.may_run.acquire()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,15 +19,19 @@ from torch import nn
 from booster_core.errors import ConfigError
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.policy.base import Style
-from booster_hybrid.probe.batches import calls_of_model, clear_number, with_choices
+from booster_hybrid.probe.batches import (
+    MOST_POSITIONS,
+    call_of_other_length,
+    calls_of_model,
+    clear_number,
+    with_choices,
+)
 from booster_hybrid.probe.calls import Call, Recording, copied, record_calls
-from booster_hybrid.probe.in_process import InProcessRank, on_ranks, returned_memory
+from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
-from booster_hybrid.probe.lengths import MOST_POSITIONS, Lengths, LengthWatch, told_by_math
 from booster_hybrid.probe.running import Difference, Result, Runner, Setting, settings_of
 from booster_hybrid.probe.units import Unit, around, calls_of, is_torchs_own, name_around, units_of
 from booster_hybrid.probe.values import NoValuesError, holding, random_values, restored
-from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
 from booster_hybrid.tensor_parallel.plan import COLUMNS, ROWS, TensorParallelModel, TensorPlan
 from booster_hybrid.tensor_parallel.split import is_repeated
 
@@ -72,6 +76,19 @@ _SAMPLES = 2
 """In batches of random hidden states."""
 
 
+class CheckedPolicy(NamedTuple):
+    """What a check of a policy has found.
+
+    Args:
+        unchecked: What could not be checked, by name, with the reasons.
+        left_whole: Lists of layers of which the policy splits nothing and that no batch has reached: their sequences
+            stay whole.
+    """
+
+    unchecked: dict[str, str]
+    left_whole: frozenset[str] = frozenset()
+
+
 class _UncheckableError(Exception):
     """A unit can't be compared; the message says why."""
 
@@ -84,8 +101,7 @@ def check_policy(
     *,
     batch: Callable[[], Any] | None = None,
     split_sequence: SplitSequence | None = None,
-    lengths: Lengths | None = None,
-) -> dict[str, str]:
+) -> CheckedPolicy:
     """Raise if a policy changes what a layer computes, or its gradients.
 
     Args:
@@ -96,17 +112,13 @@ def check_policy(
         batch: Returns a batch, for layers whose forward needs more than hidden states; ``None`` where there is none.
         split_sequence: Splits the sequences of lists of layers, as ``"split_gather"`` does, given the model, the lists,
             the rank, the result of the installed plan, and what notes the changes; ``None`` leaves them whole.
-        lengths: Where it is noted for which lengths of sequences layers were compared, if these are split.
-
-    Returns:
-        What could not be checked, by name, with the reasons.
 
     Raises:
         ConfigError: Naming the first layer that differs, by how much, and what to correct in the policy.
     """
     plan = TensorPlan(model, policy, size, parallel_output=False)
-    with returned_memory(), restored(plan.model, device):
-        return _Probe(plan, device, batch, split_sequence, lengths or Lengths()).run()
+    with restored(plan.model, device):
+        return _Probe(plan, device, batch, split_sequence).run()
 
 
 class _Probe:
@@ -116,10 +128,9 @@ class _Probe:
         device: torch.device,
         batch: Callable[[], Any] | None,
         split_sequence: SplitSequence | None,
-        lengths: Lengths,
     ) -> None:
         self._plan, self._device, self._batch, self._split_sequence = plan, device, batch, split_sequence
-        self._lengths = lengths
+        self._has_split_sequences = False
         self._model_name = type(plan.model).__name__
         whole, lists = plan.policy.whole_sequences, plan.policy.layers
         self._whole_sequences = tuple(f"{name}." for name in whole)
@@ -131,7 +142,7 @@ class _Probe:
         finally:
             changes.undo()
 
-    def run(self) -> dict[str, str]:
+    def run(self) -> CheckedPolicy:
         kinds: dict[Hashable, list[Unit]] = {}
         units = units_of(self._plan)
         if self._split_sequence is not None:
@@ -140,7 +151,8 @@ class _Probe:
             inside = len(unit.name) + 1 if unit.name else 0
             rules = {name[inside:]: self._plan.targets[name] for name in unit.targets}
             kinds.setdefault(kind_of(unit.module, unit.place, rules), []).append(unit)
-        recording = self._record(list(kinds.values()))
+        recordings = self._record(list(kinds.values()))
+        recording = recordings[0]
         if recording.reads_outside:
             raise ReadOutsideError(self._plan, recording.reads_outside)
         unchecked: dict[str, str] = {}
@@ -148,7 +160,7 @@ class _Probe:
         unreached: set[str] = set()  # layers of which the plan splits nothing, and which the batch does not reach
         for alike in kinds.values():
             try:
-                called |= self._check_in_place(alike[0], list(kinds.values()), recording)
+                called |= self._check_at_lengths(alike[0], list(kinds.values()), recordings)
             except _UncheckableError as error:
                 unchecked.update({unit.name or "(the model)": str(error) for unit in alike})
                 if not alike[0].targets and recording.failure is None and alike[0].name not in recording.calls:
@@ -156,10 +168,11 @@ class _Probe:
             else:
                 for unit in alike[1:]:
                     called |= {each for each in unit.targets if alike[0].name + each[len(unit.name) :] in called}
-        if self._lengths.compared:
-            self._lengths.left_whole = {name.rpartition(".")[0] for name in unreached}
-            unchecked = {name: reason for name, reason in unchecked.items() if name not in unreached}
-        return unchecked | self._without_calls(called, unchecked)
+        if not self._has_split_sequences:
+            return CheckedPolicy(unchecked | self._without_calls(called, unchecked))
+        unchecked = {name: reason for name, reason in unchecked.items() if name not in unreached}
+        left_whole = frozenset(name.rpartition(".")[0] for name in unreached)
+        return CheckedPolicy(unchecked | self._without_calls(called, unchecked), left_whole)
 
     def _whole_layers(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the layers of which the plan splits nothing, but whose sequences would be split."""
@@ -172,14 +185,14 @@ class _Probe:
                     found.append(Unit(f"{path}.{key}", layer, (), int(key), ((layer,),)))
         return found
 
-    def _record(self, kinds: Sequence[Sequence[Unit]]) -> Recording:
-        """Run the model once, where there is a batch."""
+    def _record(self, kinds: Sequence[Sequence[Unit]]) -> list[Recording]:
+        """Run the model where there is a batch, and again at another length where sequences are split."""
         if self._batch is None:
-            return Recording(failure="there was no batch")
+            return [Recording(failure="there was no batch")]
         try:
             batch = self._batch()
         except Exception as error:  # noqa: BLE001 - whatever a data set raises, training tells of it
-            return Recording(failure=f"there was no batch ({type(error).__name__}: {error})")
+            return [Recording(failure=f"there was no batch ({type(error).__name__}: {error})")]
         names = self._plan.names
         watched = {alike[0].name: alike[0].module for alike in kinds}
         outside = [name_around(self._plan, alike[0]) for alike in kinds if alike[0].place is not None]
@@ -200,7 +213,7 @@ class _Probe:
             try:
                 values = random_values(model, self._device, torch.float32, every, plain)
             except NoValuesError as error:
-                return Recording(failure=str(error))
+                return [Recording(failure=str(error))]
         split = {id(values[key]) if key in values else key: each for key, each in split.items()}
         with (
             holding(model, values, self._device, torch.float32) if values else contextlib.nullcontext(),
@@ -208,44 +221,64 @@ class _Probe:
         ):
             # Where sequences are split, of lengths that can be told from other sizes.
             batches = () if self._split_sequence is None else with_choices(batch)
-            for args, kwargs in (call for each in batches for call in calls_of_model(model, each, self._plan.size)):
+            size = self._plan.size
+            for each, call in ((one, call) for one in batches for call in calls_of_model(model, one, size)):
+                args, kwargs = call
                 recording = record_calls(model, copied(kwargs or args), watched, alike, split)
                 if recording.failure is None:
-                    layers = {each: names.modules[each] for each in names.modules if self._is_in_list(each)}
+                    from booster_hybrid.sequence_parallel.layers import check_no_layer_is_skipped
+
+                    layers = {name: names.modules[name] for name in names.modules if self._is_in_list(name)}
                     run = functools.partial(_run_in_training, model, kwargs or args, watched, alike)
                     check_no_layer_is_skipped(model, "split_gather", layers, run)
-                    return recording
-            return record_calls(model, copied(batch), watched, alike, split)
+                    other = call_of_other_length(model, each, size, call)
+                    if other is None:
+                        return [recording]
+                    return [recording, record_calls(model, copied(other[1] or other[0]), watched, alike, split)]
+            return [record_calls(model, copied(batch), watched, alike, split)]
 
     def _is_in_list(self, name: str) -> bool:
         """Return whether a module is one of the layers between which sequences are split."""
         path = name.rpartition(".")[0]
         return path in self._plan.policy.layers and isinstance(self._plan.names.modules[path], nn.ModuleList)
 
-    def _check_in_place(self, unit: Unit, kinds: Sequence[Sequence[Unit]], recording: Recording) -> set[str]:
+    def _check_at_lengths(
+        self, unit: Unit, kinds: Sequence[Sequence[Unit]], recordings: Sequence[Recording]
+    ) -> set[str]:
+        """Raise if a unit computes something else when it is split, or when its sequences are, at any length."""
+        called = self._check_in_place(unit, kinds, recordings[0])
+        for other in recordings[1:] if self._with_split_sequences(unit) else ():
+            with contextlib.suppress(_UncheckableError):  # not all models take every length
+                self._check_in_place(unit, kinds, other, is_first=False)
+        return called
+
+    def _check_in_place(
+        self, unit: Unit, kinds: Sequence[Sequence[Unit]], recording: Recording, *, is_first: bool = True
+    ) -> set[str]:
         """Raise if a unit computes something else when it is split, also where the layers around it are split."""
         try:
-            return self._check(unit, recording)
+            return self._check(unit, recording, is_first=is_first)
         except ConfigError:
             if unit.place is None or name_around(self._plan, unit) not in recording.calls:
                 raise
             # It may be given something that a layer before it has made for this rank, as a bias of its heads.
             changes = Changes()
             try:
-                return self._check(around(self._plan, unit, kinds, changes), recording)
+                return self._check(around(self._plan, unit, kinds, changes), recording, is_first=is_first)
             except (ConfigError, _UncheckableError):
                 pass
             finally:
                 changes.undo()
             raise
 
-    def _check(self, unit: Unit, recording: Recording) -> set[str]:
+    def _check(self, unit: Unit, recording: Recording, *, is_first: bool) -> set[str]:
         """Raise if a unit computes something else when it is split; return which targets were called."""
         if unit.targets == (unit.name,) and is_torchs_own(unit.module):
             return {unit.name}
         reasons = []
         try:
-            for call in calls_of(self._plan, unit, recording.calls.get(unit.name), self._device, self._length(unit)):
+            length = self._length(unit) if is_first else 2 * self._plan.size + 1
+            for call in calls_of(self._plan, unit, recording.calls.get(unit.name), self._device, length):
                 for setting in settings_of(unit.module):
                     comparison = _Comparison(self._plan, unit, call, setting, self._device, self._splits)
                     try:
@@ -256,7 +289,7 @@ class _Probe:
                     if whole is None:
                         reasons.append("it gives other outputs in each call, or infinite ones")
                         continue
-                    return self._compare(comparison, whole, unit)
+                    return self._compare(comparison, whole, unit, is_first=is_first)
         except NoValuesError as error:
             raise _UncheckableError(str(error)) from error
         shown = "" if unit.name in recording.calls else f"no batch showed how it is called ({recording.failure})"
@@ -272,9 +305,12 @@ class _Probe:
         clear = None if self._split_sequence is None else clear_number(unit.module, _SAMPLES, MOST_POSITIONS // size)
         return 2 * size + 1 if clear is None else clear * size
 
-    def _compare(self, comparison: _Comparison, whole: Result, unit: Unit) -> set[str]:
+    def _compare(self, comparison: _Comparison, whole: Result, unit: Unit, *, is_first: bool) -> set[str]:
         what = f"The sharding policy of {self._model_name} changes what {unit.title} computes"
-        called = comparison.compare(whole, what, _remedy(self._plan, unit, self._splits), self._of_gradients(unit))
+        called: set[str] = set()
+        if is_first:
+            remedy = _remedy(self._plan, unit, self._splits)
+            called = comparison.compare(whole, what, remedy, self._of_gradients(unit))
         layers = self._with_split_sequences(unit)
         if self._split_sequence is None or not layers:
             return called
@@ -286,29 +322,10 @@ class _Probe:
             "Move that into a module of its own with submodules, which gets whole sequences, or leave "
             "`sequence_parallelism_mode` out."
         )
-        watches: dict[tuple[int, int], LengthWatch] = {}
-        split = functools.partial(self._split, layers, watches)
+        split = functools.partial(self._split_sequence, self._plan.model, layers)
         comparison.compare(whole, what, remedy, lambda found: f"{what}: {found}. {remedy}", split)
-        ranks = range(self._plan.size)
-        compared = (sum(watches[place, rank].here for rank in ranks) for place in range(len(layers)))
-        self._lengths.compared |= {*compared} - {0}
+        self._has_split_sequences = True
         return called
-
-    def _split(
-        self,
-        layers: Sequence[Sequence[nn.Module]],
-        watches: dict[tuple[int, int], LengthWatch],
-        rank: InProcessRank,
-        split: TensorParallelModel,
-        changes: Changes,
-    ) -> None:
-        """Split the sequences of layers, and watch what these ask about their lengths."""
-        assert self._split_sequence is not None, "there is nothing to watch otherwise"
-        self._split_sequence(self._plan.model, layers, rank, split, changes)
-        for place, each in enumerate(layers):
-            watch = watches[place, rank.rank] = LengthWatch(self._lengths)
-            for layer in each:
-                changes.forward(layer, functools.partial(watch.run, layer=layer, forward=layer.forward))
 
     def _with_split_sequences(self, unit: Unit) -> list[tuple[nn.Module, ...]]:
         """Return the layers of a unit whose sequences would be split, list by list."""
@@ -376,7 +393,7 @@ class _Comparison:
         }
         light = {key for key, split in inside.items() if key in own and not split.is_shared}
         self.values = random_values(unit.module, device, setting.dtype, light)
-        self.runner = Runner(unit.module, call, setting, device, self.values)
+        self.runner = Runner(unit.module, call, setting, device)
         self._names = {id(parameter): name for name, parameter in unit.module.named_parameters()}
 
     def compare(
@@ -395,8 +412,7 @@ class _Comparison:
         called: set[str] = set()
         run = functools.partial(self._on_rank, whole, called, split_sequence)
         try:
-            with told_by_math():
-                differences = on_ranks(self._plan.size, run, self._plan.model.modules(), self._device)
+            differences = on_ranks(self._plan.size, run, self._plan.model.modules(), self._device)
         except ConfigError:
             raise
         except Exception as error:

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.probe.calls import Call, copied, eager
 from booster_hybrid.probe.values import holding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,8 +27,6 @@ _NARROW_TOLERANCE = 0.05
 _SMALL = 0.1
 """Tensors with smaller gradients than this part of the largest are measured against it: they may be roundings."""
 _SEED = 20192
-_LARGE = 1 << 20
-"""Products with matrices of more elements are remembered."""
 _DROPOUTS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -128,19 +125,10 @@ class Runner:
         call: What it is called with.
         setting: How it runs.
         device: Where it runs.
-        values: Of its parameters, whole, as given to each run or in parts; products with large ones are remembered.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call: Call,
-        setting: Setting,
-        device: torch.device,
-        values: Mapping[int, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, call: Call, setting: Setting, device: torch.device) -> None:
         self._module, self._setting, self._device = module, setting, device
-        self._products = RememberedProducts((values or {}).values())
         self._call = pytree.tree_map_only(torch.Tensor, self._given, call)
 
     def whole(self, values: Mapping[int, Tensor]) -> Result | None:
@@ -199,7 +187,6 @@ class Runner:
         try:
             with (
                 holding(self._module, values, self._device, self._setting.dtype),
-                self._products,
                 WithoutDropout(),
                 torch.autocast(self._device.type, enabled=False),
                 eager(),
@@ -247,49 +234,6 @@ def _largest(tensor: Tensor) -> float:
 
 def _difference(one: Tensor, other: Tensor) -> float:
     return _largest(one - other) if one.shape == other.shape else float("inf")
-
-
-class RememberedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes products with large matrices once, as a unit runs again for each collective of each rank.
-
-    What is multiplied by the matrix has to be equal, in forward and in backward.
-
-    Args:
-        values: What the matrices are parts of. Those without a gradient are the same in each run.
-    """
-
-    def __init__(self, values: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        large = (each for each in values if each.numel() > _LARGE and not each.requires_grad)
-        self._matrices = {each.untyped_storage().data_ptr(): each for each in large}  # kept: no other gets the address
-        self._known: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Do what an operation does, or return what it has returned before."""
-        del types
-        if not kwargs:
-            if func is torch.ops.aten.mm.default and self._is_matrix(args[1]):
-                return self._product(*args)
-            if func is torch.ops.aten.addmm.default and self._is_matrix(args[2]):
-                return self._product(*args[1:]).add_(args[0])
-            if func is torch.ops.aten.addmm_.default and self._is_matrix(args[2]):
-                return args[0].add_(self._product(*args[1:]))
-        return func(*args, **(kwargs or {}))
-
-    def _is_matrix(self, matrix: Tensor) -> bool:
-        return matrix.numel() > _LARGE and matrix.untyped_storage().data_ptr() in self._matrices
-
-    def _product(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        version = matrix._version  # noqa: SLF001 - no public way to see a write
-        key = matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype, version, rows.shape
-        known = self._known.setdefault(key, [])
-        product = next((product for given, product in known if torch.equal(given, rows)), None)
-        if product is None:
-            product = torch.ops.aten.mm.default(rows, matrix)
-            known.append((rows.clone(), product))
-        return product.clone()  # who gets it may write to it
 
 
 class WithoutDropout(TorchFunctionMode):

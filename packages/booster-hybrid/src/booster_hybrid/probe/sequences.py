@@ -1,8 +1,8 @@
 """`check_sequences`: prove, before anything is split, that a model computes the same from parts of sequences.
 
 The model itself runs on a batch and random weights, with one layer of each kind in its lists: whole, by its own code,
-and with its sequences split, for all ranks within this process. So positions, masks and attention are what they are in
-training. Outputs and the gradients of all parameters are compared. Nothing is communicated.
+and with its sequences split, for all ranks within this process, at two lengths. So positions, masks and attention are
+what they are in training. Outputs and the gradients of all parameters are compared. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from booster_core.errors import ConfigError
 from booster_core.state import compiled_module
 from booster_hybrid.inner_model import inner_model
 from booster_hybrid.layer_plan import Changes
-from booster_hybrid.probe.batches import as_call, calls_of_model, sizes_of
+from booster_hybrid.probe.batches import call_of_other_length, calls_of_model, is_clear
 from booster_hybrid.probe.in_process import InProcessRank, on_ranks
 from booster_hybrid.probe.kinds import kind_of
-from booster_hybrid.probe.lengths import Lengths, LengthWatch, is_clear, told_by_math
 from booster_hybrid.probe.running import Result, Runner, Setting, settings_of
 from booster_hybrid.probe.values import NoValuesError, random_values, restored
 from booster_hybrid.sequence_parallel.apply import refuse_router_losses, split_layers
@@ -31,10 +30,8 @@ from booster_hybrid.sequence_parallel.layers import (
     lists_of_layers,
     refuse_outputs_of_layers,
 )
-from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.tensor_parallel.split import cut_units
-from booster_runtime.data import taken_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from booster_hybrid.probe.calls import Call
-    from booster_hybrid.sequence_parallel.stack import Stack
+    from booster_hybrid.sequence_parallel.stack import Argument, Stack
 
 _MOST_RANKS = 4
 
@@ -54,7 +51,7 @@ def check_sequences(
     sizes: tuple[int, int],
     device: torch.device,
     batches: Iterable[Any],
-) -> list[Lengths]:
+) -> list[dict[Argument, int | None]]:
     """Raise if a model computes something else, or has other gradients, where sequences are split between its layers.
 
     Args:
@@ -66,7 +63,7 @@ def check_sequences(
         batches: What its forward may take; the first one on which it runs is taken.
 
     Returns:
-        For which lengths that was found out, for each list that the model has.
+        Along which dimension what layers are given is cut, for each list that the model has.
 
     Raises:
         NotComparedError: If it could not be found out.
@@ -86,8 +83,10 @@ def check_sequences(
                     if reason is None:
                         if mode == "all_to_all":
                             _check_heads(probe.heads, size, tensor_size)
-                        probe.run_as_long(batch, size)
-                        return probe.lengths
+                        longer = call_of_other_length(inner, batch, probe.size, call)
+                        if longer is not None:
+                            probe.run(longer, is_short=True)  # not all models take every length
+                        return probe.dims
                     reasons.append(reason)
     raise NotComparedError(reasons[0] if reasons else "there was no batch")
 
@@ -101,7 +100,7 @@ class _Probe:
         self._model, self._lists, self._mode, self._device = model, lists, mode, device
         few = next(number for number in range(2, size + 1) if size % number == 0)
         self.size = size if size <= _MOST_RANKS else few
-        self.lengths: list[Lengths] = []
+        self.dims: list[dict[Argument, int | None]] = []
         self.heads: set[tuple[int, int]] = set()
 
     def run(self, call: Call, *, is_short: bool) -> str | None:
@@ -117,23 +116,6 @@ class _Probe:
             return reason
         finally:
             changes.undo()
-
-    def run_as_long(self, batch: Any, size: int) -> None:
-        """Compare on a batch as it is, where layers may compute something else than from a shorter one."""
-        known = self.lengths
-        samples, length = sizes_of(self._model, batch)
-        parts = SequenceLayout(length, size, zigzag=self._mode == "ring_attn").lengths
-        is_known = all(each.doubt(samples, length, parts) is None for each in known)
-        # Where there are several lists, the sequences of one may have another length.
-        if length < size or (is_known and (len(known) == 1 or all(each.unwatched <= each.watched for each in known))):
-            return
-        self.lengths = [Lengths(dims=each.dims) for each in known]
-        self.size = size  # with fewer ranks, each would have more positions
-        is_compared = self.run(as_call(taken_by(self._model, batch)), is_short=True) is None
-        longer, self.lengths = self.lengths, known
-        for own, more in zip(known, longer, strict=True) if is_compared else ():
-            own.compared |= more.compared
-            own.compared_others |= more.compared_others
 
     def _leave_out(self, changes: Changes) -> None:
         """Leave one layer of each kind in each list, but two where there are: models may use what is in between."""
@@ -171,24 +153,21 @@ class _Probe:
         check_no_layer_is_skipped(self._model, self._mode, layers, functools.partial(runner.output, values))
 
     def _split(self, rank: InProcessRank) -> list[Stack]:
-        """Split sequences for a rank, and watch what layers ask about their lengths."""
+        """Split sequences for a rank."""
         self._model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
         self._model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
         split = split_layers(self._model, self._lists, self._mode, rank)
-        self.lengths = self.lengths or [Lengths() for _ in split]
-        for (stack, layers), lengths in zip(split, self.lengths, strict=True):
-            stack.drops, stack.dims, stack.is_clear = False, lengths.dims, is_clear
-            watch = LengthWatch(lengths)
-            for layer in layers:
-                vars(layer)["forward"] = functools.partial(watch.run, layer=layer, forward=layer.forward)
+        self.dims = self.dims or [{} for _ in split]
+        for (stack, _), dims in zip(split, self.dims, strict=True):
+            stack.drops, stack.dims, stack.is_clear = False, dims, is_clear
         return [stack for stack, _ in split]
 
     def _compare(self, whole: Result, runner: Runner, values: Mapping[int, Tensor], setting: Setting) -> None:
-        def run(rank: InProcessRank) -> tuple[Result, list[tuple[int, int]]]:
+        def run(rank: InProcessRank) -> Result:
             stacks = self._split(rank)
             result = runner.run(values)
             self.heads |= {heads for stack in stacks for heads in stack.heads}
-            return result, [(stack.length, stack.key_length) for stack in stacks]
+            return result
 
         what = f"`sequence_parallelism_mode={self._mode!r}` changes what {type(self._model).__name__} computes"
         remedy = (
@@ -197,16 +176,15 @@ class _Probe:
             "whole."
         )
         try:
-            with told_by_math():
-                found = on_ranks(self.size, run, self._model.modules(), self._device)
+            found = on_ranks(self.size, run, self._model.modules(), self._device)
         except ConfigError:
             raise
         except Exception as error:
             msg = f"{what}: on a part of a sequence it fails with {type(error).__name__}: {error}. {remedy}"
             raise ConfigError(msg) from error
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        mean = _mean([result.gradients for result, _ in found])
-        for each, _ in found:
+        mean = _mean([each.gradients for each in found])
+        for each in found:
             # What every rank computes from its positions is trained on in the mean.
             merged = Result(each.output, mean)
             difference = merged.differs_from(whole, setting.tolerance, lambda _, wanted: wanted)
@@ -223,9 +201,6 @@ class _Probe:
                     "out."
                 )
                 raise ConfigError(msg)
-        for lengths, (length, key_length) in zip(self.lengths, found[0][1], strict=True):
-            lengths.compared |= {length} - {0}
-            lengths.compared_others |= {key_length} - {0}
 
 
 def _check_heads(found: Iterable[tuple[int, int]], size: int, tensor_size: int) -> None:

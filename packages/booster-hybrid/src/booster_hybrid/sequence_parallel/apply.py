@@ -32,8 +32,8 @@ from booster_runtime import collectives
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.rank_group import RankGroup
+    from booster_hybrid.sequence_parallel.stack import Argument
 
 
 def split_sequences(
@@ -44,7 +44,7 @@ def split_sequences(
     *,
     rings: Sequence[RankGroup] | None = None,
     parallel_output: bool = False,
-    lengths: Sequence[Lengths] = (),
+    dims: Sequence[dict[Argument, int | None]] = (),
 ) -> None:
     """Let a model's layers work on this rank's positions, in place.
 
@@ -55,7 +55,7 @@ def split_sequences(
         group: The sequence parallel ranks.
         rings: The rings that they form for ``"ring_attn"``; see `ring_attention`.
         parallel_output: Leave the logits of causal language models that are given labels split by positions.
-        lengths: For which lengths the layers of each list were compared; none where that does not matter.
+        dims: Along which dimension what the layers of each list are given is cut, as far as the probe has seen it.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -65,8 +65,8 @@ def split_sequences(
     model = compiled_module(model) or model
     num_threads = _most_threads(group) if mode == "ring_attn" else 1
     stacks = split_layers(model, lists, mode, group, rings=rings, num_threads=num_threads)
-    for (stack, _), known in zip(stacks, lengths, strict=False):
-        stack.lengths, stack.dims = known, known.dims
+    for (stack, _), known in zip(stacks, dims, strict=False):
+        stack.dims = known
     if parallel_output and has_causal_loss(model):
         LogitsOfPositions(model, stacks[-1][0].layout, group)
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 import torch
 
 from booster_core.errors import ConfigError
-from booster_hybrid.sequence_parallel.layer_code import not_of_the_layer
 from booster_hybrid.sequence_parallel.mask import SequenceMask, Visibility, checked, whole_mask
 from booster_hybrid.sequence_parallel.relative_bias import own_bias
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
@@ -84,7 +83,6 @@ def set_attention_context(module: nn.Module, stack: Stack | None) -> None:
 
 
 @outside_of_graphs
-@not_of_the_layer
 def attention(
     module: nn.Module,
     query: Tensor,

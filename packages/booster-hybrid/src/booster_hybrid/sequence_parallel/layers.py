@@ -14,9 +14,6 @@ from booster_hybrid.skipped_layers import REMEDY, FixedDraws, kept_generators, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from booster_hybrid.probe.lengths import Lengths
-    from booster_hybrid.sequence_parallel.layout import SequenceLayout
-
 
 def lists_of_layers(model: nn.Module, lists: Sequence[str], mode: str) -> list[list[nn.Module]]:
     """Return the layers of a model, in the order in which they run: one list, or an encoder's and a decoder's.
@@ -140,34 +137,6 @@ class ListRun:
             f"{self._model_name} {what}, between which sequences are split (`sequence_parallelism_mode={self._mode!r}`)"
             ". Switch off what skips layers, such as `layerdrop`, stochastic depth or an early exit, or leave "
             "`sequence_parallelism_mode` out."
-        )
-        raise ConfigError(msg)
-
-
-def check_lengths(model_name: str, mode: str, known: Lengths | None, samples: int, layout: SequenceLayout) -> None:
-    """Raise if it is not known whether layers compute the same from parts of sequences of a length.
-
-    Args:
-        model_name: Class of the model, for messages.
-        mode: The mode of sequence parallelism, for messages.
-        known: For which lengths that is known; ``None`` where that does not matter.
-        samples: Number of samples.
-        layout: How the sequences are split.
-
-    Raises:
-        ConfigError: If not, on every rank.
-    """
-    doubt = None if known is None else known.doubt(samples, layout.length, layout.lengths)
-    if doubt is not None:
-        remedy = (
-            "Leave `sequence_parallelism_mode` out for this model"
-            if mode == "split_gather"
-            else "Pass `HybridParallelPlugin(example_batch=...)` with a batch of that length, which `boost` compares"
-        )
-        msg = (
-            f"{model_name} was given sequences of {layout.length} positions, and it is not known whether its layers "
-            f"compute the same from parts of these (`sequence_parallelism_mode={mode!r}`): {doubt}. {remedy}; "
-            "`unchecked='allow'` trusts the model instead."
         )
         raise ConfigError(msg)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster_hybrid.sequence_parallel.layer_code import not_of_the_layer
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
@@ -33,7 +32,6 @@ class RelativeBias:
         self._module, self._stack = module, stack
 
     @outside_of_graphs
-    @not_of_the_layer
     def __call__(self, *_: Any, **__: Any) -> Tensor:
         """Return the biases that this rank needs, whatever lengths the model sees.
 

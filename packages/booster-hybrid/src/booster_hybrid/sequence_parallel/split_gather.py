@@ -20,7 +20,6 @@ from booster_core.state import NamedTensors, compiled_module
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.rank_group import AloneRank, RankGroup
 from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
-from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, not_of_the_layer
 from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitList, mapped, with_hidden
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.sequence_parallel.layout import SequenceLayout
     from booster_hybrid.tensor_parallel.plan import TensorParallelModel
 
@@ -82,7 +80,6 @@ def split_between_blocks(
     lists: Sequence[str],
     group: RankGroup,
     split: TensorParallelModel,
-    known: Lengths | None = None,
 ) -> None:
     """Let a tensor parallel model's layers work on this rank's positions between their blocks, in place.
 
@@ -91,7 +88,6 @@ def split_between_blocks(
         lists: Names of the lists of its layers; those that it lacks are passed over.
         group: The tensor parallel ranks.
         split: What has become of the model's parameters.
-        known: For which lengths layers were compared; ``None`` where that does not matter.
 
     Raises:
         ConfigError: If the model can't be split so.
@@ -99,7 +95,7 @@ def split_between_blocks(
     model = compiled_module(model) or model
     stacks = lists_of_layers(model, lists, "split_gather")
     model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
-    split_layers(model, stacks, group, split, Changes(), known)
+    split_layers(model, stacks, group, split, Changes())
 
 
 def split_layers(
@@ -108,7 +104,6 @@ def split_layers(
     group: RankGroup,
     split: TensorParallelModel,
     changes: Changes,
-    known: Lengths | None = None,
 ) -> None:
     """Split the sequences of some layers, in place.
 
@@ -118,13 +113,11 @@ def split_layers(
         group: As for `split_between_blocks`.
         split: As for `split_between_blocks`.
         changes: Notes what is replaced.
-        known: As for `split_between_blocks`.
     """
     names = NamedTensors.of(model).name_of
     done = split.splits.keys() | split.summed
     for layers in stacks:
         positions = GatheringList(group, type(model).__name__)
-        positions.lengths = known
         borders = _Borders(positions, split, changes)
         for layer in layers:
             for block in _blocks(layer):
@@ -290,7 +283,6 @@ class _Gathering:
         self._positions, self._is_replica = positions, is_replica
 
     @outside_of_graphs
-    @not_of_the_layer
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -298,7 +290,6 @@ class _Gathering:
         hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
         gather = join_replicas if self._is_replica else gather_sequence
         whole = gather(*self._positions.of_part(hidden), self._positions.group)
-        give_whole_sequences(to_what_follows=True)
         return with_hidden(args, kwargs, whole if hidden.dim() == 3 else whole.flatten(0, 1))
 
 
@@ -309,11 +300,9 @@ class _Scattering:
         self._positions = positions
 
     @outside_of_graphs
-    @not_of_the_layer
     def __call__(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
         del module
         part = scatter_sum(*self._positions.of_whole(output), self._positions.group)
-        give_whole_sequences(to_what_follows=False)
         return part if output.dim() == 3 else part.flatten(0, 1)
 
 
@@ -324,8 +313,6 @@ class _Cutting:
         self._positions = positions
 
     @outside_of_graphs
-    @not_of_the_layer
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         del module
-        give_whole_sequences(to_what_follows=False)
         return mapped(output, lambda hidden: cut_replica(*self._positions.of_whole(hidden), self._positions.group))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from booster_hybrid.random_streams import Stream
-from booster_hybrid.sequence_parallel.layers import check_layer_output, check_lengths
+from booster_hybrid.sequence_parallel.layers import check_layer_output
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from booster_hybrid.probe.lengths import Lengths
     from booster_hybrid.rank_group import RankGroup
     from booster_hybrid.sequence_parallel.layers import ListRun
 
@@ -37,14 +36,12 @@ class SplitList:
     Attributes:
         length: Number of positions of the whole sequences that the layer works on which is running.
         key_length: That of the other sequences which it also attends to, 0 where there are none.
-        lengths: For which lengths the layers were compared; ``None`` where that does not matter.
         stream: This rank's random numbers in the layers.
     """
 
     def __init__(self, mode: str, group: RankGroup, model_name: str) -> None:
         self.mode, self.group, self.model_name = mode, group, model_name
         self.length, self.key_length = 0, 0
-        self.lengths: Lengths | None = None
         self.stream = Stream(group.rank)
         self._length_of: dict[int, int] = {}
 
@@ -52,13 +49,8 @@ class SplitList:
         """Return how a sequence of a length is split."""
         return SequenceLayout(length, self.group.size, zigzag=self.mode == "ring_attn")
 
-    def check_length(self, samples: int, length: int) -> None:
-        """Check that layers compute the same from parts of sequences of a length.
-
-        Raises:
-            ConfigError: If that is not known, on every rank.
-        """
-        check_lengths(self.model_name, self.mode, self.lengths, samples, self.layout(length))
+    def check_length(self, length: int) -> None:
+        """Check that sequences of a length can be split."""
 
     def enter(self, length: int) -> None:
         """Note that the layers run on sequences of a length now."""
@@ -108,7 +100,7 @@ class LayerHooks:
         """Replace what belongs to whole sequences by this rank's part."""
         hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
         if self._is_first:
-            self._split.check_length(*hidden.shape[:2])
+            self._split.check_length(hidden.shape[1])
             self._split.enter(hidden.shape[1])
             self._run.split()
         else:

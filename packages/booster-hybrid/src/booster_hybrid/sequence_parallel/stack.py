@@ -136,8 +136,8 @@ class Stack(SplitList):
             raise ConfigError(msg)
         return dim
 
-    def check_length(self, samples: int, length: int) -> None:
-        """Check that each rank gets a part of a sequence, and that layers compute the same from parts of that length.
+    def check_length(self, length: int) -> None:
+        """Check that each rank gets a part of a sequence.
 
         Models' own code can't shape tensors without elements.
 
@@ -151,7 +151,6 @@ class Stack(SplitList):
                 "positions and mask the padding, or use a smaller `sp_size`."
             )
             raise ConfigError(msg)
-        super().check_length(samples, length)
 
     def check_attention(self, layer: nn.Module) -> None:
         """Check that a layer which has run called an attention that sees the other ranks' positions.
@@ -179,11 +178,10 @@ class Stack(SplitList):
         """Return this rank's part of another sequence's states; one and the same for all layers while they use it.
 
         Raises:
-            ConfigError: If it is not known whether layers compute the same from parts of it, on every rank.
+            ConfigError: If not every rank gets one, on every rank.
         """
         self.key_length = states.shape[1]
-        if self.lengths is None or self.key_length not in self.lengths.compared_others:
-            self.check_length(*states.shape[:2])
+        self.check_length(self.key_length)
         if self._cut is not None and self._cut[0]() is states and (known := self._cut[1]()) is not None:
             return known
         part = self.layout(self.key_length).take(states, 1, self.group.rank)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.plugin import GradientScaling, like
-from booster_hybrid.model import HybridModel
-from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.sharded.units import find_units
 from booster_runtime.sharding import refuse_all_gradients
 from booster_zero.engine import Gatherer, ListedParameters, Memory, default_bucket_bytes
 from booster_zero.gathering import check_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from booster_core.plugin import BoostContext, Boosted
+    from booster_hybrid.model import HybridModel
+    from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
     from booster_runtime.sharding import ShardingRanks
     from booster_zero import ZeroConfig
 
@@ -32,6 +32,9 @@ def shard_parameters(
     config: ZeroConfig,
     ranks: ShardingRanks,
     *,
+    engine_class: Callable[..., HybridEngine],
+    optimizer_class: Callable[..., HybridOptimizer],
+    model_class: Callable[..., HybridModel],
     copies: Mapping[int, tuple[int, ...]],
     ranks_of: Mapping[int, ShardingRanks],
     without_values: Container[int],
@@ -44,6 +47,9 @@ def shard_parameters(
         context: The same.
         config: Options.
         ranks: The ranks that share a parameter.
+        engine_class: What keeps the shards.
+        optimizer_class: What steps them.
+        model_class: What runs the model.
         copies: For parameters that several stages of a pipeline hold, by ``id``: `Format.copies`.
         ranks_of: For parameters that others share than ``ranks``, by ``id``.
         without_values: The ``id`` of parameters of a lazy model, which get their values later.
@@ -83,7 +89,7 @@ def shard_parameters(
     )
     engine, optimizers = None, []
     if given:
-        engine = HybridEngine(
+        engine = engine_class(
             model,
             given,
             config=config,
@@ -91,16 +97,15 @@ def shard_parameters(
             gatherer=gatherer,
             format_of=format_of,
             device=context.device,
-            waits_in_backward=not ranks_of,
         )
         scaling = GradientScaling(context.precision)
         optimizers = [
-            HybridOptimizer(engine, number, offloads=host is not None, context=context, scaling=scaling)
+            optimizer_class(engine, number, offloads=host is not None, context=context, scaling=scaling)
             for number in range(len(given))
         ]
     else:
         refuse_all_gradients(model)
-    wrapped = HybridModel(model, precision=context.precision, sharded=engine, gatherer=gatherer)
+    wrapped = model_class(model, precision=context.precision, sharded=engine, gatherer=gatherer)
     if not is_pipeline:
         wrapped.gather_on_use(
             units.layers,
