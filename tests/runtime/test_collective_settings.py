@@ -2,24 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from booster_core.errors import ConfigError
-from booster_runtime.collectives.call_sites import notes_collectives
 from booster_runtime.collectives.sums import combine_into, sum_into
-from booster_runtime.hooks import before_launch
-
-
-def test_a_launch_refuses_a_wrong_setting(monkeypatch):
-    monkeypatch.setenv("BOOSTER_DEBUG", "collectives,memory")
-    with pytest.raises(ConfigError, match="lists 'memory'; the only mode is 'collectives'"):
-        before_launch("gloo")
-
-
-@pytest.mark.parametrize(("value", "notes"), [(None, False), ("", False), (" collectives ", True)])
-def test_whether_collectives_are_noted(monkeypatch, value, notes):
-    monkeypatch.delenv("BOOSTER_DEBUG", raising=False)
-    if value is not None:
-        monkeypatch.setenv("BOOSTER_DEBUG", value)
-    assert notes_collectives() is notes
 
 
 @pytest.mark.parametrize("own", range(4))

@@ -1,9 +1,8 @@
-"""The monitor's server as members see it, and how ranks find it."""
+"""The monitor's server as members see it, members as the server does, and how ranks find it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import selectors
 import socket
 import threading
@@ -11,25 +10,22 @@ import threading
 import pytest
 import torch.distributed as dist
 from many_files import numbered_high
-from monitor_clients import WHERE, MonitorClient
+from monitor_clients import TOKEN, MonitorClient, at
 from patience import unhindered_seconds
 
 from booster_core.errors import CheckpointError, RankFailedError
 from booster_core.ranks import PROGRESS, World
-from booster_runtime.watch import start_monitor
+from booster_runtime.watch import Monitor, start_monitor
+from booster_runtime.watch import member as member_module
+from booster_runtime.watch import server as server_module
 from booster_runtime.watch.server import Server
 from booster_runtime.watch.sockets import encode, is_readable
-from booster_runtime.watch.start import _start_server
 from booster_runtime.watch.uncaught import is_consequence
-
-
-def at(name, count, **counts):
-    return {"counts": {**counts, name: count}, "last": [name, count], "finished": False, "call": [name, count]}
 
 
 @pytest.fixture
 def server():
-    server = Server(["a", "a", "b"], "secret", ["127.0.0.1"])
+    server = Server(["a", "a", "b"], TOKEN, "127.0.0.1")
     server.start()
     yield server
     server.close()
@@ -44,89 +40,44 @@ def clients(server):
         client.close()
 
 
-def answer(clients, ranks, record):
-    for rank in ranks:
-        assert clients[rank].receive() == WHERE
-        clients[rank].here(record)
-
-
 def test_a_closed_connection_is_a_death(clients):
+    clients[0].here("step", 3)
+    clients[2].here("step", 3).where("step", 3)
+    assert clients[2].receive()["missing"].startswith("rank 1 has not reached it; it made no such call yet")
     clients[1].close()
-    answer(clients, (0, 2), at("step", 3))
     for rank in (0, 2):
         failure = clients[rank].receive()
-        assert (failure["type"], failure["rank"], failure["speaks"]) == ("failure", 1, True)
+        assert (failure["type"], failure["speaks"]) == ("failure", True)
         assert failure["text"].startswith("Booster: rank 1 died without a traceback: killed by a signal")
-        assert failure["text"].endswith(
-            "\nBooster: all 3 ranks end. Rank 1 was process 1001 on a. Last calls: ranks 0 and 2 entered `step` #3; "
-            "rank 1 died (it made no such call yet when last heard of).\n"
+        assert (
+            "Rank 1 was process 1001 on a. Last calls: ranks 0 and 2 entered `step` #3; rank 1 died" in failure["text"]
         )
 
 
-def test_an_exception_is_told_to_all_and_said_once_per_host(clients):
+def test_an_exception_is_told_to_all_at_once_and_said_once_per_host(clients):
+    start = unhindered_seconds()
     clients[0].send(type="failed", text="ValueError: bad", record=at("step", 3))
-    answer(clients, (0, 1, 2), at("step", 3))
     failures = [client.receive() for client in clients]
+    assert unhindered_seconds() - start < 1
     assert [failure["speaks"] for failure in failures] == [False, True, True]
     assert {failure["text"].splitlines()[0] for failure in failures} == {"Booster: rank 0 failed: ValueError: bad"}
 
 
-def test_news_do_not_wait_for_ranks_that_do_not_answer(clients):
-    start = unhindered_seconds()
-    clients[0].send(type="failed", text="ValueError: bad", record=at("step", 3))
-    assert [clients[1].receive()["type"] for _ in range(2)] == ["where", "failure"]
-    assert unhindered_seconds() - start < 5
-
-
-def test_collectives_that_differ_are_told_also_where_all_ranks_end_already(clients, capfd):
-    for rank, client in enumerate(clients):
-        call = {"group": "0", "ranks": [0, 1, 2], "number": 1, "what": f"all_reduce of [{rank // 2}]", "site": "t.py:9"}
-        client.send(type="ending", record=at("step", 3))
-        client.send(type="called", call={**call, "caller": "", "sent": [], "received": []})
-    told = clients[0].receive()["text"]
-    assert told.startswith(
-        "Booster: the ranks call different collectives as number 1 of the group of ranks 0, 1 and 2: "
-    )
-    assert "all_reduce of [0] at t.py:9" in told
-    assert "rank 2 calls all_reduce of [1] at t.py:9" in told
-    deadline = unhindered_seconds() + 5
-    said = ""
-    while told not in said and unhindered_seconds() < deadline:
-        said += capfd.readouterr().err
-    assert said.count(told) == 1
-
-
-def test_a_goodbye_is_told_to_nobody(clients):
-    clients[1].send(type="bye")
-    with pytest.raises(EOFError):
-        clients[1].receive()
-    clients[0].where(at("step", 1), ["step", 1])
-    answer(clients, (2,), at("step", 1))
+def test_a_goodbye_is_told_to_nobody_and_named_to_those_that_ask(clients):
+    clients[1].send(type="bye").close()
+    clients[0].where("step", 1)
     message = clients[0].receive()
-    assert message["missing"].startswith("rank 1 has not reached it; it ended normally.")
+    assert message["missing"].startswith("ranks 1 and 2 have not reached it; rank 1 ended normally; rank 2 made")
     assert message["ended"].startswith("rank 1 ended normally while rank 0 waits in `step` #1, which it never called.")
 
 
-def test_who_does_not_answer_is_said_not_to(clients):
-    clients[1].here(at("step", 4))
-    clients[0].where(at("step", 5), ["step", 5], "0 1")
-    assert (
-        clients[0]
-        .receive()["missing"]
-        .startswith("rank 1 has not reached it; it did not answer (it entered `step` #4 when last heard of).")
-    )
-
-
-def test_askers_share_one_question(clients):
+def test_askers_of_one_call_share_an_answer_and_others_get_their_own(clients):
     for rank in (0, 1):
-        clients[rank].where(at("step", 5), ["step", 5])
-    answer(clients, (2,), at("backward", 5))
-    for rank in (0, 1):
-        messages = []
-        while not messages or messages[-1]["type"] == "where":
-            messages.append(clients[rank].receive())
-        assert [message["type"] for message in messages[:-1]] in ([], ["where"])
-        assert messages[-1]["missing"].startswith("rank 2 has not reached it; it entered `backward` #5.")
+        clients[rank].where("step", 5)
+    clients[2].where("save", 1, (1, 2), backward=5)
+    assert clients[0].receive()["missing"].startswith("rank 2 has not reached it; it entered `save` #1.")
+    assert clients[1].receive()["missing"].startswith("rank 2 has not reached it; it entered `save` #1.")
+    assert clients[2].receive()["missing"].startswith("rank 1 has not reached it; it entered `step` #5.")
 
 
 class Crowd:
@@ -152,27 +103,25 @@ class Crowd:
             client.close()
 
 
-def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds():
+def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds_of_what_they_tell(monkeypatch):
+    monkeypatch.setattr(server_module, "answer_seconds", lambda _: 0.0)
     world_size, missing, limit_seconds = 1024, 513, 5.0
-    server = Server([str(rank // 8) for rank in range(world_size)], "secret", ["127.0.0.1"])
+    server = Server([str(rank // 8) for rank in range(world_size)], TOKEN, "127.0.0.1")
     server.start()
     crowd = Crowd(server.port, world_size)
     num_welcomes = 0
     while num_welcomes < world_size:
         num_welcomes += sum(message["type"] == "welcome" for _, message in crowd.messages())
+    crowd.clients[missing].here("backward", 12, step=11)
+    for client in crowd.clients:
+        client.here("step", 12, backward=12) if client is not crowd.clients[missing] else None
     start = unhindered_seconds()
     for rank, client in enumerate(crowd.clients):
         if rank != missing:
-            client.where(at("step", 12, backward=12), ["step", 12])
+            client.where("step", 12, backward=12)
     answers = {}
     while len(answers) < world_size - 1:
-        for rank, message in crowd.messages():
-            if message["type"] == "missing":
-                answers[rank] = message["missing"]
-            elif rank == missing:
-                crowd.clients[rank].here(at("backward", 12, step=11))
-            else:
-                crowd.clients[rank].here(at("step", 12, backward=12))
+        answers |= {rank: message["missing"] for rank, message in crowd.messages() if message["type"] == "missing"}
         assert unhindered_seconds() - start < limit_seconds, f"{len(answers)} answers"
     assert {text.partition(". ")[0] for text in answers.values()} == {
         "rank 513 has not reached it; it entered `backward` #12"
@@ -181,36 +130,120 @@ def test_1024_ranks_that_ask_at_once_are_answered_within_5_seconds():
     server.close()
 
 
+def hello(**fields):
+    return encode({"type": "hello", "rank": 1, "pid": 1, "token": TOKEN, **fields})
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        b"[]\n",
-        encode({"type": "hello", "rank": 1, "pid": 1, "token": "guess"}),
-        encode({"type": "hello", "rank": 7, "pid": 1, "token": "secret"}),
-        encode({"type": "failed", "rank": 1, "token": "secret"}),
-        encode({"type": "hello", "rank": "x", "pid": 1, "token": "secret"}),
-        encode({}),
+        bytes(range(256)) + b"\n",
+        b"null\n",
+        b"[" * 100_000 + b"]" * 100_000 + b"\n",
+        hello(token="guess"),
+        hello(token="\ud800"),
+        hello(rank=7),
+        hello(rank=True),
+        hello(rank="x"),
+        b'{"type": "hello", "rank": ' + b"9" * 5000 + b', "pid": 1, "token": "secret"}\n',
+        hello(pid=None),
+        hello(rank=0),  # that is here
+        encode({"type": "failed", "rank": 1, "token": TOKEN}),
         b"x" * (2 << 20),
     ],
 )
 def test_third_parties_are_not_let_in(server, data):
+    client = MonitorClient(server.port).hello(0)
+    assert client.receive()["type"] == "welcome"
     other = MonitorClient(server.port)
     with pytest.raises((EOFError, ConnectionError)):  # noqa: PT012 - it may be closed while we send
         other.connection.sendall(data)
         other.receive()
     other.close()
-    client = MonitorClient(server.port).hello(0)
-    assert client.receive()["type"] == "welcome"
+    second = MonitorClient(server.port)
+    for byte in hello():  # a line cut into bytes counts
+        second.connection.sendall(bytes([byte]))
+    assert second.receive()["type"] == "welcome"
+    second.close()
+    assert client.receive()["text"].startswith("Booster: rank 1 died")
     client.close()
 
 
-def test_the_end_of_the_server_is_announced(server):
-    client = MonitorClient(server.port).hello(0)
-    assert client.receive()["type"] == "welcome"
+def test_a_connection_that_says_nothing_is_closed(server, monkeypatch):
+    monkeypatch.setattr(server_module, "_HELLO_SECONDS", 0.2)
+    other = MonitorClient(server.port)
+    with pytest.raises((EOFError, ConnectionError)):
+        other.receive()
+    other.close()
+
+
+def test_the_end_of_the_server_is_announced(server, clients):
     server.close()
-    assert client.receive() == {"type": "closing", "cause": None, "gone": {}}
-    client.close()
+    assert clients[0].receive() == {"type": "closing", "cause": None}
+
+
+def test_a_server_that_fails_says_so_to_all(server, clients, capfd):
+    clients[1].send(type="here", record=1)
+    message = clients[0].receive()
+    assert message["type"] == "closing"
+    assert message["cause"].startswith("TypeError")
+    assert "the monitor has stopped" in capfd.readouterr().err
+
+
+def serve_one(*answers):
+    """Play a server that lets a rank in and then says something; return the member and the server's end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    world = World(rank=1, world_size=2, timeout_seconds=5.0)
+    monitor = Monitor(world, connection, TOKEN, server=None, may_end_process=False, error_file=None)
+    for answer in ({"type": "welcome", "speaks": True}, *answers):
+        theirs.sendall(encode(answer))
+    assert monitor.wait_for_welcome()
+    return monitor, theirs
+
+
+def _wait_for_text(capfd, text):
+    told = ""
+    for _ in range(200):
+        told += capfd.readouterr().err
+        if text in told:
+            return
+        threading.Event().wait(0.05)
+    pytest.fail(f"{text!r} was not said, but {told!r}")
+
+
+def test_a_member_says_that_its_watch_has_stopped(capfd):
+    monitor, theirs = serve_one({"type": "closing", "cause": "ValueError: x"})
+    _wait_for_text(capfd, "the monitor on rank 0 has stopped, so nobody is watched: ValueError: x")
+    assert monitor.describe_missing("step", 1, None) is None
+    theirs.close()
+    monitor.close()
+
+
+def test_a_member_that_has_lost_rank_0_says_so_when_it_is_asked():
+    monitor, theirs = serve_one()
+    theirs.close()
+    assert monitor.describe_missing("step", 1, None).startswith("rank 0 died without a traceback")
+    assert monitor.describe_missing("step", 1, None, only_ended=True) is None
+    monitor.close()
+
+
+def test_a_member_that_gets_no_answer_does_not_say_that_there_is_no_monitor(monkeypatch):
+    monkeypatch.setattr(member_module, "_ASK_SECONDS", -1.8)
+    monitor, theirs = serve_one()
+    said = monitor.describe_missing("step", 1, None)
+    assert said.startswith("rank 0, which knows where the others are, gave no answer within 0.2")
+    theirs.close()
+    monitor.close()
+
+
+def test_a_member_whose_thread_fails_says_so(capfd):
+    monitor, theirs = serve_one([])
+    _wait_for_text(capfd, "the monitor of rank 1 has stopped")
+    theirs.close()
+    monitor.close()
 
 
 def start_all(hosts, address="127.0.0.1"):
@@ -226,11 +259,12 @@ def start_all(hosts, address="127.0.0.1"):
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
-    return worlds, monitors, store
+    return worlds, monitors
 
 
-def test_ranks_find_the_server_through_the_store():
-    _, monitors, _ = start_all(["a", "a"])
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
+def test_ranks_find_the_server_through_the_store(hosts):
+    _, monitors = start_all(hosts, socket.gethostname())
     try:
         PROGRESS.enter("step")
         assert monitors[1].describe_missing("step", 1, None).startswith("every rank has reached it")
@@ -242,47 +276,30 @@ def test_ranks_find_the_server_through_the_store():
             monitors[rank].close()
 
 
-def _own_address():
-    """An address of this host that is not a loopback's; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this host has no network, so no interface but the loopback's")
-        return probe.getsockname()[0]
+def test_a_server_that_cannot_be_started_is_told_to_every_rank(monkeypatch):
+    def refuses(*_, **__):
+        raise OSError(98, "no port is free")
 
-
-@pytest.mark.parametrize("resolved_here", ["127.0.1.1", "203.0.113.7"])
-def test_the_server_listens_where_other_hosts_reach_rank_0(resolved_here):
-    store, own = dist.HashStore(), _own_address()
-    store.set("monitor/1", json.dumps(["203.0.113.7", own]))  # the first stands for a router before this host
-    server, news = _start_server(World(world_size=2, store=store), ["a", "b"], resolved_here)
-    try:
-        assert (news["address"], server._listener.getsockname()[0]) == (own, own)
-    finally:
-        server.close()
-
-
-def test_without_an_address_that_others_reach_nobody_is_watched():
-    worlds, monitors, _ = start_all(["a", "b"], "127.0.0.1")
+    monkeypatch.setattr("booster_runtime.watch.start.Server", refuses)
+    worlds, monitors = start_all(["a", "a"])
     assert monitors == {0: None, 1: None}
-    assert {world.unwatched_because for world in worlds} == {
-        "rank 0 could not start it: no port could be opened: no address is known by which other hosts reach this one"
-    }
+    expected = "rank 0 could not start it: [Errno 98] no port is free"
+    assert [world.unwatched_because for world in worlds] == [expected] * 2
+
+
+def test_a_server_that_cannot_be_reached():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        store = dist.HashStore()
+        store.set("monitor", encode({"address": "127.0.0.1", "port": port, "token": ""}).decode())
+        world = World(rank=1, world_size=2, store=store, timeout_seconds=1)
+        assert start_monitor(world, None, "127.0.0.1", may_end_process=True) is None
+    assert world.unwatched_because.startswith("it could not be reached at 127.0.0.1:")
 
 
 def test_a_world_of_one_needs_no_monitor():
     assert start_monitor(World(), None, "localhost", may_end_process=True) is None
-
-
-def test_a_server_that_cannot_be_reached():
-    store = dist.HashStore()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        store.set("monitor", json.dumps({"address": "127.0.0.1", "port": probe.getsockname()[1], "token": ""}))
-        world = World(rank=1, world_size=2, store=store, timeout_seconds=1)
-        assert start_monitor(world, None, "127.0.0.1", may_end_process=True) is None
-    assert world.unwatched_because.startswith("it could not be reached at 127.0.0.1:")
 
 
 def _raised(error, cause=None):

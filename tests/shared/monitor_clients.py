@@ -6,10 +6,9 @@ import json
 import socket
 
 from booster_runtime.watch.sockets import encode
+from booster_runtime.watch.verdicts import Point, Record
 
 TOKEN = "secret"
-WHERE = {"type": "where", "places": []}
-"""What the server asks."""
 
 
 class MonitorClient:
@@ -27,11 +26,11 @@ class MonitorClient:
     def hello(self, rank, token=TOKEN):
         return self.send(type="hello", rank=rank, pid=1000 + rank, token=token)
 
-    def here(self, record):
-        return self.send(type="here", record=record, waited_seconds=0.0)
+    def here(self, name, number, **counts):
+        return self.send(type="here", record=at(name, number, **counts))
 
-    def where(self, record, call, ranks=None):
-        return self.send(type="where", record=record, call=call, ranks=ranks)
+    def where(self, name, number, ranks=None, **counts):
+        return self.send(type="where", record=at(name, number, **counts), call=Point(name, number, ranks))
 
     def receive(self):
         """Return the next message; raise EOFError where the connection has ended."""
@@ -49,3 +48,9 @@ class MonitorClient:
 
     def close(self):
         self.connection.close()
+
+
+def at(name, number, **counts):
+    """The record of a rank that is in a call."""
+    call = Point(name, number)
+    return Record(counts={**counts, name: number}, last=call, is_finished=False, waits=[call])

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def before_launch(backend: str) -> None:
-    """Refuse environment variables with a wrong value, set up the log, and let torch record collectives."""
+    """Set up the log, and let torch record collectives."""
     from booster_core.log import configure_log
-    from booster_runtime.collectives.call_sites import notes_collectives
     from booster_runtime.watch.flight_recorder import keep_flight_record
 
     configure_log()
-    notes_collectives()
     keep_flight_record(os.environ, backend)
 
 

@@ -7,7 +7,6 @@ checks what it was given before anything is opened.
 from __future__ import annotations
 
 import atexit
-import os
 import random
 import sys
 import time
@@ -110,7 +109,6 @@ def launch(
     settings = {
         "backend": backend,
         "BOOSTER_MONITOR": int(is_watched),
-        "BOOSTER_DEBUG": os.environ.get("BOOSTER_DEBUG", ""),
     }
     meet_at_launch(store, environment, timeout_seconds, settings)
     _open_group(store, environment, backend, timeout_seconds, is_watched=is_watched)

@@ -251,7 +251,29 @@ def open_world(
         raise
     world.process_group = _default_group()
     _world = world
+    let_monitor_speak_first(world.process_group)
     return _world
+
+
+def nccl_margin_seconds(world_size: int) -> float:
+    """Return how much later than the time limit of a run NCCL's watchdog ends a process.
+
+    In that time ranks tell the monitor in which collectives they wait, and it tells all which ranks are missing.
+    """
+    return 10.0 + min(max(1.0, world_size / 64), 10.0)
+
+
+def let_monitor_speak_first(group: Any) -> None:
+    """Set the time limit of NCCL's collectives in a group a little after that of the run, where a monitor watches it.
+
+    Its watchdog ends the process without a word of who is missing.
+    """
+    import torch
+
+    if _world.monitor is None or group is None or "nccl" not in torch.distributed.get_backend_config(group):
+        return
+    limit = _world.timeout_seconds + nccl_margin_seconds(_world.world_size)
+    group._get_backend(torch.device("cuda"))._set_default_timeout(timedelta(seconds=limit))  # noqa: SLF001 - the only way
 
 
 def run_in_turns() -> None:

@@ -1,7 +1,6 @@
 """The one door to collectives on flat buffers.
 
-They travel by `torch.distributed`; see `booster_runtime.collectives.transport`. The environment variable
-``BOOSTER_DEBUG=collectives`` lets the monitor compare the calls of all ranks; see `collectives.call_sites`.
+They travel by `torch.distributed`; see `booster_runtime.collectives.transport`.
 
 On the CPU, sums are computed in rank order, and in fp32 for narrow dtypes, so a result depends neither on timing nor on
 which elements share a buffer. On devices the backend sums, in its own order and in the dtype that is sent.
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from booster_core.ranks import OBSERVERS
-from booster_runtime.collectives.call_sites import NOTES
 from booster_runtime.collectives.groups import new_groups
 from booster_runtime.collectives.pending import WAITS, Pending
 from booster_runtime.collectives.sums import sum_into
@@ -167,6 +165,6 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any
 
 
 def _transport(group: ProcessGroup | None) -> Transport:
-    """Return the transport of a group, watched where somebody does."""
+    """Return the transport of a group, observed where somebody does."""
     transport = transport_of(group)
-    return WatchedTransport(transport, group) if OBSERVERS or NOTES.listener is not None else transport
+    return WatchedTransport(transport, group) if OBSERVERS else transport

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from booster_core.ranks import current_world, group_options
+from booster_core.ranks import current_world, group_options, let_monitor_speak_first
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,7 @@ def new_groups(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
         )
         world.group_count = count + len(together)
         if own is not None:
+            let_monitor_speak_first(made)
             found = made
     return found
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from booster_core.precision import NARROW
-from booster_runtime.collectives.call_sites import NOTES, notes_collectives
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.rows import RowExchange
 from booster_runtime.collectives.stages import Stages
@@ -397,7 +396,4 @@ def made_by(factory: Callable[[ProcessGroup], Transport]) -> Iterator[None]:
 
 
 def _make(group: ProcessGroup) -> Transport:
-    transport = Transport(group)
-    if transport.size > 1 and notes_collectives():
-        NOTES.begin()
-    return transport
+    return Transport(group)

@@ -1,18 +1,13 @@
-"""Collectives that somebody watches: observers of this process, or the monitor, which compares the ranks' calls.
-
-Used only while somebody does; see `booster_core.ranks.observed_by` and `booster_runtime.collectives.call_sites`.
-"""
+"""Collectives that observers of this process see; used only while there are some (`booster_core.ranks.observed_by`)."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from booster_core.ranks import ObservedCall
-from booster_runtime.collectives.call_sites import NOTES
 from booster_runtime.collectives.pending import Pending
 from booster_runtime.collectives.transport import Transport
 
@@ -56,14 +51,6 @@ class WatchedTransport(Transport):
             inside = min(offset + part.numel(), high) - max(offset, low)
             payload_bytes += part.nbytes
             own_bytes += max(inside, 0) * part.element_size()
-        shapes = "" if parts is not source else f", parts {[(offset, *part.shape) for offset, part in parts]}"
-        NOTES.note(
-            self._world,
-            "reduce_scatter",
-            parts[0][1].dtype if parts else None,
-            _lengths(bounds),
-            f"scale {scale:g}{shapes}",
-        )
         return self._start(
             "reduce_scatter",
             payload_bytes,
@@ -75,7 +62,6 @@ class WatchedTransport(Transport):
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, mark: int = 0) -> Pending:
         """See `booster_runtime.collectives.all_gather`."""
-        NOTES.note(self._world, "all_gather", buffer.dtype, _lengths(bounds))
         return self._start(
             "all_gather",
             buffer.nbytes,
@@ -85,7 +71,6 @@ class WatchedTransport(Transport):
 
     def all_to_all(self, source: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]) -> Pending:
         """See `booster_runtime.collectives.all_to_all`."""
-        NOTES.note(self._world, "all_to_all", source.dtype, sent=_lengths(sent), received=_lengths(received))
         return self._start(
             "all_to_all",
             source.nbytes,
@@ -95,20 +80,16 @@ class WatchedTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Pending:
         """See `booster_runtime.collectives.all_reduce`."""
-        name = str(op.name if isinstance(op, dist.ReduceOp.RedOpType) else op)
-        NOTES.note(self._world, "all_reduce", tensor.dtype, list(tensor.shape), name)
         size = dist.get_world_size(self._world)
         sent_bytes = 2 * tensor.nbytes * (size - 1) // size
         return self._start("all_reduce", tensor.nbytes, sent_bytes, lambda: self._inner.all_reduce(tensor, op))
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """See `booster_runtime.collectives.broadcast`."""
-        NOTES.note(self._world, "broadcast", tensor.dtype, list(tensor.shape))
         return self._start("broadcast", tensor.nbytes, tensor.nbytes, lambda: self._inner.broadcast(tensor))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `booster_runtime.collectives.all_gather_object`; how large objects are is not known."""
-        NOTES.note(self._world, "all_gather_object", None)
         with ObservedCall("all_gather_object", group=self._world):
             return self._inner.all_gather_object(value)
 
@@ -136,7 +117,3 @@ class _ObservedWait:
     def wait(self) -> None:
         with ObservedCall(self._name, group=self._group):
             self._pending.wait()
-
-
-def _lengths(bounds: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in pairwise(bounds)]

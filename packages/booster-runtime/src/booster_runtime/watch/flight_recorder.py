@@ -2,8 +2,8 @@
 
 Torch keeps a record of the last collectives of each backend: group, number, operation, dtypes and sizes. A summary, the
 numbers of the last collectives that were begun and completed, takes 10 to 25 us. All entries take 50 ms, in which other
-threads stand still, so they are read only when the summary has stood still for seconds. Sends, receives,
-``monitored_barrier`` and ``new_group`` are not recorded; see `booster_runtime.collectives.pending`.
+threads stand still, so they are read only when the summary has stood still for seconds, or the run ends. Sends,
+receives, ``monitored_barrier`` and ``new_group`` are not recorded; see `booster_runtime.collectives.pending`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from booster_core.log import log
+from booster_core.ranks import nccl_margin_seconds
+from booster_runtime.watch.verdicts import Point
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping
 
 _SETTINGS = (
     # Torch 2.10 records nothing otherwise. Ten times as many entries hold up other threads for more than a second.
@@ -29,8 +33,8 @@ _SETTINGS = (
     (("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), "3"),
 )
 """The names of each setting, the present one first, and its value; all but the first are NCCL's own."""
-_ENDING_PROCESSES = ("nccl",)
-"""Backends whose watchdog ends the process when a collective reaches its time limit; others raise."""
+_OF_EQUAL_SIZES = ("all_reduce", "reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base")
+"""Collectives whose tensors have the same number of elements on every rank; torch's names of them."""
 
 
 def keep_flight_record(environment: MutableMapping[str, str], backend: str) -> None:
@@ -46,52 +50,25 @@ def keep_flight_record(environment: MutableMapping[str, str], backend: str) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """A collective of this process, as torch has recorded it.
-
-    Args:
-        group: Backend and name of its process group.
-        number: Which collective of that group it is.
-        operation: Its name.
-        tensors: Number of elements and dtype of each tensor that it reads and writes.
-        ranks: The world ranks of the group.
-        is_waiting: Whether it was begun, but not completed.
-        expires_at: When it ends the process, by `time.monotonic`; ``None`` where it will raise an error instead.
-    """
-
-    group: str
-    number: int
-    operation: str
-    tensors: tuple[str, ...]
-    ranks: tuple[int, ...]
-    is_waiting: bool
-    expires_at: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recording:
     """What is recorded of this process.
 
     Args:
-        collectives: Those in which it waits, and those that were asked for.
-        begun: The number of the last collective of each group.
-        is_whole: Whether nothing was overwritten, so that groups that ``begun`` does not have had no collective.
+        waits: The collectives in which the main thread waits, or autograd's; by when each comes to its time limit, by
+            `time.monotonic`, or ``None`` where it raises then.
+        counts: The number of the last collective of each group.
+        is_whole: Whether nothing was overwritten, so that groups that ``counts`` does not have had no collective.
     """
 
-    collectives: tuple[Recorded, ...] = ()
-    begun: Mapping[str, int] = field(default_factory=dict)
+    waits: Mapping[Point, float | None] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
     is_whole: bool = False
 
 
 class FlightRecorder:
-    """The record of this process, from now on.
+    """The record of this process, from now on."""
 
-    Args:
-        timeout_seconds: Time limit of collectives of backends that don't record it.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
+    def __init__(self) -> None:
         self._dumps = _dumps()
         self._begin_ns = time.time_ns()
         self._earlier = frozenset(self._status())  # groups that this process had before
@@ -103,27 +80,38 @@ class FlightRecorder:
         """
         try:
             status = [(*group, *numbers) for group, numbers in self._status().items() if group not in self._earlier]
-        except Exception:  # noqa: BLE001 - another version's record: what is in flight is not known, the rest is
-            self._dumps.clear()
+        except Exception as error:  # noqa: BLE001 - another version's record: what is in flight is not known, the rest is
+            self._give_up(error)
             return ()
         return tuple(status) if any(begun != completed for _, _, begun, completed in status) else ()
 
-    def read(self, places: Collection[tuple[str, int]] = ()) -> Recording:
-        """Return the collectives in which this process waits, and those at some places: groups and numbers.
+    def read(self) -> Recording:
+        """Return the collectives in which this process waits.
 
         Those of threads that Python has started are left out: they don't hold up the main thread.
         """
         try:
-            return self._read(places)
-        except Exception:  # noqa: BLE001 - as above
-            self._dumps.clear()
+            return self._read()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
             return Recording()
 
-    def _read(self, places: Collection[tuple[str, int]]) -> Recording:
-        ranks_of = {name: tuple(dist.get_process_group_ranks(group)) for group, name in _groups()}
+    def _give_up(self, error: Exception) -> None:
+        self._dumps.clear()
+        log.warning(
+            "This torch's record of collectives can't be read (%s: %s): the monitor does not see in which of torch's "
+            "collectives ranks wait. It still sees Booster's calls, and ranks that raise or die.",
+            type(error).__name__,
+            error,
+        )
+
+    def _read(self) -> Recording:
+        everyone = dist.get_world_size()
+        members = {name: tuple(dist.get_process_group_ranks(group)) for group, name in _groups()}
+        ranks_of = {name: None if len(ranks) == everyone else ranks for name, ranks in members.items()}
         others = {thread.ident for thread in threading.enumerate() if _is_background(thread)}
-        found: list[Recorded] = []
-        begun: dict[str, int] = {}
+        waits: dict[Point, float | None] = {}
+        counts: dict[str, int] = {}
         is_whole = True
         for dump in self._dumps.values():
             # What is active can't be asked for alone: under gloo, everything counts as active.
@@ -133,32 +121,13 @@ class FlightRecorder:
                 name, number = entry["process_group"][0], int(entry["collective_seq_id"])
                 if entry["is_p2p"] or entry["time_created_ns"] < self._begin_ns or name not in ranks_of:
                     continue
-                group = f"{entry['profiling_name'].partition(':')[0]}:{name}"
-                begun[group] = number
-                is_waiting = not entry["retired"] and int(entry["thread_id"]) not in others
-                if is_waiting or (group, number) in places:
-                    found.append(self._recorded(entry, group, ranks_of[name], is_waiting=is_waiting))
-        return Recording(collectives=tuple(found), begun=begun, is_whole=is_whole)
-
-    def _recorded(self, entry: dict[str, Any], group: str, ranks: tuple[int, ...], *, is_waiting: bool) -> Recorded:
-        backend, _, operation = entry["profiling_name"].partition(":")
-        expires_at = None
-        if backend in _ENDING_PROCESSES:
-            limit = entry["timeout_ms"] / 1000 if backend == "nccl" else self._timeout_seconds
-            expires_at = time.monotonic() + limit - (time.time_ns() - entry["time_created_ns"]) / 1e9
-        return Recorded(
-            group=group,
-            number=int(entry["collective_seq_id"]),
-            operation=operation,
-            tensors=tuple(
-                f"{math.prod(shape)} {dtype}"
-                for way in ("input", "output")
-                for shape, dtype in zip(entry[f"{way}_sizes"], entry[f"{way}_dtypes"], strict=True)
-            ),
-            ranks=ranks,
-            is_waiting=is_waiting,
-            expires_at=expires_at,
-        )
+                backend, _, operation = entry["profiling_name"].partition(":")
+                group = f"{backend}:{name}"
+                counts[group] = number
+                if not entry["retired"] and int(entry["thread_id"]) not in others:
+                    sizes = _sizes(entry) if operation in _OF_EQUAL_SIZES else ()
+                    waits[Point(group, number, ranks_of[name], (operation, *sizes))] = _expiry(entry, backend)
+        return Recording(waits=waits, counts=counts, is_whole=is_whole)
 
     def _status(self) -> dict[tuple[str, str], tuple[str, str]]:
         """Return the numbers of the last collectives that each group has begun and completed."""
@@ -167,6 +136,25 @@ class FlightRecorder:
             for source, dump in self._dumps.items()
             for group, numbers in json.loads(dump(False, True)).get("pg_status", {}).items()  # noqa: FBT003 - as above
         }
+
+
+def _expiry(entry: Mapping[str, Any], backend: str) -> float | None:
+    """Return when a collective comes to the time limit of its run, a little before NCCL's watchdog ends the process.
+
+    Other backends raise at their time limit.
+    """
+    if backend != "nccl":
+        return None
+    limit = float(entry["timeout_ms"]) / 1000 - nccl_margin_seconds(dist.get_world_size())
+    return time.monotonic() + limit - (time.time_ns() - int(entry["time_created_ns"])) / 1e9
+
+
+def _sizes(entry: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{math.prod(shape)} {dtype}"
+        for way in ("input", "output")
+        for shape, dtype in zip(entry[f"{way}_sizes"], entry[f"{way}_dtypes"], strict=True)
+    ]
 
 
 def _dumps() -> dict[str, Callable[[bool, bool], bytes]]:

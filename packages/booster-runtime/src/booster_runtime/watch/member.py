@@ -9,27 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from booster_core.errors import MissingRanksError
 from booster_core.ranks import PROGRESS
-from booster_runtime.collectives.call_sites import NOTES, NotedCall
 from booster_runtime.collectives.pending import WAITS
 from booster_runtime.watch.flight_recorder import FlightRecorder, Recording
-from booster_runtime.watch.noted_calls import describe_last
-from booster_runtime.watch.sockets import describe_loss, encode, is_readable, say, shorten
+from booster_runtime.watch.server import answer_seconds
+from booster_runtime.watch.sockets import describe_loss, encode, is_readable, say
 from booster_runtime.watch.uncaught import is_consequence, report_uncaught
-from booster_runtime.watch.verdicts import ENDED, Record, beat_seconds, describe_death
+from booster_runtime.watch.verdicts import ENDED, Point, Record, beat_seconds, describe_death
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from booster_core.ranks import World
     from booster_runtime.watch.server import Server
@@ -43,17 +42,16 @@ _END_SECONDS = 20.0
 """How long a rank that has failed may take to end: it prints, and calls what is registered for its end."""
 _WELCOME_SECONDS = 10.0
 _ASK_SECONDS = 8.0
-_ASKERS_PER_SECOND = 1024
+"""How much later than it is due an answer of rank 0 may come."""
 _FLUSH_SECONDS = 1.0
 _AGENT_SECONDS = 1.0
 """How much later than the failing process others end under torchrun's agent, which blames the first, by the second."""
 _GOODBYE_SECONDS = 2.0
 _MAX_TEXT_CHARS = 1000
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+_NEW_PLACES_PER_BEAT = 4
 _STILL_SECONDS = 3.0
 """How long a rank stands still until it says that it waits."""
-_PLACES_PER_SECOND = 64
-_MAX_PLACE_SECONDS = 10.0
 
 
 class Standstill:
@@ -95,9 +93,7 @@ class Monitor:
         self._rank = world.rank
         self._timeout_seconds = world.timeout_seconds
         self._beat_seconds = beat_seconds(world.world_size)
-        often = min(max(1.0, world.world_size / _PLACES_PER_SECOND), _MAX_PLACE_SECONDS)
-        self._place_seconds = max(often, self._beat_seconds)
-        self._ask_seconds = _ASK_SECONDS + world.world_size / _ASKERS_PER_SECOND
+        self._ask_seconds = _ASK_SECONDS + answer_seconds(world.world_size)
         self._connection = connection
         self._server = server
         self._may_end_process = may_end_process
@@ -107,22 +103,20 @@ class Monitor:
         self._speaks = True  # until the server names the one rank of each host that does
         self._is_closing = self._is_off = self._is_ending = self._is_reporting = False
         self._failure: Mapping[str, Any] | None = None
-        self._answer: dict[str, Any] = {}
+        self._answers: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
         self._loss: str | None = None
-        self._welcomed, self._told, self._answered = threading.Event(), threading.Event(), threading.Event()
+        self._welcomed, self._told = threading.Event(), threading.Event()
         self._send_lock, self._ask_lock = threading.Lock(), threading.Lock()
-        self._recorder = FlightRecorder(world.timeout_seconds)
+        self._recorder = FlightRecorder()
         self._recording = Recording()
         self._recorded_state: object = None
         self._standstill = Standstill()
-        self._waited_seconds = 0.0
         self._sent_at, self._sent_place = 0.0, (PROGRESS.last, PROGRESS.is_finished)
         self.gone: dict[int, str] = {}
         """The ranks that had ended when rank 0 did, and how; empty while that serves."""
         self._thread = threading.Thread(target=self._listen, name="booster monitor", daemon=True)
         self._thread.start()
-        self._send({"type": "hello", "rank": self._rank, "pid": self._process, "token": token})
-        NOTES.watched_by(self._tell_call)
+        self._send(type="hello", rank=self._rank, pid=self._process, token=token)
 
     @property
     def is_failing(self) -> bool:
@@ -140,29 +134,17 @@ class Monitor:
 
         With ``only_ended``, say it of ranks that have ended normally; ``None`` where none has.
         """
-        answer = self._ask(name, count, ranks)
-        if answer is not None:
-            return str(answer["missing"]) if not only_ended else answer["ended"]
+        call, answer = Point(name, count, None if ranks is None else tuple(ranks)), None
+        with self._ask_lock, contextlib.suppress(queue.Empty):
+            if not self._is_off:
+                self._send(type="where", record=_progress(), call=call)
+                deadline = time.monotonic() + self._ask_seconds
+                while (answer := self._answers.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+                    if answer["call"] == [name, count]:  # else to a question that was given up
+                        return str(answer["missing"]) if not only_ended else answer["ended"]
         if only_ended or (self._is_off and self._loss is None):
             return None
         return self._loss or f"rank 0, which knows where the others are, gave no answer within {self._ask_seconds:g} s."
-
-    def _ask(self, name: str, count: int, ranks: Sequence[int] | None) -> dict[str, Any] | None:
-        with self._ask_lock:
-            self._answered.clear()
-            self._answer = {}
-            if self._is_off:
-                return None
-            members = None if ranks is None else _as_text(ranks)
-            self._send({"type": "where", "record": _progress(), "call": [name, count], "ranks": members})
-            deadline = time.monotonic() + self._ask_seconds
-            while self._answered.wait(max(0.0, deadline - time.monotonic())):
-                self._answered.clear()
-                if self._answer.get("call") == [name, count]:  # else to a question that was given up
-                    return self._answer
-                if self._is_off:
-                    break
-            return None
 
     def hear_uncaught(self) -> Callable[[], None]:
         """Report exceptions that nobody catches; see `report_uncaught`."""
@@ -182,7 +164,7 @@ class Monitor:
         text = f"{type(error).__name__}: {error}"
         self._write_error_file(text, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
         shortened = text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} ..."
-        self._send({"type": "failed", "text": shortened, "record": _progress()})
+        self._send(type="failed", text=shortened, record=_progress())
         threading.Thread(target=self._end_failed, name="booster end", daemon=True).start()
         return True
 
@@ -201,28 +183,26 @@ class Monitor:
             if self.report(error):
                 self._wait_until_told()
             return
-        self.end()
+        self._end()
         deadline = time.monotonic() + seconds
         while self._server is not None and self._server.num_members > 1 and time.monotonic() < deadline:
             if self.is_failing:
                 return
             time.sleep(0.01)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Say that this process makes no collective call any more, though it may wait for others to end."""
         if not self._is_ending and not self.is_failing:
             self._is_ending = True
-            self._send({"type": "ending", "record": _progress()})
+            self._send(type="ending", record=_progress(self._recorder.read()))
 
     def close(self) -> None:
         """Say goodbye: this process ends normally, or at least by its own decision."""
         if self.is_failing:
             return  # the kernel closes the connection at the very end
-        self.end()
-        if NOTES.monitor == self._tell_call:
-            NOTES.watched_by(None)
+        self._end()
         self._is_closing = True
-        self._send({"type": "bye"})
+        self._send(type="bye")
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(OSError):
@@ -250,7 +230,7 @@ class Monitor:
     def _turn_off(self) -> None:
         """Let nobody wait for the server any more."""
         self._is_off = True
-        self._answered.set()
+        self._answers.put(None)
         self._told.set()
 
     def _receive(self) -> OSError | None:
@@ -269,14 +249,7 @@ class Monitor:
                 return None
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
-                try:
-                    self._handle(json.loads(line))
-                except Exception as error:  # noqa: BLE001 - whatever it is, this message alone is ignored
-                    self._complain(f"{type(error).__name__}: {error}: {shorten(line)}")
-
-    def _complain(self, problem: str) -> None:
-        if self._welcomed.is_set():  # else this is no server of ours, which `wait_for_welcome` finds
-            say(f"Booster: the monitor of rank {self._rank} ignores a message of rank 0: {problem}\n")
+                self._handle(json.loads(line))
 
     def _look(self) -> None:
         """See whether this rank stands still, and say where it is: now and then, and more often where it waits."""
@@ -286,61 +259,39 @@ class Monitor:
         state = (place, PROGRESS.call, WAITS.number, is_noted, in_flight) if is_noted or in_flight else None
         seconds = self._standstill.look(state, now)
         if seconds < _STILL_SECONDS:
-            self._waited_seconds, self._recording, self._recorded_state = 0.0, Recording(), None
-        else:
-            if in_flight and self._recorded_state != state:
-                self._recorded_state, self._recording = state, self._recorder.read()
-            is_waiting = is_noted or any(each.is_waiting for each in self._recording.collectives)
-            self._waited_seconds = seconds if is_waiting else 0.0
-        due = self._sent_at + (self._beat_seconds if self._waited_seconds else self._place_seconds)
-        if now >= due and (PROGRESS.call is not None or self._waited_seconds or place != self._sent_place):
+            self._recording, self._recorded_state, seconds = Recording(), None, 0.0
+        elif self._recorded_state != state:  # also where none is in flight: that others wait in one tells of a mismatch
+            self._recording, self._recorded_state = self._recorder.read(), state
+        if not is_noted and not self._recording.waits:
+            seconds = 0.0
+        if now >= self._sent_at + self._beat_seconds / (1 if place == self._sent_place else _NEW_PLACES_PER_BEAT):
             self._sent_at, self._sent_place = now, place
-            self._say_place(self._recording)
-
-    def _tell_call(self, call: NotedCall) -> None:
-        self._send({"type": "called", "call": asdict(call)})
-
-    def _say_place(self, recording: Recording) -> None:
-        self._send({"type": "here", "record": _progress(recording), "waited_seconds": self._waited_seconds})
+            self._send(type="here", record=_progress(self._recording, seconds))
 
     def _handle(self, message: Mapping[str, Any]) -> None:
-        """Act on a message of the server.
-
-        Raises:
-            Exception: If it is none, of whichever kind.
-        """
+        """Act on a message of the server."""
         kind = message["type"]
         if kind == "welcome":
-            self._speaks = bool(message["speaks"])
+            self._speaks = message["speaks"]
             self._welcomed.set()
-        elif kind == "where":
-            self._say_place(self._recorder.read([(str(group), int(number)) for group, number in message["places"]]))
         elif kind == "missing":
-            self._answer = {name: message[name] for name in ("call", "missing", "ended")}
-            self._answered.set()
+            self._answers.put(message)
         elif kind == "closing":
-            gone = {int(rank): str(how) for rank, how in message["gone"].items()}
             self._is_closing = True
-            self._turn_off()
             if message["cause"] is None:
-                self.gone = {0: ENDED, **gone}
+                self.gone = {0: ENDED}
             elif self._speaks:
                 say(f"Booster: the monitor on rank 0 has stopped, so nobody is watched: {message['cause']}\n")
-        elif kind == "failure":
-            if self._may_end_process and not self._is_ending and self._failure is None:
-                self._learn({"text": str(message["text"]), "speaks": bool(message["speaks"])})
-        else:
-            msg = f"no message of a known type: {kind!r}"
-            raise ValueError(msg)
+            self._turn_off()
+        elif kind == "failure" and self._may_end_process and not self._is_ending and self._failure is None:
+            self._learn(message)
 
     def _lose_server(self, error: OSError | None) -> None:
         """Take the loss of rank 0 for a failure."""
-        death = describe_death(0, describe_loss(error, self._timeout_seconds))
-        self._loss = death.removeprefix("Booster: ")
+        self._loss = describe_death(0, describe_loss(error, self._timeout_seconds))
         if self._may_end_process:
-            place = Record.parse(PROGRESS.record() | {"ranks": None}, 1).place()
-            last = "" if NOTES.last is None else f", its last collective being {describe_last(NOTES.last)}"
-            text = f"{death}\nBooster: all ranks end. Rank {self._rank} {place}{last}.\n"
+            place = _progress().describe_place()
+            text = f"Booster: {self._loss}\nBooster: all ranks end. Rank {self._rank} {place}.\n"
             self._learn({"text": text, "speaks": self._speaks})
 
     def _learn(self, failure: Mapping[str, Any]) -> None:
@@ -350,12 +301,11 @@ class Monitor:
             say(failure["text"])
         self._told.set()
         if not self._is_reporting:
-            seconds = GRACE_SECONDS + self._agent_seconds
-            threading.Thread(target=self._end_after, args=(seconds,), name="booster end", daemon=True).start()
+            threading.Thread(target=self._end_told, name="booster end", daemon=True).start()
 
-    def _end_after(self, seconds: float) -> None:
-        """End this process, unless it has ended by itself by then."""
-        time.sleep(seconds)
+    def _end_told(self) -> None:
+        """End this process, which has learned of a failure, unless it has ended by itself in time."""
+        time.sleep(GRACE_SECONDS + self._agent_seconds)
         if self._is_reporting:
             return  # the main thread ends by an exception of its own; see `_end_failed`
         if self._failure is not None:
@@ -382,38 +332,27 @@ class Monitor:
                 json.dumps({"message": {"message": summary, "extraInfo": extra}}), encoding="utf-8"
             )
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, **message: Any) -> None:
         # A server that is gone is noticed by the thread that listens to it.
         with self._send_lock, contextlib.suppress(OSError):
             self._connection.sendall(encode(message))
 
 
-def _progress(recording: Recording | None = None) -> dict[str, Any]:
-    """Return how far this process has come, in the form that `Record.parse` reads."""
-    record = PROGRESS.record()
-    ranks = record["ranks"]
-    record["ranks"] = None if ranks is None else _as_text(ranks)
-    if recording is not None:
-        now = time.monotonic()
-        collectives = [
-            {
-                "group": each.group,
-                "number": each.number,
-                "operation": each.operation,
-                "tensors": each.tensors,
-                "ranks": _as_text(each.ranks),
-                "is_waiting": each.is_waiting,
-                "left_seconds": None if each.expires_at is None else each.expires_at - now,
-            }
-            for each in recording.collectives
-        ]
-        record |= {"collectives": collectives, "begun": recording.begun, "knows_groups": recording.is_whole}
-    return record
-
-
-def _as_text(ranks: Collection[int]) -> str:
-    """Return ranks in a form that the server, which hears the same from many of them, reads once."""
-    return " ".join(map(str, ranks))
+def _progress(recording: Recording | None = None, seconds: float = 0.0) -> Record:
+    """Return how far this process has come."""
+    recording, now, ranks = recording or Recording(), time.monotonic(), PROGRESS.ranks
+    call, last = PROGRESS.call, PROGRESS.last
+    calls = () if call is None else (Point(*call, None if ranks is None else tuple(ranks)),)
+    expired = (point for point, expiry in recording.waits.items() if expiry is not None and expiry <= now)
+    return Record(
+        counts={**PROGRESS.counts, **recording.counts},
+        last=None if last is None else Point(*last),
+        is_finished=PROGRESS.is_finished,
+        waits=(*calls, *recording.waits),
+        seconds=seconds,
+        overdue=next(expired, None),
+        knows_groups=recording.is_whole,
+    )
 
 
 def _end_process() -> NoReturn:

@@ -21,13 +21,12 @@ _MAX_PROBES = 100
 _MAX_SECONDS = 2_000_000
 """What fits in the kernel's milliseconds."""
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
-_SHOWN_BYTES = 80
 _kept_from_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """Return the bytes of a message: a JSON object in a line."""
-    return json.dumps(message).encode() + b"\n"
+    return json.dumps(message, default=vars).encode() + b"\n"
 
 
 def is_readable(connection: socket.socket, seconds: float) -> bool:
@@ -38,11 +37,6 @@ def is_readable(connection: socket.socket, seconds: float) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(seconds))
-
-
-def shorten(line: bytes) -> str:
-    """Return a received line in a form to print."""
-    return ascii(line[:_SHOWN_BYTES]) + ("..." if len(line) > _SHOWN_BYTES else "")
 
 
 def say(text: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 10.0
 _ALL_SECONDS = 20.0
-_LOOPBACK = ("127.", "::1")
+_LOOPBACK = "127.0.0.1"
 
 
 def start_monitor(
@@ -46,32 +46,31 @@ def start_monitor(
 
     Collective: every rank of the world.
     """
+    from torch.distributed import DistStoreError
+
     PROGRESS.clear()
-    if world.world_size == 1 or world.store is None:
+    store = world.store
+    if world.world_size == 1 or store is None:
         return None
     server = None
     if world.rank == 0:
         assert hosts is not None
         server, news = _start_server(world, hosts, address)
-        world.store.set("monitor", json.dumps(news))
-    else:
-        world.store.set(f"monitor/{world.rank}", json.dumps(_addresses_of(address)))
-    where = json.loads(world.store.get("monitor"))
+        store.set("monitor", json.dumps(news))
+    where = json.loads(store.get("monitor"))
     monitor, connection, problem = None, None, where.get("problem")
     if problem is None:
-        connection, problem = _connect(where["address"], where["port"], world.timeout_seconds)
+        connection, problem = _connect(_LOOPBACK if server else where["address"], where["port"], world.timeout_seconds)
     if connection is not None:
-        monitor = Monitor(
-            world,
-            connection,
-            where["token"],
-            server=server,
-            may_end_process=may_end_process,
-            error_file=error_file,
-        )
+        options: dict[str, Any] = {"may_end_process": may_end_process, "error_file": error_file}
+        monitor = Monitor(world, connection, where["token"], server=server, **options)
         if not monitor.wait_for_welcome():
-            problem = f"rank 0 did not answer within {_CONNECT_SECONDS:g} s, or did not let it in"
-    _wait_for_all(world)
+            problem = "rank 0 did not answer in time, or did not let it in"
+    # A failure would miss ranks that come later.
+    if store.add("monitored", 1) == world.world_size:
+        store.set("all monitored", "")
+    with contextlib.suppress(DistStoreError):  # a late one is watched from when it comes
+        store.wait(["all monitored"], timedelta(seconds=min(_ALL_SECONDS, world.timeout_seconds)))
     world.unwatched_because = problem
     if problem is None:
         return monitor
@@ -84,28 +83,13 @@ def start_monitor(
 
 def _start_server(world: World, hosts: Sequence[str], address: str) -> tuple[Server | None, dict[str, Any]]:
     """Return the server, started, and what the others are told of it: where it is, or why there is none."""
-    addresses = ["127.0.0.1"]
-    remote = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
-    if remote is not None:
-        # The interface by which other hosts reach this one; a host's own name may stand for its loopback here.
-        assert world.store is not None
-        known = [*json.loads(world.store.get(f"monitor/{remote}")), *_addresses_of(address)]
-        addresses = [each for each in dict.fromkeys(known) if not each.startswith(_LOOPBACK)]
-    token = secrets.token_hex(16)
+    is_one_host, token = len({*hosts}) == 1, secrets.token_hex(16)
     try:
-        server = Server(hosts, token, addresses, timeout_seconds=world.timeout_seconds)
+        server = Server(hosts, token, _LOOPBACK if is_one_host else "", timeout_seconds=world.timeout_seconds)
     except OSError as error:
         return None, {"problem": f"rank 0 could not start it: {error}"}
     server.start()
-    return server, {"address": server.address, "port": server.port, "token": token}
-
-
-def _addresses_of(host: str) -> list[str]:
-    """Return the IP addresses that a host's name stands for here."""
-    try:
-        return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return []
+    return server, {"address": _LOOPBACK if is_one_host else address, "port": server.port, "token": token}
 
 
 def _connect(address: str, port: int, timeout_seconds: float) -> tuple[socket.socket | None, str | None]:
@@ -119,15 +103,3 @@ def _connect(address: str, port: int, timeout_seconds: float) -> tuple[socket.so
     outlast_interruptions(connection, timeout_seconds)
     keep_from_children(connection)
     return connection, None
-
-
-def _wait_for_all(world: World) -> None:
-    """Let every rank come under watch before any goes on: a failure would miss those that come later."""
-    from torch.distributed import DistStoreError
-
-    assert world.store is not None
-    if world.store.add("monitored", 1) == world.world_size:
-        world.store.set("all monitored", "")
-    limit = min(_ALL_SECONDS, world.timeout_seconds)
-    with contextlib.suppress(DistStoreError):  # a late one is watched from when it comes
-        world.store.wait(["all monitored"], timedelta(seconds=limit))
