@@ -42,7 +42,7 @@ def most_ahead(folder, budget):
             optimizer.zero_grad()
     finally:
         Bucket.start_gather = start
-    peak = gatherer.memory.tiers[0].peak_bytes
+    peak = gatherer.memory.top.peak_bytes
     gatherer.memory.close()
     return max(count for count, _ in seen), max(size for _, size in seen), peak
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
+from booster_gemini.memory.chunks import ChunkMemory
 from booster_runtime.collectives import Pending
-from booster_zero.engine import Memory
 
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -21,10 +21,9 @@ PLACES = {
     "all on the host": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
     "auto": {"placement_policy": "auto", "memory_budget_bytes": 10 * LAYER_BYTES},
     "disk beneath": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "offload_dir": True},
-    "host, then disk": {
+    "auto, disk beneath": {
         "placement_policy": "auto",
         "memory_budget_bytes": 10 * LAYER_BYTES,
-        "host_budget_bytes": 6 * LAYER_BYTES,
         "offload_dir": True,
     },
 }
@@ -93,7 +92,7 @@ def stepped_twice(options):
 
 def waits_of_two_steps():
     """Return in which order values are sent, and are free to be changed, and the optimizer steps."""
-    events, write = [], Memory.write
+    events, write = [], ChunkMemory.write
     booster, model, optimizer = boost({"offload_optim_frac": 1.0})
     step(booster, model, optimizer)
     stepped = optimizer.optim.step
@@ -107,13 +106,13 @@ def waits_of_two_steps():
         return Pending([pending], lambda: events.append(f"free {number}"))
 
     optimizer.optim.step = lambda *args: events.append("step") or stepped(*args)
-    Memory.write = noted
+    ChunkMemory.write = noted
     try:
         booster.backward(model(torch.randn(4, WIDTH).to(booster.device)).square().mean(), optimizer)
         optimizer.step()
         optimizer.step()
     finally:
-        Memory.write = write
+        ChunkMemory.write = write
     close(model)
     return events
 

@@ -77,7 +77,7 @@ class GeminiPlugin(Strategy):
         **OF_PRECISION,
         **dict.fromkeys(
             ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio"),
-            "pass `memory_budget_bytes=` and `host_budget_bytes=`, or leave it out: activations are measured",
+            "pass `placement_policy='auto'` with `memory_budget_bytes=`, what activations leave of the device",
         ),
         **dict.fromkeys(
             ("chunk_config_dict", "search_range_m", "hidden_dim", "min_chunk_size_m"),
@@ -92,6 +92,8 @@ class GeminiPlugin(Strategy):
         "enable_gradient_accumulation": "leave it out: `booster.no_sync` always works",
         "force_outputs_fp32": "pass `precision=PrecisionPolicy(output_dtype=torch.float32)`",
         "extra_dp_size": "pass `replica_size=`",
+        "host_budget_bytes": "with `offload_dir=` all that is offloaded goes there, without it to the host",
+        "memory_record": "record a run's memory by `booster_tools.tracking.watch_memory`",
     }
 
     def __init__(
@@ -101,10 +103,8 @@ class GeminiPlugin(Strategy):
         offload_param_frac: float = 0.0,
         offload_optim_frac: float = 0.0,
         memory_budget_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
         offload_dir: str | Path | None = None,
         pin_memory: bool = True,
-        memory_record: str | Path | None = None,
         shard_param_frac: float = 1.0,
         min_chunk_bytes: int = 16 * 2**20,
         max_prefetch: int = 1,
@@ -125,10 +125,8 @@ class GeminiPlugin(Strategy):
             offload_param_frac=offload_param_frac,
             offload_optim_frac=offload_optim_frac,
             memory_budget_bytes=memory_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
             offload_dir=offload_dir,
             pin_memory=pin_memory,
-            memory_record=memory_record,
             shard_param_frac=shard_param_frac,
             min_chunk_bytes=min_chunk_bytes,
             max_prefetch=max_prefetch,

@@ -1,6 +1,6 @@
 """Draw what a run left: tracked values, or memory over time.
 
-The files are what `booster_tools.tracking.JsonLines`, `watch_memory` and Gemini's ``memory_record`` write.
+The files are what `booster_tools.tracking.JsonLines` and `watch_memory` write.
 """
 
 from __future__ import annotations
