@@ -48,12 +48,6 @@ def test_it_is_found_by_name_and_passes_its_options_on():
     assert (plugin.config.max_prefetch, plugin.precision.name) == (3, "bf16")
 
 
-@pytest.mark.parametrize("name", ["memory_record", "host_budget_bytes"])
-def test_an_option_that_is_gone_says_what_to_do(name):
-    with pytest.raises(TypeError, match=f"{name}.*(watch_memory|offload_dir)"):
-        GeminiPlugin(**{name: 1})
-
-
 def test_a_wrong_precision_is_refused_at_once():
     with pytest.raises(ConfigError, match="Unknown precision 'int4'"):
         GeminiPlugin(precision="int4")

@@ -32,8 +32,6 @@ def train(precision, options, steps=4, min_chunk_bytes=40_000):
     memory = model.gatherer.memory
     peak = memory.top.peak_bytes if memory.moves else 0  # of the steps: whole parameters take what they take
     state = model.state_dict()
-    if memory.moves:
-        memory.close()
     return seen, state, peak
 
 
@@ -77,8 +75,6 @@ def trained_by_closure(options):
 
         optimizer.step(closure)
     state = model.state_dict()
-    if model.gatherer.memory.moves:
-        model.gatherer.memory.close()
     return state, all(not torch.equal(state[name], tensor) for name, tensor in before.items())
 
 

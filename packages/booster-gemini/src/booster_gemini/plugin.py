@@ -92,8 +92,6 @@ class GeminiPlugin(Strategy):
         "enable_gradient_accumulation": "leave it out: `booster.no_sync` always works",
         "force_outputs_fp32": "pass `precision=PrecisionPolicy(output_dtype=torch.float32)`",
         "extra_dp_size": "pass `replica_size=`",
-        "host_budget_bytes": "with `offload_dir=` all that is offloaded goes there, without it to the host",
-        "memory_record": "record a run's memory by `booster_tools.tracking.watch_memory`",
     }
 
     def __init__(

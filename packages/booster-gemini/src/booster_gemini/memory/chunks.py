@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster_core.errors import OffloadError
-from booster_gemini.memory.disk import DiskPlace, StagedPlace
+from booster_gemini.memory.disk import DiskPlace
 from booster_gemini.memory.host import HostPlace
 from booster_gemini.memory.ring import Copies, Ring, give_back_freed
 from booster_gemini.plan import Schedule
@@ -240,7 +240,8 @@ class ChunkMemory(Memory):
         if waits and block.ready is not None:
             ready, block.ready = block.ready, None
             ready.wait() if block.ring is self.top else ready.synchronize()
-        if block.owner.tensor.data_ptr() != block.flat.data_ptr():
+        assert block.buffer is not None, "what is in use is here"
+        if block.owner.tensor.data_ptr() != block.buffer.data_ptr():
             block.owner.point(block.flat)
 
     def release(self, buffer: FlatBuffer, *, changed: bool) -> None:
@@ -300,11 +301,11 @@ class ChunkMemory(Memory):
             values = staged[: block.num_bytes].view(block.dtype).copy_(values)
         self.copies.up.wait_for_compute()
         block.ready = copied = self.copies.bring(block.flat, values)
-        if staged is not None:
-            self.host.give(staged, block.num_bytes, copied)
-            copied = None  # the values themselves are free
         self.release(buffer, changed=True)
-        return Pending(finish=None if copied is None else copied.synchronize, keep=values)
+        if staged is None:
+            return Pending(finish=None if copied is None else copied.synchronize, keep=values)
+        self.host.give(staged, block.num_bytes, copied)
+        return Pending()  # the values themselves are free
 
     def reserve(self, num_bytes: int) -> None:
         """Count memory that is taken for something else; see `Memory.reserve`."""
@@ -372,7 +373,7 @@ class ChunkMemory(Memory):
 
     def _bring_wanted(self) -> None:
         """Start bringing what the plan wants to be here, as far as those who leave have made room."""
-        if self._wanted or self._moving:
+        if self._wanted and self._moving:
             self._collect()
         while self._wanted:
             block = self._blocks.get(self._wanted[0])
@@ -414,7 +415,7 @@ class ChunkMemory(Memory):
         place = block.place
         assert place is not None
         assert block.buffer is not None, "only what is here can leave"
-        if isinstance(place, StagedPlace) or block.ring.budget_bytes is None:
+        if not place.keeps_buffer or block.ring.budget_bytes is None:
             self._bound_leaving()
         block.owner.point(None)
         if not block.is_saved:
@@ -437,10 +438,7 @@ class ChunkMemory(Memory):
             block.place = None if copies is None else HostPlace(block.num_bytes, self.host, copies)
             return copies is not None
         try:
-            if copies is None:
-                block.place = DiskPlace(block.num_bytes, self.store)
-            else:
-                block.place = StagedPlace(block.num_bytes, self.store, self.host, copies)
+            block.place = DiskPlace(block.num_bytes, self.store, self.host, copies)
         except OffloadError as error:
             self._problem = self._problem or error
         return block.place is not None
@@ -472,12 +470,13 @@ class ChunkMemory(Memory):
         """Take the memory of blocks that have left, and go on with those that have come half of the way."""
         for block in [*self._moving]:
             assert block.place is not None, "what moves has a place"
-            if not block.place.is_done:
-                continue
-            if block.state is State.LEAVING:
+            if block.place.is_done and block.state is State.LEAVING:
                 self._finish_leaving(block)
-            elif isinstance(block.place, StagedPlace):
-                self._finish_coming(block)
+            elif block.place.is_done:
+                try:
+                    self._finish_coming(block)
+                except OffloadError as error:  # its use raises, too
+                    self._problem = self._problem or error
 
     def _make_room(self, num_bytes: int) -> None:
         """Send blocks away until so many bytes are left; where nothing can go, the budget is exceeded for now.

@@ -91,11 +91,11 @@ class DiskStore:
         self._free.setdefault(aligned(num_bytes), []).append(offset)
 
     def write(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> list[Future[None]]:
-        """Start writing a buffer to a region; the results of what is returned raise `OffloadError` where that fails.
+        """Start writing a buffer of whole sectors to a region; results of what is returned may raise `OffloadError`.
 
         Args:
             offset: Where, as `allocate` returned.
-            buffer: 1-D uint8 on the CPU, of whole sectors, at an address that is a multiple of `ALIGNMENT`.
+            buffer: 1-D uint8 on the CPU, at an address that is a multiple of `ALIGNMENT`.
             after: Called by each thread that takes part before it begins; for what must end first.
         """
         self.bytes_written += buffer.numel()
@@ -153,20 +153,42 @@ class DiskStore:
 
 
 class DiskPlace:
-    """A region of the disk, for a block that the host computes with; see `HostPlace`."""
+    """A region of the disk; see `HostPlace`. The bytes of a device's block pass through a buffer of the host.
+
+    Args:
+        num_bytes: Size of the block.
+        store: The disk.
+        ring: Lends the host's buffers.
+        copies: Copies between these and the device; ``None`` where the host computes with the block.
+
+    Raises:
+        OffloadError: If the disk is full.
+    """
 
     name = "disk"
-    keeps_buffer = True
 
-    def __init__(self, num_bytes: int, store: DiskStore) -> None:
-        self._num_bytes, self._store = num_bytes, store
+    def __init__(self, num_bytes: int, store: DiskStore, ring: Ring, copies: Copies | None) -> None:
+        self._num_bytes, self._store, self._ring, self._copies = num_bytes, store, ring, copies
         self._offset = store.allocate(num_bytes)
+        self.keeps_buffer = copies is None
         self._parts: list[Future[None]] = []
+        self._staged: Tensor | None = None
+        self._target: Tensor | None = None
 
     def send(self, buffer: Tensor, ready: torch.Event | None) -> None:
+        if self._copies is not None:
+            self._staged = self._ring.take(self._num_bytes) if self._staged is None else self._staged
+            ready = self._copies.send(self._staged[: self._num_bytes], buffer, ready)
+            buffer = self._staged
         self._parts = self._store.write(self._offset, buffer, None if ready is None else ready.synchronize)
 
     def bring(self, buffer: Tensor) -> None:
+        if self._copies is not None:
+            self._target = buffer
+            if self._staged is not None:
+                self._parts = []
+                return  # it could not be written, and has the values
+            buffer = self._staged = self._ring.take(self._num_bytes)
         self._parts = self._store.read(self._offset, buffer)
 
     @property
@@ -174,58 +196,29 @@ class DiskPlace:
         return all(part.done() for part in self._parts)
 
     def settle(self) -> torch.Event | None:
-        parts, self._parts = self._parts, []
-        wait(parts)
-        for part in parts:
-            part.result()
-        return None
-
-    def abandon(self) -> None:
-        for part in self._parts:
-            part.cancel()
         wait(self._parts)
+        for part in self._parts:
+            part.result()  # which raises each time: what could not be read is never taken for the values
         self._parts = []
+        return self._give_back()
 
-    def drop(self) -> None:
-        self.abandon()
-        self._store.free(self._offset, self._num_bytes)
-
-
-class StagedPlace(DiskPlace):
-    """A region of the disk, for a block that a device computes with: its bytes pass through buffers of the host."""
-
-    keeps_buffer = False
-
-    def __init__(self, num_bytes: int, store: DiskStore, ring: Ring, copies: Copies) -> None:
-        super().__init__(num_bytes, store)
-        self._ring, self._copies = ring, copies
-        self._staged: Tensor | None = None
-        self._target: Tensor | None = None
-
-    def send(self, buffer: Tensor, ready: torch.Event | None) -> None:
-        if self._staged is None:
-            self._staged = self._ring.take(self._num_bytes)
-        super().send(self._staged, self._copies.send(self._staged[: self._num_bytes], buffer, ready))
-
-    def bring(self, buffer: Tensor) -> None:
-        self._target = buffer
-        if self._staged is None:  # else it could not be written, and has the values
-            self._staged = self._ring.take(self._num_bytes)
-            super().bring(self._staged)
-
-    def settle(self) -> torch.Event | None:
-        super().settle()
-        staged, self._staged = self._staged, None
-        target, self._target = self._target, None
-        if staged is None:
+    def _give_back(self) -> torch.Event | None:
+        (staged, self._staged), (target, self._target) = (self._staged, None), (self._target, None)
+        if staged is None or self._copies is None:
             return None
         copied = None if target is None else self._copies.bring(target, staged[: self._num_bytes])
         self._ring.give(staged, self._num_bytes, copied)
         return copied
 
     def abandon(self) -> None:
-        super().abandon()
-        staged, self._staged, self._target = self._staged, None, None
-        if staged is not None:
-            self._copies.synchronize()
-            self._ring.give(staged, self._num_bytes)
+        for part in self._parts:
+            part.cancel()
+        wait(self._parts)
+        self._parts, self._target = [], None
+        if self._staged is not None and self._copies is not None:
+            self._copies.synchronize()  # it may still be on its way into the buffer
+        self._give_back()
+
+    def drop(self) -> None:
+        self.abandon()
+        self._store.free(self._offset, self._num_bytes)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_MOST_COPIED = 2
+"""Buffers of one size of which copies may be under way at once: one more would only wait behind them."""
+
+
 class Ring:
     """Memory of a device or of the host, counted: buffers are lent, and lent again when nobody reads them any more.
 
@@ -75,10 +79,20 @@ class Ring:
             with contextlib.nullcontext() if self._stream is None else self._stream.own_order():
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         length = aligned(num_bytes)
-        for position, (buffer, _, copied) in enumerate(self._idle):
-            if buffer.numel() == length and is_free(buffer) and (copied is None or copied.query()):
+        copied = []
+        for position, (buffer, _, event) in enumerate(self._idle):
+            if buffer.numel() == length and event is not None and not event.query():
+                copied.append((position, event))
+            elif buffer.numel() == length and is_free(buffer):
                 del self._idle[position]
                 return buffer
+        if len(copied) >= _MOST_COPIED:
+            position, event = copied[0]
+            event.synchronize()
+            if is_free(self._idle[position][0]):
+                return self._idle.pop(position)[0]
+        if copied:  # as many go round as are copied at once
+            self._step_bytes = max(self._step_bytes, self.held_bytes)
         self._trim()
         return locked_buffer(length) if self._pins else aligned_buffer(length)
 
