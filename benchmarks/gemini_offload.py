@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from booster_core import Booster, launch_from_torch
     from booster_gemini import GeminiPlugin
-    from booster_gemini.memory.tiers import give_back_freed
+    from booster_gemini.memory.ring import give_back_freed
 
     launch_from_torch(verbose=False)
     before = _status("VmRSS")
@@ -68,8 +69,6 @@ def _train(options: argparse.Namespace) -> None:
     where: dict[str, Any] = {}
     if options.folder:
         where = {"placement_policy": "auto", "memory_budget_bytes": budget, "offload_dir": options.folder}
-    if options.record:
-        where["memory_record"] = options.record
     booster = Booster(mixed_precision=options.precision, plugin=GeminiPlugin(**where))
     boosted, wrapped, *_ = booster.boost(model, optimizer)
     tokens = torch.randint(8000, (options.batch, 128), generator=torch.Generator().manual_seed(0))
@@ -116,8 +115,8 @@ class _Disk:
         for move in (self._store.write, self._store.read):
             start = time.perf_counter()
             for first in (0, 8):
-                for transfer in [move(self._offsets[first + i], buffer) for i, buffer in enumerate(self._buffers)]:
-                    transfer.wait()
+                for parts in [move(self._offsets[first + i], buffer) for i, buffer in enumerate(self._buffers)]:
+                    wait(parts)
             found.append((1 << 30) / (time.perf_counter() - start))
         return found[0], found[1]
 
@@ -152,7 +151,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--folder", default="")
-    parser.add_argument("--record", default="")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -166,7 +164,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
         disk = _Disk(folder)
         alone = _Trainer(options)
-        ours = _Trainer(options, "--folder", folder, *(["--record", options.record] if options.record else []))
+        ours = _Trainer(options, "--folder", folder)
         for _ in range(options.steps):
             still, (write, read), moved = alone.step(), disk.speeds(), ours.step()
             moving = moved["moved"] / (2 / (1 / write + 1 / read))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from booster_core import discovery
 from booster_core.errors import ConfigError
 from booster_core.precision import PrecisionPolicy
 from booster_gemini import GeminiPlugin
@@ -20,8 +21,12 @@ from booster_gemini import GeminiPlugin
             "is for placement_policy='static', and this is 'auto'",
         ),
         ({"memory_budget_bytes": 10}, "`memory_budget_bytes=10` is for placement_policy='auto'"),
-        ({"memory_budget_bytes": 0, "placement_policy": "auto"}, "`memory_budget_bytes=0` is a number of bytes"),
-        ({"host_budget_bytes": 10, "placement_policy": "auto"}, "`host_budget_bytes=10` leaves the rest no place"),
+        (
+            {"memory_budget_bytes": 0, "placement_policy": "auto"},
+            "`memory_budget_bytes=0` must be positive; it is a number of bytes",
+        ),
+        ({"placement_policy": "auto"}, "`placement_policy='auto'` needs `memory_budget_bytes`"),
+        ({"placement_policy": "mine"}, "`placement_policy='mine'` is not one of 'static', 'auto'"),
         ({"offload_dir": "here"}, "`offload_dir='here'` would stay empty"),
         ({"min_chunk_bytes": 0}, "`min_chunk_bytes=0` must be positive"),
         ({"max_prefetch": -1}, "`max_prefetch=-1` must be 0"),
@@ -35,6 +40,12 @@ from booster_gemini import GeminiPlugin
 def test_a_wrong_option_is_refused_at_once(options, message):
     with pytest.raises(ConfigError, match=message):
         GeminiPlugin(**options)
+
+
+def test_it_is_found_by_name_and_passes_its_options_on():
+    assert discovery.load("gemini") is GeminiPlugin
+    plugin = GeminiPlugin(max_prefetch=3, precision="bf16")
+    assert (plugin.config.max_prefetch, plugin.precision.name) == (3, "bf16")
 
 
 def test_a_wrong_precision_is_refused_at_once():

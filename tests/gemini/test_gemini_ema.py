@@ -77,9 +77,6 @@ def averages(options, precision):
     reference.module.eval()
     with torch.no_grad():
         wanted = reference.module(probe)
-    memory = model.gatherer.memory
-    if memory.moves:
-        memory.close()
     return (output.float() - wanted).abs().max().item()
 
 

@@ -68,9 +68,7 @@ def run_into_a_full_disk(folder, bad_rank, saved):
     booster.save_model(model, f"{saved}/model", shard=True)
     booster.save_optimizer(optimizer, f"{saved}/optimizer", shard=True)
     losses = [step(booster, model, optimizer, number) for number in (1, 2)]
-    state = model.state_dict()
-    model.gatherer.memory.close()
-    return losses, state
+    return losses, model.state_dict()
 
 
 def run_from(saved, is_loaded):
@@ -125,9 +123,7 @@ def remove_the_folder(folder):
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
-    losses = [step(booster, model, optimizer, number) for number in range(3)]
-    model.gatherer.memory.close()
-    return files, losses
+    return files, [step(booster, model, optimizer, number) for number in range(3)]
 
 
 def test_a_folder_that_is_removed_takes_nothing_along(tmp_path):
@@ -141,11 +137,7 @@ def test_a_folder_that_is_removed_takes_nothing_along(tmp_path):
 
 def losses_of(folder, options):
     run = boost(folder, **options)
-    losses = [step(*run, number) for number in range(3)]
-    memory = run[1].gatherer.memory
-    if memory.moves:
-        memory.close()
-    return losses
+    return [step(*run, number) for number in range(3)]
 
 
 def cut_the_file(folder):
@@ -170,7 +162,6 @@ def least_budget(folder):
     run = boost(folder, placement_policy="auto", memory_budget_bytes=12_000, min_chunk_bytes=512)
     with pytest.raises(BudgetError, match=r"is too small: .* needs \d+ bytes at once") as caught:
         steps(run, 4)
-    run[1].gatherer.memory.close()
     return caught.value.least_bytes, str(caught.value)
 
 
@@ -234,17 +225,6 @@ def test_a_parameter_changed_by_hand_is_named_wherever_chunks_are(tmp_path):
     expect_on_ranks(ConfigError, match, change_in_place, 2, str(tmp_path))
 
 
-def share_memory():
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    layers[1].weight = torch.nn.Parameter(layers[0].weight.data)
-    Booster(plugin=GeminiPlugin()).boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
-
-
-def test_two_parameters_over_one_memory_are_refused():
-    match = "'0.weight' and '1.weight' are two objects over the same memory"
-    expect_on_ranks(ConfigError, match, share_memory, 2)
-
-
 def change_lawfully(folder, options, saved):
     """Do all that may change parameters, in debugging, and return what comes of it."""
     booster, model, optimizer = boost(folder, **options)
@@ -266,8 +246,6 @@ def change_lawfully(folder, options, saved):
     losses.append(step(booster, model, optimizer, 3))
     booster.load_model(model, f"{saved}/model")
     losses.append(step(booster, model, optimizer, 4))
-    if model.gatherer.memory.moves:
-        model.gatherer.memory.close()
     return losses
 
 

@@ -32,12 +32,6 @@ PLACES = {
 }
 
 
-def close(model):
-    memory = model.gatherer.memory
-    if memory.moves:
-        memory.close()
-
-
 def values_and_first_step(name, lazily, precision, options):
     """Return the whole model right after `boost` and after one step."""
     torch.manual_seed(3)
@@ -57,7 +51,6 @@ def values_and_first_step(name, lazily, precision, options):
     booster.backward(logits.float().square().mean(), optimizer)
     optimizer.step()
     after = whole_model(booster, model)
-    close(model)
     return before, buffers, after
 
 
@@ -126,7 +119,6 @@ def boost_from_folder(folder, options):
         if shard.flat is not None:
             part = part.flatten()[slice(*shard.flat)]
         assert torch.equal(shard.data, part), shard.name
-    close(boosted)
     DistCoordinator().block_all(name="everybody has read", timeout_seconds=30)
     return memory.peak_bytes
 

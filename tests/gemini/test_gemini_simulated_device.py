@@ -1,5 +1,7 @@
 """Chunks between a device and its host: equal bits at every placement, what the device holds, and what is moved."""
 
+from unittest import mock
+
 import pytest
 import simulated_device as sim
 import torch
@@ -10,8 +12,8 @@ from torch import nn
 
 from booster_core import Booster
 from booster_gemini import GeminiPlugin
+from booster_gemini.memory.chunks import ChunkMemory
 from booster_runtime.collectives import Pending
-from booster_zero.engine import Memory
 
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -19,12 +21,12 @@ LAYER_BYTES = WIDTH * WIDTH * 4
 PLACES = {
     "halves on the host": {"offload_param_frac": 0.5, "offload_optim_frac": 0.5},
     "all on the host": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+    "state on the host": {"offload_optim_frac": 1.0},
     "auto": {"placement_policy": "auto", "memory_budget_bytes": 10 * LAYER_BYTES},
     "disk beneath": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "offload_dir": True},
-    "host, then disk": {
+    "auto, disk beneath": {
         "placement_policy": "auto",
         "memory_budget_bytes": 10 * LAYER_BYTES,
-        "host_budget_bytes": 6 * LAYER_BYTES,
         "offload_dir": True,
     },
 }
@@ -38,21 +40,16 @@ def boost(options, precision=None):
     return booster, model, optimizer
 
 
-def step(booster, model, optimizer, number=0, micro_batches=1):
+def step(booster, model, optimizer, number=0, *, micro_batches=1, clips=True):
+    """Train a step; the second of several backward passes finds gradients that are on their way to the host."""
     for micro in range(micro_batches):
         generator = torch.Generator().manual_seed(100 * number + 10 * micro + dist.get_rank())
         x = torch.randn(4, WIDTH, generator=generator).to(booster.device)
         booster.backward(model(x).float().square().mean(), optimizer)
-    norm = float(optimizer.clip_grad_by_norm(0.5))
+    norm = float(optimizer.clip_grad_by_norm(0.01)) if clips else 0.0
     optimizer.step()
     optimizer.zero_grad()
     return norm
-
-
-def close(model):
-    memory = model.gatherer.memory
-    if memory.moves:
-        memory.close()
 
 
 def with_folder(options, folder):
@@ -61,13 +58,13 @@ def with_folder(options, folder):
 
 def trained(options, precision):
     booster, model, optimizer = boost(options, precision)
-    norms = [step(booster, model, optimizer, number, micro_batches=2) for number in range(4)]
+    # Clipped on their way or not, gradients come to the optimizer without their loss scale.
+    norms = [step(booster, model, optimizer, number, micro_batches=2, clips=number in (1, 2)) for number in range(4)]
     state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    close(model)
     return norms, state
 
 
-@matrix(1, place=PLACES, precision=["fp32", "bf16"], size=[1, 2])
+@matrix(1, place=PLACES, precision=["fp32", "bf16", "fp16"], size=[1, 2])
 def test_bits_do_not_depend_on_the_placement(place, precision, size, simulated_device, tmp_path):
     expected = run_on_devices(trained, size, simulated_device, {}, precision)
     actual = run_on_devices(trained, size, simulated_device, with_folder(PLACES[place], tmp_path), precision)
@@ -86,14 +83,12 @@ def stepped_twice(options):
         optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
-    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    close(model)
-    return state
+    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
 def waits_of_two_steps():
     """Return in which order values are sent, and are free to be changed, and the optimizer steps."""
-    events, write = [], Memory.write
+    events, write = [], ChunkMemory.write
     booster, model, optimizer = boost({"offload_optim_frac": 1.0})
     step(booster, model, optimizer)
     stepped = optimizer.optim.step
@@ -107,14 +102,13 @@ def waits_of_two_steps():
         return Pending([pending], lambda: events.append(f"free {number}"))
 
     optimizer.optim.step = lambda *args: events.append("step") or stepped(*args)
-    Memory.write = noted
+    ChunkMemory.write = noted
     try:
         booster.backward(model(torch.randn(4, WIDTH).to(booster.device)).square().mean(), optimizer)
         optimizer.step()
         optimizer.step()
     finally:
-        Memory.write = write
-    close(model)
+        ChunkMemory.write = write
     return events
 
 
@@ -144,9 +138,7 @@ def trained_by_adafactor(options):
         booster.backward(model(x).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    state = {key: value.cpu().clone() for key, value in model.state_dict().items()}
-    close(model)
-    return state
+    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
 
 
 def test_state_that_is_not_elementwise_follows_offloaded_chunks(simulated_device):
@@ -166,9 +158,7 @@ def peak(options, limit):
         torch.simulated.reset_peak_memory_stats()
         for number in range(2, 4):
             step(booster, model, optimizer, number)
-        found = torch.simulated.max_memory_allocated() - before
-    close(model)
-    return found
+        return torch.simulated.max_memory_allocated() - before
 
 
 def two_steps():
@@ -203,7 +193,6 @@ def moved(options, precision=None):
     step(booster, model, optimizer, 3)
     counted = [after - start for start, after in zip(before, sim.bytes_moved(), strict=True)]
     places = model.gatherer.memory.bytes_by_place()
-    close(model)
     return places, counted
 
 
@@ -240,7 +229,6 @@ def _elements_by_device(precision):
     found = dict.fromkeys(("cpu", "simulated"), 0)
     for state in optimizer.state.values():
         found[state["exp_avg"].device.type] += state["exp_avg"].numel()
-    close(model)
     return found
 
 
@@ -249,3 +237,21 @@ def test_half_of_the_state_is_on_the_host_where_half_was_asked_for(precision, si
     """The state grows in the first step, and takes more on the host, where it has a copy of the values."""
     (found,) = run_on_devices(_elements_by_device, 1, simulated_device, precision)
     assert found == {"cpu": NUMEL // 2, "simulated": NUMEL // 2}
+
+
+def pinned(options):
+    """Return how often host memory is pinned in each step."""
+    counts, asked, empty = [], [], torch.empty
+    run = boost(options, "bf16")
+    with mock.patch.object(torch, "empty", lambda *a, **k: asked.append(k.get("pin_memory")) or empty(*a, **k)):
+        for number in range(4):
+            asked.clear()
+            step(*run, number, micro_batches=2)
+            counts.append(asked.count(True))
+    return counts
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_copies_are_page_locked_only_where_that_is_asked_for_and_in_a_ring(pins, simulated_device):
+    (first, *_, last) = run_on_devices(pinned, 1, simulated_device, {"offload_optim_frac": 1.0, "pin_memory": pins})[0]
+    assert (bool(first), last) == (pins, 0)

@@ -61,7 +61,9 @@ CASES = {
     "zero 2, offload": Case("zero", {"stage": 2, "offload": "cpu"}),
     "gemini": Case("gemini"),
     "gemini, offload": Case("gemini", {"offload_param_frac": 1.0, "offload_optim_frac": 1.0}),
-    "gemini, what is left": Case("gemini", {"placement_policy": "auto"}),
+    "gemini, auto": Case(
+        "gemini", {"placement_policy": "auto", "memory_budget_bytes": 300_000, "min_chunk_bytes": 4096}
+    ),
     "tensor parallel": Case("hybrid", {"tp_size": 2}),
     "sequence parallel": Case("hybrid", {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
     "pipeline": Case("hybrid", {"pp_size": 2, "num_microbatches": 4}),

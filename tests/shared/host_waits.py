@@ -91,6 +91,40 @@ def cuda_waits_raise() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+OFFLOADED = {
+    f"gemini, {name}": Case("gemini", {"min_chunk_bytes": 1 << 12, **options})
+    for name, options in {
+        "parameters": {"offload_param_frac": 1.0},
+        "state": {"offload_optim_frac": 1.0},
+        "half of the state": {"offload_optim_frac": 0.5},
+        "all": {"offload_param_frac": 1.0, "offload_optim_frac": 1.0},
+        "auto": {"placement_policy": "auto", "memory_budget_bytes": 40_000},
+    }.items()
+}
+"""Plugins whose state is on the host, and whose forward and backward wait for no copy."""
+
+
+def waits_in_passes(case: Case, device: str, precision: str = "bf16") -> list[str]:
+    """Return what the host waits for in forward and backward of the fifth and sixth step, of two batches each.
+
+    Collective: every rank.
+    """
+    torch.manual_seed(0)
+    module, name = PLUGINS[case.plugin].split(":")
+    booster = Booster(device, precision, getattr(import_module(module), name)(**case.options))
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    x = torch.ones(4, 32, device=device)
+    waits = HostWaits(device)
+    for step in range(STEPS_BEFORE + 2):
+        for _ in range(2):
+            with waits if step >= STEPS_BEFORE else contextlib.nullcontext():
+                booster.backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return waits.found
+
+
 def waits_of(case: Case, device: str, precision: str = "fp32") -> tuple[list[str], int]:
     """Return what the host waits for in the fifth and sixth step, and how many of three waits are found.
 

@@ -74,7 +74,7 @@ def close_with_adamw(setting: Setting, *, plugin: str, options: dict[str, Any], 
 
 
 def stay_within_a_fraction(setting: Setting) -> None:
-    """`auto` trains where the process may use less of the device than parameters, gradients and state take."""
+    """A budget trains where the process may use less of the device than parameters, gradients and state take."""
     repeat_bits()
 
     def model() -> Decoder:
@@ -92,7 +92,8 @@ def stay_within_a_fraction(setting: Setting) -> None:
     # Parameters, gradients and momentum take 12 bytes each; activations, workspaces and fragments 256 MiB.
     limit = 8 * numel + (256 << 20)
     torch.cuda.set_per_process_memory_fraction(limit / total)
-    moves = Run(setting, "gemini", {"placement_policy": "auto"}, make_optimizer=exact_sgd, model=model())
+    within = {"placement_policy": "auto", "memory_budget_bytes": 6 * numel}
+    moves = Run(setting, "gemini", within, make_optimizer=exact_sgd, model=model())
     with late_copies(setting):
         losses = moves.train(STEPS)
     assert losses == expected, (losses, expected)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from booster_gemini.memory.copies import HostCopies
+from booster_gemini.memory.chunks import ChunkMemory
 from booster_gemini.memory.disk import DiskStore
-from booster_gemini.memory.tiered import TieredMemory
-from booster_gemini.memory.tiers import Tier
-from booster_gemini.placement.auto import AutoPlacement
-from booster_gemini.placement.static import StaticPlacement
+from booster_gemini.memory.ring import Copies, Ring
+from booster_gemini.plan import Placement
 from booster_runtime.memory import CopyStream
 from booster_zero.engine import FlatBuffer, Role
 from device_runs.cases import CannotRun, Figure
@@ -47,9 +45,9 @@ class _Carried:
     def __init__(self, setting: Setting, seed: int, count: int = 6) -> None:
         self.setting, self.draw = setting, random.Random(seed)
         self.device = torch.device(setting.device)
-        self.copies = HostCopies(self.device)
-        self.tier = Tier(self.device, copy_stream=self.copies.up)
-        host = Tier(torch.device("cpu"), pins=True)
+        self.copies = Copies(self.device)
+        self.ring = Ring(self.device, stream=self.copies.up)
+        host = Ring(torch.device("cpu"), pins=True)
         self.num_bytes = 4 * block_numel(setting)
         self.below = [host.take(self.num_bytes) for _ in range(count)]
         self.expected = [float(index) for index in range(count)]
@@ -70,7 +68,7 @@ class _Carried:
 
     def go_around(self, index: int) -> None:
         """Bring a block up, in most rounds compute with it, and send it down."""
-        copies, buffer = self.copies, self.tier.take(self.num_bytes)
+        copies, buffer = self.copies, self.ring.take(self.num_bytes)
         self.be_late(copies.up)
         copies.up.wait(self.copied[index])  # the host waits for nothing
         ready = copies.bring(buffer, self.below[index][: self.num_bytes])
@@ -82,7 +80,7 @@ class _Carried:
         self.be_late(copies.down)
         self.copied[index] = copies.send(self.below[index][: self.num_bytes], buffer, ready)
         copies.leave(buffer)
-        self.tier.give(buffer, self.num_bytes)
+        self.ring.give(buffer, self.num_bytes)
 
     def compute(self, index: int, values: Tensor) -> None:
         """Read and change a block on the device."""
@@ -117,7 +115,7 @@ def carry(setting: Setting, *, seed: int) -> None:
 class _Owner:
     """Somebody who has a buffer, as buckets have."""
 
-    def __init__(self, memory: TieredMemory, number: int, role: Role, numel: int, device: str) -> None:
+    def __init__(self, memory: ChunkMemory, number: int, role: Role, numel: int, device: str) -> None:
         self.expected = float(number)
         self.buffer = FlatBuffer(number, role, torch.full((numel,), self.expected, device=device))
         memory.add(self.buffer)
@@ -133,7 +131,7 @@ class _Owner:
         return found
 
 
-def _write_from_host(memory: TieredMemory, owner: _Owner, numel: int, draw: random.Random) -> None:
+def _write_from_host(memory: ChunkMemory, owner: _Owner, numel: int, draw: random.Random) -> None:
     """Write to a buffer from values on the host, and change these once that is said to be safe."""
     owner.expected += 1
     values = torch.full((numel,), owner.expected, pin_memory=True)
@@ -147,18 +145,10 @@ def move_blocks(setting: Setting, *, policy: str, has_disk: bool) -> None:
     """Use buffers on the device, and write to them from the host, in random order, and check what each use finds."""
     numel, draw = block_numel(setting) // (4 if has_disk else 1), random.Random(7)
     device, count, num_bytes = torch.device(setting.device), 12, 4 * numel
-    copies = HostCopies(device)
-    budget = 5 * num_bytes if policy == "auto" else None
-    store = DiskStore(setting.folder) if has_disk else None
-    tiers = [
-        Tier(device, budget, copy_stream=copies.up),
-        Tier(torch.device("cpu"), 3 * num_bytes if has_disk else None, pins=True),
-    ]
-    made: Any = AutoPlacement()
-    if policy == "static":
-        fractions = dict.fromkeys(Role, 1.0)
-        made = StaticPlacement(fractions, class_of=lambda key: key[1], ahead=dict.fromkeys(Role, 2))
-    memory = TieredMemory(tiers, store, made, copies=copies)
+    placement = Placement(away=dict.fromkeys(Role, 1.0), ahead=dict.fromkeys(Role, 2))
+    if policy == "auto":
+        placement = Placement(budget_bytes=5 * num_bytes)
+    memory = ChunkMemory(device, placement, DiskStore(setting.folder) if has_disk else None, pins=True)
     owners = [_Owner(memory, number, Role.PARAM, numel, setting.device) for number in range(count)]
     wrong = torch.zeros(count, dtype=torch.int64, device=device)
     with late_copies(setting, 1e-3):
@@ -191,7 +181,7 @@ def hold_pinned_bytes(setting: Setting) -> list[Figure]:
         msg = "torch.cuda.host_memory_stats"
         raise CannotRun(msg)
     torch.empty(1, device=setting.device)
-    host = Tier(torch.device("cpu"), pins=True)
+    host = Ring(torch.device("cpu"), pins=True)
     before = _host_bytes()
     sizes = [(1 << 26), (1 << 26) - 4096, 33 << 20, 17 << 20, (5 << 20) + 12, 1 << 20]
     taken = [(host.take(size), size) for size in sizes]

@@ -37,6 +37,12 @@ def wait_once(setting: Setting, *, case: device_smoke.Case) -> None:
     assert all("loss_scaler.py" in each for each in found), "\n".join(found)
 
 
+def wait_for_nothing_in_passes(setting: Setting, *, case: device_smoke.Case) -> None:
+    """Forward and backward wait for no copy, also where gradients of two batches add up on the host."""
+    found = host_waits.waits_in_passes(case, setting.device)
+    assert not found, "\n".join(found)
+
+
 def list_waits(setting: Setting, *, name: str, case: device_smoke.Case) -> list[Figure]:
     """Count what a step with offload waits for: events and streams of copies, and the norm that clips on the host."""
     found, _ = host_waits.waits_of(case, setting.device, "bf16")
@@ -71,6 +77,12 @@ CASES = [
     ),
     case_of(
         "host waits, offload",
-        [Part(name, list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()],
+        [
+            *(Part(name, list_waits, {"name": name, "case": case}) for name, case in OFFLOAD.items()),
+            *(
+                Part(f"{name}, two batches", wait_for_nothing_in_passes, {"case": case})
+                for name, case in host_waits.OFFLOADED.items()
+            ),
+        ],
     ),
 ]

@@ -57,10 +57,14 @@ class TestGeminiOffloaded(OnDevice, PluginConformance):
     }
 
 
-class TestGeminiWithWhatIsLeft(OnDevice, PluginConformance):
+class TestGeminiWithinABudget(OnDevice, PluginConformance):
     plugin_class = GeminiPlugin
     reduces_under_no_sync = True
-    options: ClassVar[Mapping[str, Any]] = {"min_chunk_bytes": 1024, "placement_policy": "auto"}
+    options: ClassVar[Mapping[str, Any]] = {
+        "min_chunk_bytes": 1024,
+        "placement_policy": "auto",
+        "memory_budget_bytes": 20_000,
+    }
 
 
 class TestHybrid(OnDevice, PluginConformance):

@@ -20,22 +20,16 @@ class GeminiConfig(ShardingOptions):
     """Options of Gemini; `ShardingOptions` documents those that are not here.
 
     Args:
-        placement_policy: ``"static"`` offloads fixed fractions; ``"auto"`` stays within a budget and evicts the chunk
-            whose next use is furthest away; any other name is passed to the hook ``placement_policy``.
+        placement_policy: ``"static"`` offloads fixed fractions; ``"auto"`` stays within ``memory_budget_bytes`` and
+            evicts the chunk whose next use is furthest away.
         offload_param_frac: Fraction of the parameters that is offloaded while not in use, for ``"static"``.
         offload_optim_frac: Fraction of the optimizer state that is offloaded, for ``"static"``. With an accelerator,
             the host steps on it.
         memory_budget_bytes: Device memory (on CPU runs, host memory) that each rank may use for parameters, gradients
-            and optimizer state, for ``"auto"``; activations are not included. With an accelerator, ``None`` measures
-            in the first step, which gets by with a fifth of the device's memory, what activations take, and uses the
-            rest but a tenth. It resets what ``torch.cuda.max_memory_allocated`` tells.
-        host_budget_bytes: Host memory for offloaded chunks, with an accelerator and ``offload_dir``, to which the rest
-            goes. ``None`` offloads everything to ``offload_dir`` if there is one, else to host memory.
+            and optimizer state, for ``"auto"``; activations are not included.
         offload_dir: Folder on a disk for offloaded chunks. On CPU runs, disk is the only offload target; with an
             accelerator, ``None`` offloads to host memory.
         pin_memory: Pin host memory, with an accelerator.
-        memory_record: Folder to which each rank writes where its chunks were, for ``booster trace``; ``None`` writes
-            nothing.
         shard_param_frac: Fraction of the parameters that is resharded after each use; the rest stays gathered until
             the next step, which takes more memory and fewer gathers. 0 is what ZeRO-2 does.
         min_chunk_bytes: Smallest size of a chunk in bytes; of sizes up to four times as large, the first with almost no
@@ -57,10 +51,8 @@ class GeminiConfig(ShardingOptions):
     offload_param_frac: float = 0.0
     offload_optim_frac: float = 0.0
     memory_budget_bytes: int | None = None
-    host_budget_bytes: int | None = None
     offload_dir: str | Path | None = None
     pin_memory: bool = True
-    memory_record: str | Path | None = None
     shard_param_frac: float = 1.0
     min_chunk_bytes: int = 16 * 2**20
     max_prefetch: int = 1
@@ -89,6 +81,7 @@ class GeminiConfig(ShardingOptions):
                 raise TypeError(msg)
 
     def _check_placement(self) -> None:
+        self._check_known("placement_policy", ("static", "auto"))
         is_static = self.placement_policy == "static"
         for name in ("offload_param_frac", "offload_optim_frac"):
             value = getattr(self, name)
@@ -101,21 +94,17 @@ class GeminiConfig(ShardingOptions):
                     "takes `memory_budget_bytes` instead."
                 )
                 raise ConfigError(msg)
-        for name in ("memory_budget_bytes", "host_budget_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                msg = f"`{name}={value}` is a number of bytes and must be positive."
-                raise ConfigError(msg)
+        self._check_positive("memory_budget_bytes", "a number of bytes")
         if self.memory_budget_bytes is not None and is_static:
             msg = (
                 f"`memory_budget_bytes={self.memory_budget_bytes}` is for placement_policy='auto'; 'static' takes "
                 "`offload_param_frac` and `offload_optim_frac` instead."
             )
             raise ConfigError(msg)
-        if self.host_budget_bytes is not None and self.offload_dir is None:
+        if self.memory_budget_bytes is None and not is_static:
             msg = (
-                f"`host_budget_bytes={self.host_budget_bytes}` leaves the rest no place. Pass `offload_dir`, a folder "
-                "on a disk."
+                "`placement_policy='auto'` needs `memory_budget_bytes`: what a device has less what activations take, "
+                "which `booster plan` predicts."
             )
             raise ConfigError(msg)
         if self.offload_dir is not None and is_static and not (self.offload_param_frac or self.offload_optim_frac):

@@ -89,8 +89,8 @@ def read_traces(folder: Path) -> list[dict[str, Any]]:
     paths = sorted(folder.glob("*-rank*.trace.json"))
     if not paths:
         msg = (
-            f"'{folder}' holds no *-rank*.trace.json. Name a folder of `watch_memory`, of `GeminiPlugin(memory_record="
-            "...)`, or of `HybridParallelPlugin(pipeline_record=...)`."
+            f"'{folder}' holds no *-rank*.trace.json. Name a folder of `watch_memory`, or of "
+            "`HybridParallelPlugin(pipeline_record=...)`."
         )
         raise ConfigError(msg)
     return [event for path in paths for event in read_trace(path)]

@@ -95,8 +95,3 @@ def sharding_policy(model_class: type[nn.Module]) -> object | None:
 @hookspec(firstresult=True)
 def storage(scheme: str) -> object | None:
     """Return the storage that reads and writes URLs of a scheme such as ``"s3"``, or ``None`` to pass."""
-
-
-@hookspec(firstresult=True)
-def placement_policy(name: str) -> object | None:
-    """Return the placement policy of a name, for plugins that move state between memories, or ``None`` to pass."""

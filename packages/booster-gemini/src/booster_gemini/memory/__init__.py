@@ -1,1 +1,1 @@
-"""Memories and what is in them: device, host and disk as one list, moves between them, and who asked for what."""
+"""Where chunks are: on the device, in the host's memory, on a disk; and the copies between these."""

@@ -1,4 +1,4 @@
-"""The last of the memories: one file per rank, read and written past the page cache by a few threads.
+"""A disk as the place of blocks: one file per rank, read and written past the page cache by a few threads.
 
 The file has no name: it goes with the process, however that ends, and nobody can remove or cut it behind our back.
 Room is taken when a region is made, so that a full disk shows before anything has moved there.
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import tempfile
-import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -20,100 +19,64 @@ from booster_core.errors import OffloadError
 from booster_runtime.memory import OffloadFolder, aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    import torch
     from torch import Tensor
+
+    from booster_gemini.memory.ring import Copies, Ring
 
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
-
-
-class Transfer:
-    """A read or write that has been started; `wait` ends it and raises what went wrong."""
-
-    def __init__(self, parts: Sequence[Future[None]], keep: object = None) -> None:
-        self._parts = list(parts)
-        self._keep = keep
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return all(part.done() for part in self._parts)
-
-    def wait(self) -> None:
-        """Return once all bytes have been moved.
-
-        Raises:
-            OffloadError: If the file could not be read or written.
-        """
-        wait(self._parts)
-        parts, self._parts, self._keep = self._parts, [], None
-        for part in parts:
-            part.result()
-
-    def abandon(self) -> None:
-        """Return once nothing is moved any more, whatever came of it; parts that have not begun are left out."""
-        for part in self._parts:
-            part.cancel()
-        wait(self._parts)
-        self._parts, self._keep = [], None
 
 
 class DiskStore:
     """Regions of bytes in a file of this process alone.
 
     Args:
-        folder: A folder of this host, on a disk.
-        option: The option that named the folder, for errors.
+        folder: A folder of this host, on a disk: the option `offload_dir`.
 
     Attributes:
-        is_direct: Whether transfers pass the page cache by.
-        bytes_read: Bytes read so far.
-        bytes_written: Bytes written so far.
+        bytes_read: Bytes whose read was started.
+        bytes_written: Bytes whose write was started.
 
     Raises:
         ConfigError: If the folder is not there, is none, or can't be written to.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, option: str = "offload_dir") -> None:
-        self._folder = OffloadFolder(folder, option=option)
-        self._file, self.is_direct = self._open()
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = OffloadFolder(folder, option="offload_dir")
+        self._folder.check_exists()
+        try:
+            self._file = self._open()
+        except OSError as cause:
+            raise self._folder.not_writable(cause) from cause
         self._close = weakref.finalize(self, os.close, self._file)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gemini disk")
-        self._lock = threading.Lock()
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self.bytes_read = self.bytes_written = 0
 
-    def _open(self) -> tuple[int, bool]:
-        self._folder.check_exists()
-        direct = getattr(os, "O_DIRECT", 0)
+    def _open(self) -> int:
+        descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".chunks", dir=self._folder.folder)
         try:
-            descriptor, name = tempfile.mkstemp(prefix="booster-", suffix=".chunks", dir=self._folder.folder)
-            try:
-                if direct:
-                    with contextlib.suppress(OSError):  # a file system without direct I/O
-                        opened = os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
-                        os.close(descriptor)
-                        return opened, True
-                return descriptor, False
-            finally:
-                Path(name).unlink()
-        except OSError as cause:
-            raise self._folder.not_writable(cause) from cause
+            if direct := getattr(os, "O_DIRECT", 0):
+                with contextlib.suppress(OSError):  # a file system without direct I/O
+                    opened = os.open(name, os.O_RDWR | os.O_CLOEXEC | direct)
+                    os.close(descriptor)
+                    return opened
+            return descriptor
+        finally:
+            Path(name).unlink()
 
     def allocate(self, num_bytes: int) -> int:
-        """Take room for a region and return its offset.
-
-        Args:
-            num_bytes: Length of the region; rounded up to whole sectors.
+        """Take room for a region of whole sectors and return its offset.
 
         Raises:
             OffloadError: If the disk is full.
         """
         length = aligned(num_bytes)
-        free = self._free.get(length)
-        if free:
+        if free := self._free.get(length):
             return free.pop()
         offset = self._end
         try:
@@ -127,72 +90,50 @@ class DiskStore:
         """Give a region back, for others of its length."""
         self._free.setdefault(aligned(num_bytes), []).append(offset)
 
-    def write(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> Transfer:
-        """Start writing a buffer to a region.
+    def write(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> list[Future[None]]:
+        """Start writing a buffer of whole sectors to a region; results of what is returned may raise `OffloadError`.
 
         Args:
             offset: Where, as `allocate` returned.
-            buffer: 1-D uint8 on the CPU, of whole sectors, at an address that is a multiple of `ALIGNMENT`; left
-                alone until the transfer has ended.
+            buffer: 1-D uint8 on the CPU, at an address that is a multiple of `ALIGNMENT`.
             after: Called by each thread that takes part before it begins; for what must end first.
         """
-        return self._start(self._write, offset, buffer, after)
+        self.bytes_written += buffer.numel()
+        return self._start("written", offset, buffer, after)
 
-    def read(self, offset: int, buffer: Tensor, after: Callable[[], None] | None = None) -> Transfer:
+    def read(self, offset: int, buffer: Tensor) -> list[Future[None]]:
         """Start reading a region into a buffer; see `write`."""
-        return self._start(self._read, offset, buffer, after)
+        self.bytes_read += buffer.numel()
+        return self._start("read", offset, buffer, None)
 
-    def _start(
-        self,
-        move: Callable[[int, memoryview], None],
-        offset: int,
-        buffer: Tensor,
-        after: Callable[[], None] | None,
-    ) -> Transfer:
+    def _start(self, what: str, offset: int, buffer: Tensor, after: Callable[[], None] | None) -> list[Future[None]]:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's stubs for Python before 3.12
 
         def part(start: int) -> None:
             if after is not None:
                 after()
-            move(offset + start, view[start : start + _PIECE_BYTES])
+            self._move(what, offset + start, view[start : start + _PIECE_BYTES])
 
-        starts = range(0, len(view), _PIECE_BYTES)
-        return Transfer([self._pool.submit(part, start) for start in starts], keep=buffer)
+        return [self._pool.submit(part, start) for start in range(0, len(view), _PIECE_BYTES)]
 
-    def _write(self, offset: int, view: memoryview) -> None:
-        if hasattr(os, "posix_fallocate") and os.fstat(self._file).st_size < offset + len(view):
-            raise OffloadError(self._cut("written", offset, len(view)))  # it would be long again, and empty
+    def _move(self, what: str, offset: int, view: memoryview) -> None:
         position = 0
         while position < len(view):
+            end = os.fstat(self._file).st_size
+            if end < offset + len(view):  # what is written would make it long again, and empty
+                raise self._trouble(what, offset, len(view), f"the file ends at byte {end}, so somebody has cut it")
             try:
-                count = os.pwrite(self._file, view[position:], offset + position)
+                if what == "written":
+                    position += os.pwrite(self._file, view[position:], offset + position)
+                else:
+                    position += os.preadv(self._file, [view[position:]], offset + position)
             except OSError as cause:
                 if cause.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise OffloadError(self._shortage(len(view), cause)) from cause
-                raise OffloadError(self._trouble("written", offset, len(view), cause.strerror)) from cause
-            position += count
-        with self._lock:
-            self.bytes_written += len(view)
+                raise self._trouble(what, offset, len(view), cause.strerror) from cause
 
-    def _read(self, offset: int, view: memoryview) -> None:
-        position = 0
-        while position < len(view):
-            try:
-                count = os.preadv(self._file, [view[position:]], offset + position)
-            except OSError as cause:
-                raise OffloadError(self._trouble("read", offset, len(view), cause.strerror)) from cause
-            if count == 0:
-                raise OffloadError(self._cut("read", offset, len(view)))
-            position += count
-        with self._lock:
-            self.bytes_read += len(view)
-
-    def _cut(self, what: str, offset: int, length: int) -> str:
-        reason = f"the file ends at byte {os.fstat(self._file).st_size}, so somebody has cut it"
-        return self._trouble(what, offset, length, reason)
-
-    def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> str:
-        return (
+    def _trouble(self, what: str, offset: int, length: int, reason: str | None) -> OffloadError:
+        return OffloadError(
             f"{length} bytes at offset {offset} of the offloaded chunks in {self._folder.asked} could not "
             f"be {what}: {reason}. Start again from the last checkpoint, on a disk that works."
         )
@@ -209,3 +150,75 @@ class DiskStore:
         self._pool.shutdown(wait=True)
         self._close()
         self._file = -1  # the number may be given to another file
+
+
+class DiskPlace:
+    """A region of the disk; see `HostPlace`. The bytes of a device's block pass through a buffer of the host.
+
+    Args:
+        num_bytes: Size of the block.
+        store: The disk.
+        ring: Lends the host's buffers.
+        copies: Copies between these and the device; ``None`` where the host computes with the block.
+
+    Raises:
+        OffloadError: If the disk is full.
+    """
+
+    name = "disk"
+
+    def __init__(self, num_bytes: int, store: DiskStore, ring: Ring, copies: Copies | None) -> None:
+        self._num_bytes, self._store, self._ring, self._copies = num_bytes, store, ring, copies
+        self._offset = store.allocate(num_bytes)
+        self.keeps_buffer = copies is None
+        self._parts: list[Future[None]] = []
+        self._staged: Tensor | None = None
+        self._target: Tensor | None = None
+
+    def send(self, buffer: Tensor, ready: torch.Event | None) -> None:
+        if self._copies is not None:
+            self._staged = self._ring.take(self._num_bytes) if self._staged is None else self._staged
+            ready = self._copies.send(self._staged[: self._num_bytes], buffer, ready)
+            buffer = self._staged
+        self._parts = self._store.write(self._offset, buffer, None if ready is None else ready.synchronize)
+
+    def bring(self, buffer: Tensor) -> None:
+        if self._copies is not None:
+            self._target = buffer
+            if self._staged is not None:
+                self._parts = []
+                return  # it could not be written, and has the values
+            buffer = self._staged = self._ring.take(self._num_bytes)
+        self._parts = self._store.read(self._offset, buffer)
+
+    @property
+    def is_done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def settle(self) -> torch.Event | None:
+        wait(self._parts)
+        for part in self._parts:
+            part.result()  # which raises each time: what could not be read is never taken for the values
+        self._parts = []
+        return self._give_back()
+
+    def _give_back(self) -> torch.Event | None:
+        (staged, self._staged), (target, self._target) = (self._staged, None), (self._target, None)
+        if staged is None or self._copies is None:
+            return None
+        copied = None if target is None else self._copies.bring(target, staged[: self._num_bytes])
+        self._ring.give(staged, self._num_bytes, copied)
+        return copied
+
+    def abandon(self) -> None:
+        for part in self._parts:
+            part.cancel()
+        wait(self._parts)
+        self._parts, self._target = [], None
+        if self._staged is not None and self._copies is not None:
+            self._copies.synchronize()  # it may still be on its way into the buffer
+        self._give_back()
+
+    def drop(self) -> None:
+        self.abandon()
+        self._store.free(self._offset, self._num_bytes)

@@ -1,6 +1,6 @@
 """Join the traces of ranks; print peaks and idle shares.
 
-Traces are what `watch_memory`, Gemini's ``memory_record`` and hybrid's ``pipeline_record`` write.
+Traces are what `watch_memory` and hybrid's ``pipeline_record`` write.
 """
 
 from __future__ import annotations

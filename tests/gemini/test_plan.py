@@ -1,0 +1,201 @@
+"""Plans of made-up steps: budgets hold at every event, what is used is there, and moves come early."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from booster_core.errors import BudgetError
+from booster_gemini.plan import Event, Placement
+
+ROLE = "values"
+
+
+def of(*names):
+    """Return keys, as blocks have them, of one role."""
+    return [(name, ROLE) for name in names]
+
+
+def use(name, moment="", role=ROLE):
+    return [Event((name, role), 1, moment), Event((name, role), -1, moment)]
+
+
+def least(events, sizes):
+    """Return the budget below which planning raises, found by asking."""
+    try:
+        Placement(budget_bytes=0).plan(events, sizes, set(), set())
+    except BudgetError as error:
+        return error.least_bytes
+    return 0
+
+
+def replay(plan, events, sizes, here, below):
+    """Follow a plan as if moves took no time; return loads without a plan, the most bytes held, and what is left."""
+    present, valued = set(here), set(here) | set(below)
+    users, other, most, unplanned = dict.fromkeys(sizes, 0), 0, [], 0
+    for event, moves in zip([*events, None], plan, strict=True):
+        for key in moves.leave:
+            assert key in present
+            assert not users[key]
+            present.discard(key)
+        for key in moves.come:
+            assert key in valued - present
+            present.add(key)
+        if event is None:
+            break
+        key, change, _ = event
+        if key is None:
+            other += change
+        elif change == 0:
+            present.discard(key)
+            valued.discard(key)
+        else:
+            users[key] += change
+            if change > 0:
+                unplanned += key not in present and key in valued
+                present.add(key)
+                valued.add(key)
+        most.append(sum(sizes[key] for key in present) + other)
+    return unplanned, most, frozenset(present), frozenset(valued - present)
+
+
+@st.composite
+def steps(draw):
+    sizes = {(name, ROLE): size for name, size in enumerate(draw(st.lists(st.integers(1, 50), min_size=1, max_size=6)))}
+    events, users, taken = [], dict.fromkeys(sizes, 0), []
+    for _ in range(draw(st.integers(1, 25))):
+        key = draw(st.sampled_from(sorted(sizes)))
+        kind = draw(st.sampled_from(["use", "release", "forget", "take", "give"]))
+        if kind == "use" and sum(users.values()) < 3:
+            users[key] += 1
+            events.append(Event(key, 1, f"layer {key}"))
+        elif kind == "release" and users[key]:
+            users[key] -= 1
+            events.append(Event(key, -1))
+        elif kind == "forget" and not users[key]:
+            events.append(Event(key, 0))
+        elif kind == "take":
+            taken.append(draw(st.integers(1, 40)))
+            events.append(Event(None, taken[-1]))
+        elif kind == "give" and taken:
+            events.append(Event(None, -taken.pop()))
+    events += [Event(key, -1) for key, count in users.items() for _ in range(count)]
+    events += [Event(None, -size) for size in reversed(taken)]
+    return events, sizes
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps(), st.integers(0, 120), st.data())
+def test_a_budget_is_kept_at_every_event_and_nothing_missed(step, spare, data):
+    events, sizes = step
+    budget = least(events, sizes) + spare
+    here, room = set(), budget
+    for key, size in sizes.items():
+        if size <= room and data.draw(st.booleans()):
+            here.add(key)
+            room -= size
+    below = frozenset(sizes) - here
+    for _ in range(3):
+        plan = Placement(budget_bytes=budget).plan(events, sizes, here, below)
+        unplanned, most, here, below = replay(plan, events, sizes, here, below)
+        assert max(most, default=0) <= budget
+        assert unplanned == 0
+
+
+def demand_loads(sequence, sizes, budget, resident, choose):
+    """Count loads of a cache that fetches on demand, for the second of two rounds."""
+    present, loads = set(resident), 0
+    rounds = list(sequence) * 3
+    for index, key in enumerate(rounds):
+        if key in present:
+            continue
+        loads += index >= len(sequence)
+        while sum(sizes[each] for each in present) + sizes[key] > budget:
+            present.discard(choose(present, rounds, index))
+        present.add(key)
+    return loads
+
+
+def test_a_budget_moves_less_than_least_recently_used_on_a_loop():
+    sizes = dict.fromkeys(of(*range(10)), 1)
+    sequence = of(*range(10), *reversed(range(10)))
+    events = [event for name, _ in sequence for event in use(name)]
+
+    def least_recent(present, rounds, index):
+        return min(present, key=lambda key: max((i for i in range(index) if rounds[i] == key), default=-1))
+
+    first = frozenset(of(*range(4)))
+    here, below, loads = first, frozenset(sizes) - first, []
+    for _ in range(3):
+        plan = Placement(budget_bytes=4).plan(events, sizes, here, below)
+        loads.append(sum(len(moves.come) for moves in plan))
+        _, _, here, below = replay(plan, events, sizes, here, below)
+    # Forth and back over ten with room for four: each way six have to come.
+    assert loads[-1] == 12
+    assert 2 * loads[-1] <= demand_loads(sequence, sizes, 4, first, least_recent) <= 2 * len(sequence)
+
+
+def test_a_block_comes_before_its_use_as_soon_as_there_is_room():
+    events = [event for name in "abcb" for event in use(name)]
+    plan = Placement(budget_bytes=20).plan(events, dict.fromkeys(of(*"abc"), 10), of(*"ab"), of("c"))
+    # "a" is over after event 1: it leaves there, and "c" comes while "b" is used.
+    assert plan[2] == (of("a"), of("c"))
+
+
+def test_a_budget_with_room_for_everything_moves_nothing():
+    events = [event for name in "abcabc" for event in use(name)]
+    plan = Placement(budget_bytes=30).plan(events, dict.fromkeys(of(*"abc"), 10), of(*"abc"), [])
+    assert not any(moves.leave or moves.come for moves in plan)
+
+
+def test_a_budget_below_the_working_set_names_the_least_and_the_module():
+    a, b = of("a", "b")
+    events = [
+        *use("a", "forward of embed"),
+        *(Event(key, 1, "forward of head") for key in (a, b)),
+        Event(None, 5, "forward of head"),
+        Event(None, -5),
+        *(Event(key, -1) for key in (a, b)),
+    ]
+    sizes = {a: 10, b: 20}
+    with pytest.raises(BudgetError, match=r"`memory_budget_bytes=30`.*forward of head needs 35 bytes at once"):
+        Placement(budget_bytes=30).plan(events, sizes, [a, b], [])
+    assert least(events, sizes) == 35
+    Placement(budget_bytes=35).plan(events, sizes, [a, b], [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(), st.floats(0, 1), st.integers(0, 4))
+def test_fractions_bring_back_what_they_send_away(step, fraction, ahead):
+    events, sizes = step
+    placement = Placement(away={ROLE: fraction}, ahead={ROLE: ahead})
+    below = frozenset(placement.leaving(sizes))
+    here = frozenset(sizes) - below
+    for _ in range(3):
+        plan = placement.plan(events, sizes, here, below)
+        unplanned, _, here, below = replay(plan, events, sizes, here, below)
+        assert unplanned == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.9, 1.0])
+def test_a_fraction_of_the_bytes_is_away(fraction):
+    sizes = dict.fromkeys(of(*range(40)), 10)
+    placement = Placement(away={ROLE: fraction}, ahead={ROLE: 2})
+    away = placement.leaving(sizes)
+    assert len(away) == 40 * fraction
+    events = [event for name, _ in sizes for event in use(name)]
+    _, most, here, _ = replay(placement.plan(events, sizes, sizes, []), events, sizes, sizes, [])
+    assert sizes.keys() - here <= away
+    if fraction == 1.0:
+        assert most[-1] <= 3 * 10
+
+
+def test_blocks_come_ahead_of_others_of_their_role():
+    """However often those before are used in a row, and whatever else is."""
+    sizes = {(number, role): 10 for number in range(6) for role in ("values", "state")}
+    events = [event for number, role in sizes for _ in range(2) for event in use(number, role=role)]
+    placement = Placement(away={"values": 1.0}, ahead={"values": 2})
+    comes = {key: i for i, moves in enumerate(placement.plan(events, sizes, [], sizes)) for key in moves.come}
+    first_use = {key: next(i for i, event in enumerate(events) if event.key == key) for key in sizes}
+    for number in range(2, 6):
+        assert comes[number, "values"] == first_use[number - 2, "values"]
+        assert comes[number, "state"] == first_use[number, "state"]
