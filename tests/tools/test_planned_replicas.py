@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from booster_core.errors import ConfigError
 from booster_runtime import collectives
+from booster_runtime.memory import has_values
 from booster_testing import run_on_ranks
 from booster_testing.reference import ReferencePipelinePlugin, ReferencePlugin
 from booster_tools.planning import TrainingStep, measure, shares_of, simulate
@@ -197,3 +198,10 @@ def test_collectives_of_dtensor_are_counted():
     assert (planned["all_gather"].payload_bytes, planned["all_gather"].sent_bytes) == (2 * block, block)
     assert planned["reduce_scatter"].sent_bytes == block
     assert planned["all_reduce"].payload_bytes >= 4 * NUM_PARAMETERS + 12
+
+
+def test_nobody_compares_values_in_a_plan():
+    """They are leftovers in memory: Gemini would take them for writes into gathered parameters."""
+    with planning(), planned_world(2, Messages(0, {}, expect_no_wait)):
+        assert not has_values()
+    assert has_values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster_runtime.memory.absent import AbsentTensors, is_absent, only_describes, sees_all_uses
-from booster_runtime.memory.blocks import block_bytes, host_stands_for_device
+from booster_runtime.memory.blocks import block_bytes, has_values, host_stands_for_device, without_values
 from booster_runtime.memory.copy_stream import CopyStream
 from booster_runtime.memory.host_memory import (
     ALIGNMENT,
@@ -22,10 +22,12 @@ __all__ = [
     "aligned",
     "aligned_buffer",
     "block_bytes",
+    "has_values",
     "host_stands_for_device",
     "is_absent",
     "locked_buffer",
     "only_describes",
     "sees_all_uses",
+    "without_values",
     "zeros_in_pages",
 ]

@@ -1,4 +1,4 @@
-"""How much of a large tensor is worked on at once, where what is made on the way should be small."""
+"""What is different where tensors stand for others, as in a plan: sizes of blocks, and values that are not there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ if TYPE_CHECKING:
 
 _stands_for_device: ContextVar[bool] = ContextVar("booster host tensors of a plan", default=False)
 """Whether this thread's tensors of the host stand for those of an accelerator."""
+
+
+_has_values: ContextVar[bool] = ContextVar("booster tensors with values", default=True)
+"""Whether this thread's tensors have the values that were computed."""
+
+
+def has_values() -> bool:
+    """Return whether tensors have values, so that comparing them tells something; not in a plan."""
+    return _has_values.get()
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Let nobody compare values of this thread's tensors inside, as these are never computed."""
+    token = _has_values.set(False)
+    try:
+        yield
+    finally:
+        _has_values.reset(token)
 
 
 def block_bytes(device: torch.device, on_host: int, on_device: int) -> int:

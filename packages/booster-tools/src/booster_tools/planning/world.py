@@ -13,7 +13,7 @@ from torch import Tensor
 
 from booster_core.ranks import PROGRESS, Outcome, close_world, current_world, open_world, set_world
 from booster_runtime.collectives import Pending, Transport, made_by
-from booster_runtime.memory import host_stands_for_device
+from booster_runtime.memory import host_stands_for_device, without_values
 from booster_tools.planning.recorder import counted, recorder_here
 from booster_tools.rehearsal import random_state_kept
 
@@ -54,7 +54,7 @@ def planned_world(world_size: int, messages: Messages, *, on_host: bool = False)
     world = current_world()
     world.meeting_of = lambda _: _Attended()  # type: ignore[method-assign,assignment,return-value]
     try:
-        with contextlib.nullcontext() if on_host else host_stands_for_device():
+        with without_values(), contextlib.nullcontext() if on_host else host_stands_for_device():
             yield
     finally:
         set_world(world)  # another rank's may be the current one, where this one is abandoned

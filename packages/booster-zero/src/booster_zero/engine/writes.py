@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from booster_core.errors import ConfigError
+from booster_runtime.memory import has_values
 from booster_zero.engine.bucket import INTEGERS
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class WriteWatch:
             self._note(bucket, addresses, before[1], "was given other memory", tolerates_equal=True)
         if versions != before[0]:
             self._note(bucket, versions, before[0], "was changed in place", excepted=self._set_in_forward)
-        elif bucket.ranks.shard_size > 1 and not bucket.memory.moves:
+        elif bucket.ranks.shard_size > 1 and not bucket.memory.moves and has_values():
             self._compare(bucket)
 
     def forget(self) -> None:
