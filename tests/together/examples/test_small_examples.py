@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,10 @@ from forked_scripts import torchrun_variables
 from isolated_libraries import missing_libraries
 from page_blocks import ROOT
 from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from booster_core.plugin import load
+from booster_core.run_settings import RunSettings
 
 EXAMPLES = ROOT / "examples"
 TRANSFORMER = "vision_transformer.py"
@@ -25,9 +30,12 @@ TRANSFORMER = "vision_transformer.py"
 def run(scripts, tmp_path):
     """Run an example on ranks in a folder of its own, and return the numbers of the last line."""
 
-    def run_on(name, *arguments, ranks=1, through=None):
+    def run_on(name, *arguments, ranks=1, through=None, plugin=None):
         script, before = (EXAMPLES / name, []) if through is None else (through, [EXAMPLES / name])
         variables = torchrun_variables(ranks) if ranks > 1 else ()
+        if plugin is not None:
+            settings = {"BOOSTER_SETTINGS": json.dumps({"plugin": plugin})}
+            variables = [{**each, **settings} for each in variables]
         done = scripts.run(script, [[*before, *arguments]] * ranks, variables, tmp_path)
         assert set(done.codes) == {0}, done.output
         line = [line for line in done.output.splitlines() if re.search(r"\d$|images$", line)][-1]
@@ -46,6 +54,26 @@ def test_adapters_train_and_go_on(run, tmp_path):
     assert again < before
     later = load_file(tmp_path / "later" / "adapter_model.safetensors")
     assert later.keys() == first.keys()
+
+
+def test_a_recipe_trains_and_goes_on(run, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    LlamaConfig(vocab_size=256, tie_word_embeddings=False, **sizes).save_pretrained(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    options = ["--model", "tiny", "--text", "text.txt", "--length", 32, "--from-scratch", "--learning-rate", 1e-2]
+    before, after = run("recipes/pretrain.py", *options, "--samples", 2, "--steps", 4, ranks=2, plugin="zero")
+    assert after < before
+    again, last = run("recipes/pretrain.py", *options, "--samples", 4, "--steps", 8)
+    assert last < again < before
+
+
+@pytest.mark.parametrize("file", sorted((EXAMPLES / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_settings_of_recipes_are_options_of_their_plugin(file):
+    settings = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11").loads(
+        file.read_text(encoding="utf-8")
+    )
+    chosen = RunSettings(**{name: settings[name] for name in ("plugin", "options", "precision") if name in settings})
+    assert chosen.make_plugin(load(chosen.plugin)).name == chosen.plugin
 
 
 @pytest.mark.slow  # bitsandbytes loads slowly; the plugins have tests of their own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import booster_zero.torch_private  # noqa: F401 - which checks them
+from booster_zero import torch_private as _torch_private  # noqa: F401 - which checks them
 from booster_zero.config import ZeroConfig
 from booster_zero.engine.optimizer import ShardedOptimizer
 from booster_zero.engine.state import ShardedStateAdapter
