@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
+from booster_hybrid.config import PipelineConfig
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import find_cuts
 
 
 class Layers(nn.Module):
@@ -62,8 +63,8 @@ def run(style, rank, num_microbatches=4):
     schedule = make_schedule(style, 2, num_microbatches)
     model = Layers(log)
     parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
-    trace = trace_layers(model, ["layers"], parts[0])
-    stages = StagedModel(model, Cuts(trace), [share_layers(2, 2)[rank]])
+    cuts = find_cuts(model, ["layers"], parts[0], PipelineConfig(size=2, style=style), trains=True)
+    stages = StagedModel(model, cuts, [share_layers(2, 2)[rank]], lambda each: each.dtype)
     log.clear()
 
     def backward(tensors, gradients, is_last):

@@ -21,7 +21,6 @@ from booster_hybrid.mesh import OF_RINGS, with_experts
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_hybrid.pipeline.forms import CutsByForm, outline_of
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
@@ -133,8 +132,6 @@ class HybridSetup:
         self._entries_seen: list[dict[str, int]] = []
         self._lists: list[str] = []
         self._lengths: list[Lengths] = []
-        self._outline: nn.Module | None = None
-        self._example: Any = None
         self._gathering: dict[tuple[int, ...], Axis] = {}
         self._is_on_host = False
         self._without_tables: ShardingPolicy | None = None  # of a model that reads its embedding's table elsewhere
@@ -263,8 +260,6 @@ class HybridSetup:
                 batch = self._example_batch()
                 if self._options.split_batch is None:
                     seen = [*check_entries(self._objects.dataloader), lengths_of(batch)]
-                if config.size > 1:
-                    self._outline, self._example = outline_of(model, self._context.device), batch
                 if self._context.coordinator.rank == 0:
                     found = self._run_dry(batch)
             except (BoosterError, TypeError):
@@ -405,15 +400,6 @@ class HybridSetup:
         pipeline, device = self._axes["pp",], self._context.device
         cut.staged.forward = model.run_stage
         channels = make_channels(self._shape.groups(("pp",)))
-        forms = CutsByForm(
-            cut.staged.model,
-            self._outline,
-            self._paths(self._lists),
-            plan.cuts,
-            self._example,
-            self._config.pipeline,
-            trains=bool(self._objects.optimizers),
-        )
         link = Link(plan.cuts.sent_names, pipeline.ranks, pipeline.index, channels, device)
         link.connect()
         engine = PipelineEngine(
@@ -422,7 +408,6 @@ class HybridSetup:
             pipeline.index,
             link,
             SampleEntries(cut.staged.model, self._entries_seen),
-            forms,
             replica=self._axes["pp", "sp", "tp"],
             data=self._axes["dp",],
             sharing=[self._axes[name,] for name in ("tp", "sp", "ep")],
