@@ -105,7 +105,7 @@ class PipelineRun:
         self._record, self._streams = record, streams
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._produced: dict[tuple[int, int], dict[str, Any]] = {}
         self._local: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
         self._itinerary = itinerary or Itinerary(
             schedule, index, trains=backward is not None, splits=self._split is not None
@@ -196,7 +196,13 @@ class PipelineRun:
                 if self._keeps_outputs:
                     self.outputs[microbatch] = outputs
         if self._backward is not None:
-            self._received[key], self._produced[key] = received, payload
+            self._received[key] = received
+            # Backward begins at places in the graph: what was made there is freed when it has been sent.
+            self._produced[key] = {
+                name: tensor if is_end else torch.autograd.graph.get_gradient_edge(tensor)
+                for name, tensor in payload.items()
+                if is_end or tensor.requires_grad
+            }
             self.peak_live = max(self.peak_live, len(self._produced.keys() | self._pending.keys()))
         return payload
 
@@ -242,13 +248,9 @@ class PipelineRun:
         if self._has_failed:
             self._backward([], [], is_last)  # the data parallel ranks go on
             return {}
-        tensors: list[Tensor]
-        gradients: list[Tensor | None]
-        if is_end:
-            tensors, gradients = [produced[""]], [None]
-        else:
-            names = [name for name in produced if name in arrived and produced[name].requires_grad]
-            tensors, gradients = [produced[name] for name in names], [arrived[name] for name in names]
+        names = [name for name in produced if is_end or name in arrived]
+        tensors = [produced[name] for name in names]
+        gradients = [None if is_end else arrived[name] for name in names]
         pending = self._pending.get(key)
         with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
             self._backward(tensors, gradients, is_last)
