@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from booster_core.errors import AbsentValueError, BoosterError, ConfigError
-from booster_hybrid.pipeline.absent import is_absent
+from booster_hybrid.pipeline.absent import _is_trial, is_absent
 
 WIDTH = 5
 
@@ -102,7 +102,7 @@ class Generated(nn.Module):
         if self.replayed is not None:
             return self.replayed[name]
         value = make()
-        if not is_absent(value):
+        if not is_absent(value) and not _is_trial.get():
             with torch._C.DisableTorchFunction():
                 self.noted[name] = value.detach().clone()
         return value

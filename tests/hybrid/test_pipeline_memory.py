@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from kept_activations import Kept, Layers
 
-from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
+from booster_hybrid.config import PipelineConfig
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_testing import run_on_ranks
 
@@ -39,9 +40,12 @@ def train(style, num_chunks, num_microbatches):
     model = Layers(schedule.placement.num_stages, kept)
     parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
     split = SplitBackward(model)
-    trace = trace_layers(model, ["layers"], parts[0])
-    ranges = share_layers(len(trace.layers), schedule.placement.num_stages)
-    stages = StagedModel(model, Cuts(trace), [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    config = PipelineConfig(size=size, style=style, num_model_chunks=num_chunks)
+    cuts = find_cuts(model, ["layers"], parts[0], config, trains=True)
+    ranges = share_layers(len(cuts.trace.layers), schedule.placement.num_stages)
+    stages = StagedModel(
+        model, cuts, [ranges[stage] for stage in schedule.placement.stages_of(rank)], lambda each: each.dtype
+    )
     link = CountingLink(["x"], range(size), rank, make_channels([range(size)]), torch.device("cpu"))
     kept.peak = kept.live = 0
     weights = [1 / num_microbatches] * num_microbatches

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from booster_hybrid.pipeline.cut import Cuts, StagedModel, share_layers
+from booster_hybrid.config import PipelineConfig
+from booster_hybrid.pipeline.cut import StagedModel, share_layers
 from booster_hybrid.pipeline.runtime import PipelineRun
 from booster_hybrid.pipeline.schedule import make_schedule
-from booster_hybrid.pipeline.trace import trace_layers
+from booster_hybrid.pipeline.stages import find_cuts
 
 
 class Layers(nn.Module):
@@ -33,6 +35,7 @@ class StandIn:
     def __init__(self, log):
         self.log = log
         self.num_expected = 0
+        self.sent = []
 
     def expect(self, sender, kind):
         del sender, kind
@@ -45,7 +48,8 @@ class StandIn:
         return {"input": torch.ones(2, 4, requires_grad=True)}
 
     def send(self, tensors, to, kind):
-        del tensors, to, kind
+        del to, kind
+        self.sent += map(weakref.ref, tensors.values())
         self.log.append("send")
         return object()
 
@@ -59,16 +63,18 @@ class StandIn:
 
 def run(style, rank, num_microbatches=4):
     log: list[str] = []
+    alive: list[int] = []
     schedule = make_schedule(style, 2, num_microbatches)
     model = Layers(log)
     parts = [{"x": torch.ones(2, 4)} for _ in range(num_microbatches)]
-    trace = trace_layers(model, ["layers"], parts[0])
-    stages = StagedModel(model, Cuts(trace), [share_layers(2, 2)[rank]])
+    cuts = find_cuts(model, ["layers"], parts[0], PipelineConfig(size=2, style=style), trains=True)
+    stages = StagedModel(model, cuts, [share_layers(2, 2)[rank]], lambda each: each.dtype)
     log.clear()
 
     def backward(tensors, gradients, is_last):
         del is_last
         log.append("compute")
+        alive.append(sum(each() is not None for each in link.sent))
         torch.autograd.backward(tensors, gradients)
 
     weights = [1 / num_microbatches] * num_microbatches
@@ -76,13 +82,13 @@ def run(style, rank, num_microbatches=4):
     pipeline = PipelineRun(stages, schedule, rank, link, parts, weights, lambda outputs, _: outputs.sum(), backward)
     pipeline.run()
     assert pipeline.error is None
-    return log
+    return log, alive
 
 
 @pytest.mark.parametrize("style", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_receives_are_posted_before_the_preceding_compute(style, rank):
-    log = run(style, rank)
+    log, _ = run(style, rank)
     assert log[0] == "expect"
     asked = 0
     for before, event in itertools.pairwise(log):
@@ -96,7 +102,7 @@ def test_receives_are_posted_before_the_preceding_compute(style, rank):
 @pytest.mark.parametrize("style", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sends_are_waited_for_only_after_their_receipt(style, rank):
-    log = run(style, rank)
+    log, _ = run(style, rank)
     assert log.count("send") == 4
     assert log.index("finish") == len(log) - 1
     for place, event in enumerate(log):
@@ -105,3 +111,9 @@ def test_sends_are_waited_for_only_after_their_receipt(style, rank):
             assert "receive" in log[max(0, place - 4) : place], log
     sends = [place for place, event in enumerate(log) if event == "send"]
     assert all(log[place + 1] != "release" for place in sends)
+
+
+@pytest.mark.parametrize("style", ["gpipe", "1f1b"])
+def test_what_a_stage_has_sent_is_freed_before_its_backward(style):
+    _, alive = run(style, 0)
+    assert alive == [0] * 4

@@ -10,12 +10,14 @@ import pytest
 import torch
 from cases import Case, Setting, assert_equals_one_process, train_boosted
 from matrix import matrix
+from stages_in_process import cut, run
 from torch import nn
 
-from booster_core.errors import ConfigError
+from booster_core.errors import AbsentValueError, ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.policy.base import ShardingPolicy
-from booster_testing import expect_on_ranks
+from booster_testing import expect_on_ranks, run_on_ranks
+from booster_testing.compare import assert_same_tensors, tolerance_for
 
 
 class Block(nn.Module):
@@ -264,6 +266,31 @@ class ReadInside(Stashed):
         return self.exit(x) * (2.0 if bool(self.layers[0].seen.any()) else 1.0)
 
 
+class Listed(Base):
+    """Its layers append to a list of which the loss is made: stages that don't run them would sum fewer values."""
+
+    class Block(Block):
+        def forward(self, x, noted):
+            x = super().forward(x)
+            noted.append(x.square().mean())
+            return x
+
+    block = Block
+
+    def forward(self, x):
+        x, noted = self.entry(x), []
+        for layer in self.layers:
+            x = layer(x, noted)
+        return self.exit(x) + sum(noted)
+
+
+class Flagged(MaskOfEntry):
+    """Sends a mask where it is asked to."""
+
+    def forward(self, x, *, masked=False):
+        return super().forward(x) if masked else MaskOfBatch.forward(self, x)
+
+
 @dataclasses.dataclass
 class Result:
     out: torch.Tensor
@@ -452,26 +479,35 @@ class ReadOfBatch(Base):
 
 
 RESULTS = (ResultObject, ResultInDict, RegisteredResult)
+OF_BATCH = (MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask)
 SENT = (Written, Mapped, Detached, DetachedOutputs, DetachedOfLayers, EarlyIndices, Read, InTuple, *RESULTS)
 
 
 @matrix(
-    [
-        "MaskFromLayer-2",
-        "DetachedOfLayers-2",
-        "EarlyIndices-4",
-        "Read-2",
-        "Written-2",
-        "Mapped-2",
-        "InTuple-4",
-        "ResultObject-2",
-        "RegisteredResult-2",
-    ],
-    kind=[MaskOfBatch, ReadOfBatch, Indices, MaskOfEntry, MaskFromLayer, PassedMask, Written, *SENT],
+    ["Read-2", "Written-2", "EarlyIndices-4"],
+    kind=[*OF_BATCH, *SENT],
     pp_size=[2, 4],
 )
 def test_values_without_gradients_train_as_one_process(kind, pp_size):
     assert_equals_one_process(case_of(kind), stages(pp_size))
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+@pytest.mark.parametrize(
+    "kind",
+    [*OF_BATCH, *SENT, OpaqueResult, FirstInLast, FirstInLastDetached],
+)
+def test_stages_in_one_process_compute_the_same(kind, pp_size):
+    """The same without messages, so that each kind is compared in the default run."""
+    torch.manual_seed(0)
+    model, batch = kind(), rows(0, 0)
+    plan, staged = cut(model, batch[:2], pp_size=pp_size)
+    ((_, loss),), gradients = run(plan, staged, [batch], loss_of)
+    expected = loss_of(model(batch), batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert_same_tensors(gradients, found, tolerance_for(torch.float32))
 
 
 @pytest.mark.parametrize("kind", [FirstInLast, FirstInLastDetached, DetachedToNext])
@@ -482,8 +518,9 @@ def test_values_that_pass_over_stages_train_as_one_process(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Stashed, r"output \(all\) depends on layer 'layers\.0'"),
-        pytest.param(ReadInside, r"a value that forward reads .* depends on layer 'layers\.0'", marks=pytest.mark.slow),
+        (Stashed, r"output \(all\) needs values of what layer 'layers\.0' writes into 'layers\.0\.seen'"),
+        (ReadInside, r"`__bool__` needs values of what layer 'layers\.0' writes into 'layers\.0\.seen'"),
+        (Listed, r"the code outside of its layers calls `\w+` on .* there, and"),
     ],
 )
 def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
@@ -504,3 +541,25 @@ def test_values_of_earlier_stages_that_are_not_sent_are_refused(kind, message):
 def test_layers_that_return_containers_are_refused(kind, returned):
     message = rf"Layer 'layers\.0' returns a `{returned}`"
     expect_on_ranks(ConfigError, message, train_boosted, 2, case_of(kind), stages())
+
+
+def train_other_form():
+    """Return the losses of a batch before and after one that needs what the example did not show."""
+    booster = stages().make_booster()
+    torch.manual_seed(0)
+    net = Flagged()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def loss(batch):
+        optimizer.zero_grad()
+        return booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_loss=True)["loss"]
+
+    before = loss({"x": rows(0, 0)})
+    with pytest.raises(AbsentValueError, match=r"needs values of .*The example at `boost` did not show"):
+        loss({"x": rows(0, 0), "masked": True})
+    return before, loss({"x": rows(0, 0)})
+
+
+def test_a_batch_that_needs_more_than_the_example_raises_on_every_rank_and_loses_nothing():
+    (_, _), (before, after) = run_on_ranks(train_other_form, 2)
+    assert torch.equal(before, after)

@@ -61,7 +61,9 @@ def train(zoo, model, parts, *, is_split, is_checkpointed):
         cuts = find_cuts(model, policy_for(model).layers, parts[0], PipelineConfig(size=size, style="zbv"), trains=True)
     ranges = share_layers(len(cuts.trace.layers), 2 * size)
     split = SplitBackward(model) if is_split else None
-    stages = StagedModel(model, cuts, [ranges[stage] for stage in schedule.placement.stages_of(rank)])
+    stages = StagedModel(
+        model, cuts, [ranges[stage] for stage in schedule.placement.stages_of(rank)], lambda each: each.dtype
+    )
     if is_checkpointed:
         enable_activation_checkpointing(model)
     link = Link(cuts.sent_names, range(size), rank, make_channels([range(size)]), torch.device("cpu"))

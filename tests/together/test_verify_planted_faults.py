@@ -6,6 +6,7 @@ Each fault was once silent: with its mend training is that of one process, or it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -20,8 +21,8 @@ from booster_core.errors import BoosterError, ConfigError, GradientError
 from booster_gemini import GeminiPlugin
 from booster_hybrid import HybridParallelPlugin, ModuleRule, ShardingPolicy, Style
 from booster_hybrid.optimizer import HybridEngine
-from booster_hybrid.pipeline.cut import StagedModel
-from booster_hybrid.pipeline.flow import Needs
+from booster_hybrid.pipeline.cut import Crossing, StagedModel
+from booster_hybrid.pipeline.needs import _Search
 from booster_hybrid.probe.probe import CheckedPolicy
 from booster_runtime import collectives
 from booster_testing import expect_on_ranks, run_on_ranks
@@ -239,8 +240,14 @@ def without_skip_checks():
         yield
 
 
-def without_values(model, trace, ranges, crossings, is_held, record):
-    return Needs(tuple(crossings), {}), record(frozenset())
+def without_values(search):
+    """Return a search for what stages need that finds nothing but hidden states."""
+
+    def needs(self, **options):
+        found = search(self, **options)
+        return dataclasses.replace(found, crossings=tuple(Crossing(each.carried[:1]) for each in found.crossings))
+
+    return needs
 
 
 def without_scale(function):
@@ -304,15 +311,15 @@ FAULTS = {
         squared,
         lambda: drawn(4, WIDTH),
         pipeline,
-        patched("booster_hybrid.pipeline.stages.add_values", without_values),
-        "needs values of parameter 'entry.weight', which another pipeline stage has",
+        patched("booster_hybrid.pipeline.needs._Search._needs", without_values(_Search._needs)),
+        "needs values of module 'entry', which another pipeline stage has",
     ),
     "detached-value-lost-at-a-cut": (
         Detached,
         squared,
         lambda: drawn(4, WIDTH),
         pipeline,
-        patched("booster_hybrid.pipeline.stages.add_values", without_values),
+        patched("booster_hybrid.pipeline.needs._Search._needs", without_values(_Search._needs)),
         "needs values of layer 'layers.0', which another pipeline stage has",
     ),
     "layerdrop-at-a-cut": (

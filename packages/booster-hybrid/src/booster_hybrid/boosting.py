@@ -22,7 +22,6 @@ from booster_hybrid.optimizer import HybridEngine, HybridOptimizer
 from booster_hybrid.pipeline.engine import PipelineEngine
 from booster_hybrid.pipeline.example import batch_at_hand, check_entries, dry_run_failed, example_batch
 from booster_hybrid.pipeline.find_layers import find_layers
-from booster_hybrid.pipeline.forms import CutsByForm, outline_of
 from booster_hybrid.pipeline.p2p import Link, make_channels
 from booster_hybrid.pipeline.per_sample import SampleEntries, lengths_of
 from booster_hybrid.pipeline.record import PipelineRecord
@@ -320,15 +319,11 @@ class FoundLayers(NamedTuple):
         lists: Names of the lists.
         cuts: How the model may be cut there; ``None`` without a pipeline.
         entries: The lengths of the entries of example batches.
-        outline: The whole model without values, for batches of other forms.
-        example: The batch.
     """
 
     lists: list[str]
     cuts: Any = None
     entries: Sequence[dict[str, int]] = ()
-    outline: nn.Module | None = None
-    example: Any = None
 
 
 def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions) -> FoundLayers:
@@ -349,14 +344,11 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
         return FoundLayers(lists)
     found: Any = None
     entries: list[dict[str, int]] = []
-    outline = example = None
     with raised_on_all("boost", context.device):
         try:
             batch = _example(objects, options, context.device)
             if options.split_batch is None:
                 entries = [*check_entries(objects.dataloader), lengths_of(batch)]
-            if config.size > 1:
-                outline, example = outline_of(model, context.device), batch
             if context.coordinator.rank == 0:
                 found = _run_dry(model, lists, batch, options, trains=bool(objects.optimizers))
         except (BoosterError, TypeError):
@@ -364,7 +356,7 @@ def _find_layers(objects: Boosted, context: BoostContext, options: ShardOptions)
         except Exception as error:
             raise dry_run_failed(model, error) from error
     lists, cuts = context.coordinator.broadcast_object(found, name="boost", meets=False)
-    return FoundLayers(lists, cuts, entries, outline, example)
+    return FoundLayers(lists, cuts, entries)
 
 
 def _known_lists(model: nn.Module, context: BoostContext, options: ShardOptions) -> list[str]:
@@ -506,15 +498,6 @@ def _cut(
     staged = plan.cut(model, mesh["pp",].index, dtypes, has_collectives=communicates)
     for optimizer in objects.optimizers:
         leave_out(model, optimizer)
-    forms = CutsByForm(
-        staged.model,
-        found.outline,
-        _paths(model, found.lists),
-        plan.cuts,
-        found.example,
-        config.pipeline,
-        trains=bool(objects.optimizers),
-    )
     pipeline, device = mesh["pp",], context.device
     link = Link(plan.cuts.sent_names, pipeline.ranks, pipeline.index, make_channels(mesh.shape.groups(("pp",))), device)
     link.connect()
@@ -531,7 +514,6 @@ def _cut(
             pipeline.index,
             link,
             SampleEntries(model, found.entries),
-            forms,
             replica=mesh["pp", "sp", "tp"],
             data=mesh["dp",],
             sharing=[mesh[name,] for name in ("tp", "sp", "ep")],

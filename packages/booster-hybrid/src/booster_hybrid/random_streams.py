@@ -303,8 +303,10 @@ class MicrobatchStreams:
         self._begin_region(mixed_seed(self._base, 2 * position + 1))
 
     def end_layer(self, position: int) -> None:
-        """Draw for what comes after a layer, whether or not it was run."""
-        self._begin_region(mixed_seed(self._base, 2 * position + 2))
+        """Draw for what comes after a layer, whether or not it was run: each function of torch seeds by itself."""
+        self._region, self._count = mixed_seed(self._base, 2 * position + 2), 0
+        if self.host:
+            self._begin_region(self._region)
 
     def begin_call(self) -> None:
         """Draw for a module that is not run on every stage."""

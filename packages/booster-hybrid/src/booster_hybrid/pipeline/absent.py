@@ -50,6 +50,31 @@ _TRIALS: tuple[Callable[[Tensor], Tensor], ...] = (
 """Values that absent ones are tried with, where the shape of a result may depend on known values alone."""
 
 
+class ModuleOutput(NamedTuple):
+    """A tensor that a module returns.
+
+    Args:
+        module: Name of the module: one outside of the layers, a layer as seen from outside, or one inside of a layer,
+            where hooks see what it returns.
+        call: Which of its calls in one forward.
+        path: Where in what it returns.
+    """
+
+    module: str
+    call: int
+    path: str
+
+    @property
+    def place(self) -> int | None:
+        """Its index in the tuple that the module returns; ``None`` where it is all of it."""
+        return int(self.path.strip("[]")) if self.path else None
+
+    @property
+    def name(self) -> str:
+        """What it is called on its way to another stage."""
+        return f"{self.module}#{self.call}{self.path}"
+
+
 class Form(NamedTuple):
     """All of a tensor but its values."""
 
@@ -76,6 +101,7 @@ class AbsentTensor(Tensor):
 
     form: Form
     origin: str
+    outputs: tuple[ModuleOutput, ...] = ()  # in a dry run: from what its values could be computed
     arrived: Tensor | None = None  # its values, where a stage has received them as an argument of its first layer
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - as torch's own wrappers
 
@@ -87,7 +113,7 @@ class AbsentTensor(Tensor):
         del types
         if func is not torch.ops.aten.detach.default:
             refuse(func.__name__.partition(".")[0], (args, kwargs))
-        made = absent_like(args[0].form._replace(requires_grad=False), args[0].origin)
+        made = absent_like(args[0].form._replace(requires_grad=False), args[0].origin, args[0].outputs)
         made.arrived = args[0].arrived  # a checkpoint detaches what it runs again with
         return made
 
@@ -98,7 +124,7 @@ class AbsentTensor(Tensor):
 
     def __deepcopy__(self, memo: object) -> AbsentTensor:
         """Return another one of the same form."""
-        return absent_like(self.form, self.origin)
+        return absent_like(self.form, self.origin, self.outputs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be written to a file."""
@@ -167,12 +193,13 @@ def is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, *_PLAIN))
 
 
-def absent_like(form: Form, origin: str) -> AbsentTensor:
+def absent_like(form: Form, origin: str, outputs: tuple[ModuleOutput, ...] = ()) -> AbsentTensor:
     """Return a tensor without values.
 
     Args:
         form: Its shape, strides, dtype, device, and whether it says of itself that it has a gradient.
         origin: What has the values, for errors: ``"layer 'layers.0'"``.
+        outputs: In a dry run: from what the values could be computed.
     """
     made: AbsentTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001 - documented for this
         AbsentTensor,
@@ -183,6 +210,8 @@ def absent_like(form: Form, origin: str) -> AbsentTensor:
         requires_grad=form.requires_grad and (form.dtype.is_floating_point or form.dtype.is_complex),
     )
     made.form, made.origin = form, origin
+    if outputs:
+        made.outputs = outputs
     return made
 
 
@@ -200,6 +229,17 @@ def origin_of(tensor: Tensor) -> str | None:
         return getattr(tensor.untyped_storage(), "_booster_absent", None)
 
 
+def outputs_behind(leaves: Iterable[Any]) -> tuple[ModuleOutput, ...]:
+    """Return from which outputs of modules absent tensors could be computed, as far as a dry run has told."""
+    found: dict[ModuleOutput, None] = {}
+    for leaf in leaves:
+        if isinstance(leaf, AbsentTensor):
+            found.update(dict.fromkeys(leaf.outputs))
+        elif _is_any_marked and isinstance(leaf, Tensor) and origin_of(leaf) is not None:
+            found.update(dict.fromkeys(leaf.untyped_storage()._booster_outputs))  # type: ignore[attr-defined]  # noqa: SLF001 - our own
+    return tuple(found)
+
+
 def is_absent(tensor: Tensor) -> bool:
     """Return whether a tensor's values are absent; also of one into whose memory absent values were written."""
     return isinstance(tensor, AbsentTensor) or (_is_any_marked and origin_of(tensor) is not None)
@@ -214,8 +254,21 @@ def has_absent(value: Any) -> bool:
     return isinstance(value, dict) and any(map(has_absent, value.values()))
 
 
+def _may_have_arrived(value: Any) -> bool:
+    """Return whether there may be an absent tensor in something, at a fraction of the cost of looking at all of it."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_may_have_arrived, value))
+    if isinstance(value, dict):
+        return any(map(_may_have_arrived, value.values()))
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return isinstance(value, AbsentTensor)
+    return type(value) in pytree.SUPPORTED_NODES or fields_of(value) is not None
+
+
 def with_arrived(value: Any) -> Any:
     """Return a nest in which absent tensors whose values have arrived are those; opened as by `tensors_of`."""
+    if isinstance(value, (Tensor, tuple, list, dict)) and not _may_have_arrived(value):
+        return value
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -229,12 +282,20 @@ def with_arrived(value: Any) -> Any:
     return pytree.tree_map(replaced, value)
 
 
-def mark_written(tensor: Tensor, origin: str) -> None:
+def mark_written(tensor: Tensor, origin: str, outputs: tuple[ModuleOutput, ...] = ()) -> None:
     """Let all of a tensor's memory count as absent: an absent value was written into it."""
     global _is_any_marked  # noqa: PLW0603 - so that programs in which this never happens don't look for it
     _is_any_marked = True
     with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
-        tensor.untyped_storage()._booster_absent = origin  # type: ignore[attr-defined]  # noqa: SLF001 - our own
+        storage: Any = tensor.untyped_storage()
+        storage._booster_absent, storage._booster_outputs = origin, outputs  # noqa: SLF001 - our own
+
+
+def fill_written(tensor: Tensor, values: Tensor) -> Tensor:
+    """Write values that have arrived into memory that counts as absent, which it does no longer."""
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - as above
+        tensor.untyped_storage()._booster_absent = None  # type: ignore[attr-defined]  # noqa: SLF001 - our own
+    return tensor.copy_(values)
 
 
 def as_absent(value: Any) -> Any:
@@ -244,9 +305,30 @@ def as_absent(value: Any) -> Any:
 
     def replaced(tensor: Tensor) -> Tensor:
         origin = origin_of(tensor)
-        return tensor if origin is None or isinstance(tensor, AbsentTensor) else absent_like(Form.of(tensor), origin)
+        if origin is None or isinstance(tensor, AbsentTensor):
+            return tensor
+        return absent_like(Form.of(tensor), origin, outputs_behind([tensor]))
 
     return pytree.tree_map_only(Tensor, replaced, value)
+
+
+def read_error(message: str, what: str, outputs: tuple[ModuleOutput, ...]) -> AbsentValueError:
+    """Return the error of a read, which keeps for a dry run what it was; see `read_by`.
+
+    Args:
+        message: For the user.
+        what: What has read which value.
+        outputs: From what the value could be computed.
+    """
+    error: Any = AbsentValueError(message)  # of that class itself, as errors of other ranks are raised by their class
+    error.read = what, outputs
+    return error  # type: ignore[no-any-return]
+
+
+def read_by(error: AbsentValueError) -> tuple[str, tuple[ModuleOutput, ...]]:
+    """Return what has read which value, and from what that could be computed."""
+    found: tuple[str, tuple[ModuleOutput, ...]] = getattr(error, "read", (str(error), ()))
+    return found
 
 
 def refuse(what: str, given: Any) -> NoReturn:
@@ -259,7 +341,8 @@ def refuse(what: str, given: Any) -> NoReturn:
     Raises:
         AbsentValueError: Always.
     """
-    origin = _first_origin(pytree.tree_leaves(given))
+    leaves = pytree.tree_leaves(given)
+    origin = _first_origin(leaves)
     errors = _errors.get()
     remedy = (
         "Run batches through `booster.execute_pipeline`: no rank of a model that is cut into stages has all of it."
@@ -267,7 +350,8 @@ def refuse(what: str, given: Any) -> NoReturn:
         else "The example at `boost` did not show that it is needed here. Pass an `example_batch` like the batches "
         "that are run (with the same entries and flags), leave out what asks for it, or use `pp_size=1`."
     )
-    error = AbsentValueError(f"`{what}` needs values of {origin}, which another pipeline stage has. {remedy}")
+    read = f"`{what}` needs values of {origin}"
+    error = read_error(f"{read}, which another pipeline stage has. {remedy}", read, outputs_behind(leaves))
     if errors is not None:
         errors.append(error)
     raise error
@@ -291,10 +375,14 @@ class _Given(NamedTuple):
 
 
 class Forms:
-    """Finds out what functions return for absent arguments, on fake tensors; once for each form of arguments."""
+    """Finds out what functions return for absent arguments, on fake tensors; once for each form of arguments.
 
-    def __init__(self) -> None:
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    Args:
+        is_dry: Whether all tensors are fake already.
+    """
+
+    def __init__(self, *, is_dry: bool = False) -> None:
+        self._fakes: Any = contextlib.nullcontext() if is_dry else FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, _Result] = {}
 
     def result(
@@ -302,7 +390,7 @@ class Forms:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        write: Callable[[Tensor, str], None],
+        write: Callable[[Tensor, str, tuple[ModuleOutput, ...]], None],
     ) -> Any:
         """Return what a function returns, with absent tensors in it.
 
@@ -310,13 +398,13 @@ class Forms:
             function: Called with fake tensors.
             args: Its arguments, of which some are absent.
             kwargs: Those by name.
-            write: Called with each known tensor that absent values would be written to, and with their origin.
+            write: Called with each known tensor that absent values would be written to, and with where these are from.
 
         Raises:
             AbsentValueError: If the result depends on absent values in another way than by its own values.
         """
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        origin = _first_origin(leaves)
+        origin, outputs = _first_origin(leaves), outputs_behind(leaves)
         key = self._key(function, leaves, structure)
         found = None if key is None else self._known.get(key)
         if found is None:
@@ -327,9 +415,11 @@ class Forms:
                 self._known[key] = found
         for index in found.written:
             if not isinstance(leaves[index], AbsentTensor):
-                write(leaves[index], origin)
+                write(leaves[index], origin, outputs)
+            elif outputs:
+                leaves[index].outputs = outputs
         made = [
-            absent_like(leaf, origin)
+            absent_like(leaf, origin, outputs)
             if isinstance(leaf, Form)
             else leaves[leaf.place]
             if isinstance(leaf, _Given)
@@ -370,7 +460,7 @@ class Forms:
     def on_zeros(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what a function returns if all absent values are zero; tensors in it are absent."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        origin = _first_origin(leaves)
+        origin, outputs = _first_origin(leaves), outputs_behind(leaves)
         given = [
             (torch.zeros_like(leaf.form.empty()) if isinstance(leaf, AbsentTensor) else leaf.detach().clone())
             if isinstance(leaf, Tensor)
@@ -382,7 +472,7 @@ class Forms:
             output = function(*args, **kwargs)
         back = {id(each): leaf for each, leaf in zip(given, leaves, strict=True)}
         return pytree.tree_map_only(
-            Tensor, lambda tensor: back.get(id(tensor), absent_like(Form.of(tensor), origin)), output
+            Tensor, lambda tensor: back.get(id(tensor), absent_like(Form.of(tensor), origin, outputs)), output
         )
 
     def _on_fakes(self, function: Callable[..., Any], leaves: Sequence[Any], structure: pytree.TreeSpec) -> _Result:

@@ -1,11 +1,11 @@
 """Cutting an unmodified model into stages at the calls of its layers.
 
 Each stage runs the model's own forward on the whole microbatch. Layers before its range return tensors without values;
-its first layer gets the differentiable arguments that the stage before has sent, by name; the first layer after its
-range ends the forward, and its differentiable arguments are what this stage sends. Masks, position tables and the like
-are recomputed from the microbatch on each stage. What else later stages need goes along with these arguments; see
-`booster_hybrid.pipeline.flow`. What a stage has not got is absent, and raises where it is read; see
-`booster_hybrid.pipeline.absent`.
+its first layer gets the arguments that the stage before has sent, by name; the first layer after its
+range ends the forward, and its arguments are what this stage sends, but for those that the next one has by itself:
+masks, position tables and the like are recomputed from the microbatch on each stage. What else later stages need goes
+along with these arguments; see `booster_hybrid.pipeline.needs`. What a stage has not got is absent, and raises where it
+is read; see `booster_hybrid.pipeline.absent`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from torch.utils import _pytree as pytree
 
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.absent import (
+    AbsentTensor,
     Form,
     Forms,
     absent_like,
     as_absent,
     is_absent,
+    mark_written,
     noting_errors,
     refuse,
     with_arrived,
 )
 from booster_hybrid.pipeline.arguments import ArgumentNames
-from booster_hybrid.pipeline.flow import Crossing
 from booster_hybrid.pipeline.p2p import check_sendable
 from booster_hybrid.pipeline.stage_run import AbsentCalls, StageRun, show
-from booster_hybrid.pipeline.trace import is_carried
 from booster_hybrid.skipped_layers import host_states
 from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from booster_hybrid.pipeline.flow import Extra, Needs
+    from booster_hybrid.pipeline.absent import ModuleOutput
     from booster_hybrid.pipeline.trace import Layer, Trace
     from booster_hybrid.random_streams import MicrobatchStreams
 
@@ -132,31 +132,97 @@ def held_modules(modules: Mapping[str, nn.Module], trace: Trace, stages: Sequenc
         if uses is not None:
             if not uses or any(stage.uses(uses) for stage in stages):
                 held.add(name)
-        elif not any(part in elsewhere for part in _prefixes(name)):
+        elif not any(part in elsewhere for part in prefixes(name)):
             held.add(name)
     return held
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def prefixes(name: str) -> Iterator[str]:
     """Yield a module's name and those of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
+def held_parameters(modules: Mapping[str, nn.Module], trace: Trace, stage: StageRange) -> set[int]:
+    """Return the ``id`` of the parameters that a stage needs."""
+    return {
+        id(parameter)
+        for name in held_modules(modules, trace, [stage])
+        for parameter in modules[name].parameters(recurse=False)
+    }
+
+
+def idle_modules(
+    modules: Mapping[str, nn.Module], trace: Trace, stages: Sequence[StageRange]
+) -> dict[str, frozenset[int]]:
+    """Return the modules outside of the layers of whose parameters a stage has none, with these stages.
+
+    What such a module returns is absent there, and sent where it is needed. So the module need not be run. Of several
+    inside of each other it is the outermost.
+    """
+    layers = {layer.name for layer in trace.layers}
+    around = {part for layer in layers for part in prefixes(layer)}
+    held = {stage.index: held_parameters(modules, trace, stage) for stage in stages}
+    found: dict[str, frozenset[int]] = {}
+    for name, module in modules.items():
+        if not name or name in around or layers.intersection(prefixes(name)):
+            continue
+        own = {id(parameter) for parameter in module.parameters()}
+        done = frozenset().union(*(found.get(part, ()) for part in prefixes(name)))
+        without = {stage for stage, ids in held.items() if own and own.isdisjoint(ids)} - done
+        if without:
+            found[name] = frozenset(without)
+    return found
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What a stage gets from the one before.
+
+    Args:
+        carried: Paths of arguments of its first layer.
+        extras: What else it needs, or the stages after it.
+    """
+
+    carried: tuple[str, ...]
+    extras: tuple[ModuleOutput, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all of it."""
+        return (*self.carried, *(extra.name for extra in self.extras))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What stages get in training or in evaluation.
+
+    Args:
+        crossings: What each stage gets from the one before.
+        skips_idle: Whether stages leave out modules of which they have no parameters; see `idle_modules`.
+        sample_dims: For paths of outputs, along which dimension they have an entry per sample; ``None`` for none.
+    """
+
+    crossings: tuple[Crossing, ...]
+    skips_idle: bool = True
+    sample_dims: Mapping[str, int | None] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Cuts:
-    """Where a model may be cut, and what its stages need for batches of one form.
+    """Where a model may be cut, and what its stages need.
 
     Args:
         trace: What a dry run of the model has seen.
-        needs: What stages get and leave out in training (``True``) and in evaluation. In a mode that is not known,
-            nothing but layers' arguments is sent.
+        needs: What stages get in training (``True``) and in evaluation.
+        idle: The modules outside of the layers that some stages leave out, with these stages; see `idle_modules`.
         draws_on_host: Whether forward draws from the generators of Python or numpy.
     """
 
     trace: Trace
-    needs: Mapping[bool, Needs] = field(default_factory=dict)
+    needs: Mapping[bool, Needs]
+    idle: Mapping[str, frozenset[int]] = field(default_factory=dict)
     draws_on_host: bool = False
 
     @property
@@ -165,9 +231,9 @@ class Cuts:
         return {name for needs in self.needs.values() for each in needs.crossings for name in each.names}
 
     @functools.cached_property
-    def extras(self) -> Mapping[str, frozenset[Extra]]:
+    def extras(self) -> Mapping[str, frozenset[ModuleOutput]]:
         """What modules return that may be sent, by the module's name."""
-        found: dict[str, set[Extra]] = defaultdict(set)
+        found: dict[str, set[ModuleOutput]] = defaultdict(set)
         for crossing in (each for needs in self.needs.values() for each in needs.crossings):
             for extra in crossing.extras:
                 found[extra.module].add(extra)
@@ -191,9 +257,9 @@ class StagedModel:
     Args:
         model: The user's model; its layers get other forwards, and the parameters that no stage of this rank uses
             give their memory back.
-        cuts: Where it is cut, and what its stages need for a batch like the example; `watch` adds other forms.
+        cuts: Where it is cut, and what its stages need.
         stages: The stages of this rank.
-        dtype_of: Tells the format in which the run works with a parameter; ``None`` for that which it has.
+        dtype_of: Tells the format in which the run works with a parameter; ``None`` leaves all parameters in place.
         has_collectives: Whether modules communicate in forward, so that each is run on every stage that comes to it.
 
     Attributes:
@@ -213,7 +279,7 @@ class StagedModel:
     ) -> None:
         self.model = model
         self.forward: Callable[..., Any] = model
-        self.cuts = self._cuts = cuts
+        self.cuts = cuts
         self._active: StageRange | None = None
         self._received: Mapping[str, Tensor] = {}
         self._streams: MicrobatchStreams | None = None
@@ -223,56 +289,73 @@ class StagedModel:
         self._enclosed: list[tuple[nn.Module, _Gate | None]] = []
         self._hollow_places: list[tuple[nn.Module, str]] = []
         self._num_returns: Counter[str] = Counter()
-        self._made: dict[str, Tensor] = {}
+        self._made: dict[str, tuple[Tensor, int]] = {}
         self._has_begun = False
+        self._depth = 0
+        self._undo: list[Callable[[], None]] = []
         self.stages = {stage.index: stage for stage in stages}
         self._modules = modules = dict(model.named_modules())
-        self._place_gates(modules, may_be_tried=bool(cuts.needs) and not has_collectives)
-        self.hollow = self._hollow(modules, dtype_of or (lambda parameter: parameter.dtype))
-        self._watched: set[str] = set()
+        self._place_gates(modules, may_be_tried=not has_collectives)
+        self.hollow = [] if dtype_of is None else self._hollow(modules, dtype_of)
         self._inner: dict[int, list[tuple[nn.Module, str, int]]] = defaultdict(list)
-        self.watch(cuts)
+        self._watch(cuts.extras)
 
     def _place_gates(self, modules: Mapping[str, nn.Module], *, may_be_tried: bool) -> None:
         """Replace the forwards of layers, and of modules outside of them that some stages leave out."""
         trace = self.cuts.trace
         for name in trace.uncalled:
-            modules[name].forward = _Refusal(name, type(self.model).__name__, modules[name])
+            self._set_forward(modules[name], _Refusal(name, type(self.model).__name__, modules[name]))
         for position, layer in enumerate(trace.layers):
             module: Any = modules[layer.name]
-            if hasattr(module, "gradient_checkpointing") and not self._holds(position):
+            if getattr(module, "gradient_checkpointing", False) and not self._holds(position):
                 module.gradient_checkpointing = False  # nothing is kept of a layer that is not run
             gate = _Gate(self, module, position, layer.name, may_be_tried=may_be_tried)
             self._gates.append(gate)
             self._enclosed.append((module, gate))
-            module.forward = gate
-            module.register_forward_pre_hook(gate.enter, prepend=True)
-        layers = {layer.name for layer in trace.layers}
+            self._set_forward(module, gate)
+            if self._holds(position):
+                self._undo.append(module.register_forward_pre_hook(gate.enter, prepend=True).remove)
+        self._layers = {layer.name for layer in trace.layers}
         for name, module in modules.items():
-            if not layers.intersection(_prefixes(name)):
+            if not self._layers.intersection(prefixes(name)):
                 self._enclosed.append((module, None))
-        idle = {name for needs in self.cuts.needs.values() for name in needs.idle} if may_be_tried else ()
-        for name in sorted(idle):
-            modules[name].forward = _Idle(self, name, modules[name])
+        for name in sorted(self.cuts.idle) if may_be_tried else ():
+            self._set_forward(modules[name], _Idle(self, name, modules[name]))
 
-    def watch(self, cuts: Cuts) -> None:
-        """Watch modules whose outputs are sent for batches of a form, as far as they are not watched yet."""
-        position_of = {layer.name: position for position, layer in enumerate(cuts.trace.layers)}
-        for name in sorted(cuts.extras.keys() - self._watched):
-            self._watched.add(name)
+    def _set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = vars(module).get("forward")
+        module.forward = forward
+        self._undo.append(
+            functools.partial(setattr, module, "forward", before)
+            if before is not None
+            else functools.partial(delattr, module, "forward")
+        )
+
+    def restore(self) -> None:
+        """Take everything away from the model that was put on it, but for parameters that are not here."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch(self, names: Iterable[str]) -> None:
+        """Watch modules whose outputs are sent."""
+        position_of = {layer.name: position for position, layer in enumerate(self.cuts.trace.layers)}
+        for name in sorted(names):
             handle = self._modules[name].register_forward_hook(
                 lambda _, __, output, name=name: self._on_return(name, output),
                 prepend=True,  # other hooks see what was received
             )
-            for around in list(_prefixes(name))[1:]:
+            self._undo.append(handle.remove)
+            for around in list(prefixes(name))[1:]:
                 if around in position_of:
                     self._inner[position_of[around]].append((self._modules[name], name, handle.id))
 
     def _on_return(self, name: str, output: Any) -> Any:
         """Keep what later stages need of what a module returned, and replace in it what earlier ones have sent."""
+        if self._depth and not self._layers.intersection(prefixes(name)):
+            return output  # of a module outside of the layers that a layer calls
         call = self._num_returns[name]
         self._num_returns[name] += 1
-        wanted = {extra.path: extra.name for extra in self._cuts.extras.get(name, ()) if extra.call == call}
+        wanted = {extra.path: extra.name for extra in self.cuts.extras.get(name, ()) if extra.call == call}
         if self._active is None or not wanted:
             return output
         leaves, form = leaves_by_path(output)
@@ -281,17 +364,17 @@ class StagedModel:
             key = wanted.get(path)
             values.append(leaf if key is None else self._received.get(key, leaf))
             if key is not None:
-                self._made[key] = values[-1]
+                self._made[key] = values[-1], getattr(values[-1], "_version", 0)
         return pytree.tree_unflatten(values, form) if wanted.values() & self._received.keys() else output
 
     def layer(self, position: int) -> Layer:
-        """Return what is known of a layer for batches like the one that is run."""
-        return self._cuts.trace.layers[position]
+        """Return what is known of a layer."""
+        return self.cuts.trace.layers[position]
 
-    def sample_dims(self, cuts: Cuts) -> Mapping[str, int | None]:
-        """Return along which dimension outputs have an entry per sample, by path; see `join_outputs`."""
-        needs = cuts.needs.get(self.model.training)
-        return {} if needs is None else needs.sample_dims
+    @property
+    def needs(self) -> Needs:
+        """What stages get in the mode that the model is in."""
+        return self.cuts.needs[self.model.training]
 
     def _holds(self, position: int) -> bool:
         return any(stage.first <= position < stage.last for stage in self.stages.values())
@@ -315,11 +398,7 @@ class StagedModel:
 
     @contextlib.contextmanager
     def activated(
-        self,
-        stage: int,
-        received: Mapping[str, Tensor],
-        streams: MicrobatchStreams | None = None,
-        cuts: Cuts | None = None,
+        self, stage: int, received: Mapping[str, Tensor], streams: MicrobatchStreams | None = None
     ) -> Iterator[None]:
         """Let the layers act for one stage and one microbatch, in forward and where backward recomputes layers.
 
@@ -327,15 +406,13 @@ class StagedModel:
             stage: Number of the stage.
             received: What the stage before has sent for the microbatch.
             streams: Where the microbatch draws from; ``None`` leaves the generators alone.
-            cuts: What stages need for batches of its form; ``None`` for what they need for the example.
         """
-        before = self._active, self._received, self._streams, self._cuts
+        before = self._active, self._received, self._streams
         self._active, self._received, self._streams = self.stages[stage], received, streams
-        self._cuts = cuts or self.cuts
         try:
             yield
         finally:
-            self._active, self._received, self._streams, self._cuts = before
+            self._active, self._received, self._streams = before
 
     @contextlib.contextmanager
     def showing_absent_state(self) -> Iterator[None]:
@@ -397,7 +474,7 @@ class StagedModel:
         self._enclose_compiled()
         if self._streams is not None:
             self._streams.begin()
-        run = self._run = StageRun(self.model, self._forms, self._streams)
+        run = self._run = self._new_run()
         watches = self._streams is not None and not self._streams.host
         before = host_states() if watches else None
         try:
@@ -408,7 +485,7 @@ class StagedModel:
         except StageEnd as end:
             payload = end.payload
         finally:
-            self._run = None
+            self._run, self._made = None, {}
         if run.errors:
             raise run.errors[0]
         if before is not None and host_states() != before:
@@ -423,6 +500,9 @@ class StagedModel:
         if not (self._has_begun or stage.is_first):
             raise self._skipped(stage, stage.first, "with which it begins")
         return outputs, payload or {}
+
+    def _new_run(self) -> StageRun:
+        return StageRun(self.model, self._forms, self._streams)
 
     def _enclose_compiled(self) -> None:
         """Enter compiled modules from outside of what is compiled, which is not to depend on the stage."""
@@ -481,9 +561,13 @@ class StagedModel:
         if position == stage.last:
             raise StageEnd(self._payload(stage, layer, dict(gate.names.leaves(*with_arrived((args, kwargs))))))
         self._has_begun = self._has_begun or position == stage.first
-        args, kwargs = self._with_received(stage, gate, args, kwargs)
         with contextlib.nullcontext() if self._run is None else self._run.paused():
-            output = forward(*args, **kwargs)
+            args, kwargs = self._with_received(stage, gate, args, kwargs)
+            self._depth += 1
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
         gate.check(output, args, kwargs)
         self._leave_layer(position)
         return output
@@ -494,13 +578,18 @@ class StagedModel:
         """Return a layer's arguments with what the stage has received; the model's code goes on with that, too."""
         args, kwargs = with_arrived((args, kwargs))
         if gate.position == stage.first > 0:
-            crossing = self._crossing_into(stage.index, gate.layer)
-            given = {name: self._received[name] for name in crossing.carried if name in self._received}
+            arguments = dict(gate.names.leaves(args, kwargs))
+            given: Mapping[str, Tensor] = {name: self._received[name] for name in self._carried(stage, arguments)}
             if self._run is not None:
-                given = self._run.arrive(dict(gate.names.leaves(args, kwargs)), given, crossing.written)
+                given = self._run.arrive(arguments, given)
             args, kwargs = gate.names.replaced(args, kwargs, given, f"layer '{gate.layer.name}'")
         args, kwargs = as_absent((args, kwargs))
         return args, kwargs
+
+    def _carried(self, stage: StageRange, arguments: Mapping[str, Any]) -> Collection[str]:
+        """Return which arguments of a stage's first layer, given by path, it has received."""
+        del arguments
+        return self.needs.crossings[stage.index].carried
 
     def enter_layer(self, position: int) -> None:
         """Let a layer that is run draw from its stream; streams of ranks that share it out come inside of this one."""
@@ -514,24 +603,19 @@ class StagedModel:
 
     def call_module(self, idle: _Idle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a module outside of the layers does in the active stage, which may have nothing to compute there."""
-        run = self._run
-        if run is None or run.is_trying:
+        run, stage = self._run, self._active
+        if run is None or stage is None or run.is_trying or self._depth:
             return idle.forward(*args, **kwargs)
         if self._streams is not None:
             self._streams.begin_call()
         try:
-            if self._active is not None and self._active.index in self._idle(idle.name):
+            if stage.index in self.cuts.idle[idle.name] and self.needs.skips_idle:
                 with contextlib.suppress(Exception):  # its forward below raises it, or needs no form
                     return idle.calls.result(run, args, kwargs)
             return idle.forward(*args, **kwargs)
         finally:
             if self._streams is not None:
                 self._streams.end_call()
-
-    def _idle(self, name: str) -> Collection[int]:
-        """Return the stages on which a module outside of the layers has nothing to compute."""
-        needs = self._cuts.needs.get(self.model.training)
-        return () if needs is None else needs.idle.get(name, ())
 
     def result_of_absent(
         self, calls: AbsentCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any], seen: list[tuple[nn.Module, Any]]
@@ -551,13 +635,13 @@ class StagedModel:
             seen: Modules whose hooks have been shown theirs.
         """
         known = {
-            id(module): (self._cuts.extras.get(name, ()), own) for module, name, own in self._inner.get(position, ())
+            id(module): (self.cuts.extras.get(name, ()), own) for module, name, own in self._inner.get(position, ())
         }
         for module in self._gates[position].calls.parts:
             if module in seen or not module._forward_hooks:  # noqa: SLF001 - torch tells it nowhere else
                 continue
             extras, own = known.get(id(module), ((), None))
-            came = {extra.index: self._received[extra.name] for extra in extras if extra.name in self._received}
+            came = {extra.place: self._received[extra.name] for extra in extras if extra.name in self._received}
             output: Any = absent
             if came:
                 size = 1 + max(index or 0 for index in came)
@@ -568,16 +652,24 @@ class StagedModel:
         """Return what the next stage gets: arguments of its first layer, and what else it needs.
 
         Raises:
-            ConfigError: If some of it is not there, or the layer is given a tensor with a gradient that it was not
-                given in the dry run.
+            AbsentValueError: If the stage itself has not got some of it.
+            ConfigError: If some of it is not there, or was changed in place since a module returned it.
         """
-        crossing = self._crossing_into(stage.index + 1, layer)
+        crossing = self.needs.crossings[stage.index + 1]
         found: dict[str, tuple[str, Any]] = {
             name: (f"argument '{name}' of layer '{layer.name}'", arguments.get(name)) for name in crossing.carried
         }
         for extra in crossing.extras:
-            value = self._made.get(extra.name, self._received.get(extra.name))
-            found[extra.name] = (f"what module '{extra.module}' returns", value)
+            what = f"what module '{extra.module}' returns"
+            value, version = self._made.get(extra.name, (self._received.get(extra.name), 0))
+            if isinstance(value, torch.Tensor) and extra.name in self._made and value._version != version:  # noqa: SLF001 - torch tells it nowhere else
+                msg = (
+                    f"{type(self.model).__name__} can't be cut before its layer '{layer.name}': its forward changes "
+                    f"in place {what}, which the next stage gets and would change again. Let it make a new tensor "
+                    "(`x = x * y` for `x *= y`), or use `pp_size=1`."
+                )
+                raise ConfigError(msg)
+            found[extra.name] = (what, value)
         for what, value in found.values():
             if not isinstance(value, torch.Tensor):
                 msg = (
@@ -589,14 +681,6 @@ class StagedModel:
             if is_absent(value):
                 refuse(f"sending {what} to stage {stage.index + 1}", value)
             check_sendable(value, what)
-        for name, value in arguments.items():
-            if is_carried(value) and name not in layer.carried:
-                msg = (
-                    f"{self._shown(stage)} can't send argument '{name}' of layer '{layer.name}': it is a tensor with a "
-                    "gradient now, and was none in the dry run at `boost`. Pass an `example_batch` like the batches "
-                    "that are run, or use `pp_size=1`."
-                )
-                raise ConfigError(msg)
         return {name: value for name, (_, value) in found.items()}
 
     def _shown(self, stage: StageRange) -> str:
@@ -610,10 +694,6 @@ class StagedModel:
             "activations can pass from stage to stage without it. Keep the model from skipping layers (set `layerdrop` "
             "to 0), or use `pp_size=1`."
         )
-
-    def _crossing_into(self, stage: int, first: Layer) -> Crossing:
-        needs = self._cuts.needs.get(self.model.training)
-        return Crossing(first.carried) if needs is None else needs.crossings[stage]
 
 
 class _Gate:
@@ -631,7 +711,7 @@ class _Gate:
 
     @property
     def layer(self) -> Layer:
-        """What is known of the layer for batches like the one that is run."""
+        """What is known of the layer."""
         return self._staged.layer(self.position)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -655,6 +735,11 @@ class _Gate:
                 if not has_shapes:
                     raise
         origin = f"layer '{self.layer.name}'"
+        if self.layer.writes:
+            leaves = dict(self.names.leaves(args, kwargs))
+            for leaf in (leaves.get(path) for path in self.layer.writes):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, AbsentTensor):
+                    mark_written(leaf, origin)
         arguments = self._arguments(args, kwargs)
         forms = {
             path: absent_like(Form.of(leaf), origin)

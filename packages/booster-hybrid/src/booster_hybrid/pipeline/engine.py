@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from booster_core.errors import BoosterError, ConfigError
 from booster_core.ranks import NamedCall
-from booster_hybrid.pipeline.forms import checksum_of_cuts
 from booster_hybrid.pipeline.itinerary import Itinerary
 from booster_hybrid.pipeline.label_means import LabelMeans, other_mean
 from booster_hybrid.pipeline.microbatches import (
@@ -34,7 +33,7 @@ from booster_runtime.label_means import are_parts_weighed
 from booster_runtime.sharding import between_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
     from booster_hybrid.axes import Axis
     from booster_hybrid.config import PipelineConfig
     from booster_hybrid.optimizer import HybridOptimizer
-    from booster_hybrid.pipeline.cut import Cuts, StagedModel
-    from booster_hybrid.pipeline.forms import CutsByForm
+    from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.microbatches import SplitHook
     from booster_hybrid.pipeline.p2p import Link
     from booster_hybrid.pipeline.per_sample import SampleEntries
@@ -66,7 +64,6 @@ class PipelineEngine:
         index: This rank's position in the pipeline.
         link: Messages to the others.
         entries: Tells which tensors of a batch may be cut.
-        forms: What stages need for batches of each form.
         replica: The ranks that get the same batches: those of the pipeline, and of what else splits the model.
         data: The ranks that get different ones.
         sharing: The ranks that compute each stage together, along each axis.
@@ -91,7 +88,6 @@ class PipelineEngine:
         index: int,
         link: Link,
         entries: SampleEntries,
-        forms: CutsByForm,
         *,
         replica: Axis,
         data: Axis,
@@ -111,7 +107,7 @@ class PipelineEngine:
         self._exchanges_tokens, self._split_hook = exchanges_tokens, split_hook
         self._draws_on_host = draws_on_host
         self._config, self._index, self._link = config, index, link
-        self._entries, self._forms = entries, forms
+        self._entries = entries
         self._replica, self._data, self._coordinator, self._device = replica, data, coordinator, device
         self._sharing = [axis for axis in sharing if axis.size > 1]
         self._run_options = {**(run_options or {}), "failed_alone": self._has_failed_alone}
@@ -169,15 +165,14 @@ class PipelineEngine:
 
         Raises:
             StopIteration: If there is no batch left.
-            ConfigError: If the batch can't be split, ranks that need the same one have different ones, or it is of a
-                form for which the model can't be cut as it was.
+            ConfigError: If the batch can't be split, or ranks that need the same one have different ones.
             Exception: What the data loader, the model or the criterion raised on any rank.
 
         Collective: every rank of the world.
         """
         with NamedCall("execute_pipeline"):
             parts, sizes, most, seed = self._split_together(batches)
-            schedule, cuts = self.schedule(len(parts)), [self._forms.for_batch(part) for part in parts]
+            schedule = self.schedule(len(parts))
             self._warn_if_idle(schedule)
             shares = [size / sum(sizes) for size in sizes]
             means = None if are_parts_weighed() or len(parts) == 1 else LabelMeans(parts, shares)
@@ -193,7 +188,6 @@ class PipelineEngine:
                 keeps_outputs=return_outputs,
                 itinerary=self.itinerary(len(parts), trains=optimizer is not None),
                 streams=self._streams(seed, len(parts)),
-                cuts=cuts,
                 means=means,
                 reads=None if optimizer is None else self._outside_reads,
                 **self._run_options,
@@ -211,7 +205,7 @@ class PipelineEngine:
             if error is None and run.outputs:
                 try:
                     found = [run.outputs[index] for index in range(len(parts))]
-                    outputs = join_outputs(found, sizes, self.staged.sample_dims(cuts[0]))
+                    outputs = join_outputs(found, sizes, self.staged.needs.sample_dims)
                 except Exception as caught:  # noqa: BLE001 - carried to every rank by the next line
                     error = caught
             self._raise_together(error, optimizer)
@@ -267,34 +261,26 @@ class PipelineEngine:
         # Data parallel ranks may have other batches, of other sizes; those that work on the same batch may not.
         index, count, num_parts = self._data.index, self._data.size, len(taken.parts)
         slots = checksum_slots(taken.checksum, index, count)
-        of_cuts = checksum_slots(checksum_of_cuts(taken.cuts), index, count)
         seeds = [0] * count
         own_seed = next_seed()  # on each rank, so that their generators stay alike
         seeds[index] = own_seed if self._replica.index == 0 else 0
-        told = [taken.error is not None, num_parts, -num_parts, *seeds, *slots, *of_cuts]
+        told = [taken.error is not None, num_parts, -num_parts, *seeds, *slots]
         counts = torch.tensor(told, device=between_hosts(self._device))
         collectives.all_reduce(counts, dist.ReduceOp.MAX).wait()
         has_failed, most, least, *largest = counts.tolist()
-        seeds, slots, of_cuts = largest[:count], largest[count : 3 * count], largest[3 * count :]
-        apart, cut_apart = ([], []) if has_failed else (differing(slots), differing(of_cuts))
+        seeds, apart = largest[:count], [] if has_failed else differing(largest[count:])
         if index in apart:
             taken.error = different_batches(list(self._replica.ranks))
-        elif index in cut_apart:
-            taken.error = self._other_cuts()
         if self._exchanges_tokens and not has_failed and most != -least:
             msg = (
                 f"Batches have {-least} microbatches on some ranks and {most} on others, and `ep_size` lets ranks send "
                 "each other the tokens of each. Use `num_microbatches`, or batches of the same size on all ranks."
             )
             raise ConfigError(msg)
-        if has_failed or apart or cut_apart:
+        if has_failed or apart:
             with self._coordinator.together("execute_pipeline"):
                 if taken.error is not None:
                     raise taken.error
-        self._forms.add(taken.cuts)
-        for cuts in taken.cuts.values():
-            self.staged.watch(cuts)
-            self._link.add_names(cuts.sent_names)
         return taken.parts, taken.sizes, most, seeds[index]
 
     def _take(self, batches: Iterator[Any], taken: _Taken) -> None:
@@ -315,15 +301,7 @@ class PipelineEngine:
             parts = split_batch(batch, sizes)
             if self._rehearses and len(set(sizes)) == 1:
                 parts, sizes = parts[:_REHEARSED], sizes[:_REHEARSED]
-        taken.cuts = self._forms.find(parts)
         taken.parts, taken.sizes = parts, sizes
-
-    def _other_cuts(self) -> ConfigError:
-        return ConfigError(
-            f"Ranks {', '.join(map(str, self._replica.ranks))} work on one batch together, and their dry runs of "
-            f"{type(self.staged.model).__name__} for a batch of this form took different ways. Keep its forward from "
-            "asking for its rank or for the time, or pass an `example_batch` like the batches that are run."
-        )
 
     def _raise_together(self, error: Exception | None, optimizer: HybridOptimizer | None) -> None:
         if self._has_any(error):
@@ -361,14 +339,12 @@ class _Taken:
     Args:
         parts: Its microbatches.
         sizes: Their numbers of samples.
-        cuts: What stages need for those of new forms.
         checksum: What tells it from other batches.
         error: What went wrong.
     """
 
     parts: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    cuts: dict[Hashable, Cuts] = field(default_factory=dict)
     checksum: int = 0
     error: Exception | None = None
 

@@ -11,12 +11,14 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from booster_core.errors import ConfigError
 from booster_hybrid.pipeline.arguments import LikeArguments
-from booster_hybrid.pipeline.flow import edge_of, tensors_in
 from booster_hybrid.pipeline.trace import CONTAINERS, call_on, run_dry, stand_ins
 from booster_hybrid.skipped_layers import FixedDraws
 from booster_hybrid.tensor_parallel.module_names import peft_classes
+from booster_runtime.data import leaves_by_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -158,7 +160,7 @@ class _Watch:
         return next((found for pair in pairs if (found := _objection(*pair, names.count(pair[1].name)))), None)
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        given = {edge_of(tensor) for tensor in tensors_in((args, kwargs)).values()}
+        given = _edges((args, kwargs))
         call = _Call(name, given, self._time, set(), self._time, is_layer=False)
         self._time += 1
         self._open.append(call)
@@ -166,7 +168,7 @@ class _Watch:
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
         call = self._open.pop()
-        call.returned = {edge_of(tensor) for tensor in tensors_in(output).values()}
+        call.returned = _edges(output)
         call.left = self._time
         self._time += 1
         call.is_layer = LikeArguments.like(output, {}) is not None
@@ -189,6 +191,13 @@ def _objection(before: _Call | None, call: _Call, count: int) -> str | None:
     if before is not None and not _reaches(call.given, before.returned):
         return f"what '{call.name}' is given does not depend on what '{before.name}' returns"
     return None
+
+
+def _edges(value: Any) -> set[tuple[Any, int]]:
+    """Return where the differentiable tensors of a nest of containers are in the autograd graph: node and result."""
+    leaves = (leaf for _, leaf in leaves_by_path(value)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    edges = [torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves]
+    return {(edge.node, edge.output_nr) for edge in edges}
 
 
 def _reaches(start: set[tuple[Any, int]], goal: set[tuple[Any, int]]) -> bool:

@@ -128,7 +128,7 @@ class Link:
     """Messages between this rank and the others of its pipeline.
 
     Args:
-        names: Names of all tensors that are sent, the same on all ranks; `add_names` adds more.
+        names: Names of all tensors that are sent, the same on all ranks.
         ranks: The pipeline's ranks, as ranks of the world.
         index: This rank's position among them.
         channels: Process groups by the positions of sender and receiver, as `make_channels` returns them.
@@ -152,16 +152,6 @@ class Link:
         self._expected: dict[int, deque[_Expected]] = {}
         self._usual_to: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
         self._usual_from: dict[int, _Usual] = {rank: _Usual() for rank in range(len(ranks))}
-
-    def add_names(self, names: Collection[str]) -> None:
-        """Let more tensors be sent from now on.
-
-        Args:
-            names: What they are called.
-
-        Collective: every rank of the pipeline, while no message is on its way.
-        """
-        self._names = sorted({*self._names, *names})
 
     def connect(self) -> None:
         """Send a first message through each channel between ranks on devices, one channel after the other.

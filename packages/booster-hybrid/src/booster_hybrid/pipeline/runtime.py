@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from booster_hybrid.pipeline.cut import Cuts, StagedModel
+    from booster_hybrid.pipeline.cut import StagedModel
     from booster_hybrid.pipeline.label_means import LabelMeans
     from booster_hybrid.pipeline.p2p import Link, Sent
     from booster_hybrid.pipeline.record import PipelineRecord
@@ -39,11 +39,11 @@ _REASONS = {
     "a leaf Variable that requires grad is being used in an in-place operation": (
         "The forward changes in place what a layer of another stage has returned."
     ),
+    "has been modified by an inplace operation": (
+        "The forward writes in place to a parameter or value that the backward of another microbatch still needs."
+    ),
 }
-"""What errors of torch mean in a stage: a parameter that is not here has no memory, what was received is a leaf.
-
-`boost` refuses such models; these are for writes that it did not see, as the batch decides on them.
-"""
+"""What errors of torch mean in a stage: a parameter that is not here has no memory, what was received is a leaf."""
 
 
 class PipelineRun:
@@ -64,7 +64,6 @@ class PipelineRun:
         record: Notes when what is done; ``None`` notes nothing.
         itinerary: This rank's way through the schedule, where it is known from a batch before.
         streams: Where each microbatch draws from; ``None`` leaves the generators alone.
-        cuts: What stages need for each microbatch; ``None`` for what they need for the example.
         means: Divides means over labels; ``None`` leaves them those of microbatches.
         reads: Looks at what losses read; ``None`` for nobody.
         failed_alone: Returns whether another rank, with which this one computes its stages, has not failed as well.
@@ -95,7 +94,6 @@ class PipelineRun:
         record: PipelineRecord | None = None,
         itinerary: Itinerary | None = None,
         streams: Sequence[MicrobatchStreams] | None = None,
-        cuts: Sequence[Cuts] | None = None,
         means: LabelMeans | None = None,
         reads: OutsideReads | None = None,
         failed_alone: Callable[[], bool] = lambda: False,
@@ -104,10 +102,10 @@ class PipelineRun:
         self._staged, self._schedule, self._index, self._link = staged, schedule, index, link
         self._microbatches, self._weights, self._criterion = microbatches, weights, criterion
         self._backward, self._keeps_outputs = backward, keeps_outputs
-        self._record, self._streams, self._cuts = record, streams, cuts
+        self._record, self._streams = record, streams
         self._split = split if backward is not None and schedule.is_split else None
         self._received: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._produced: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._produced: dict[tuple[int, int], dict[str, Any]] = {}
         self._local: dict[tuple[Work, int, int], dict[str, Tensor] | None] = {}
         self._itinerary = itinerary or Itinerary(
             schedule, index, trains=backward is not None, splits=self._split is not None
@@ -168,7 +166,7 @@ class PipelineRun:
         try:
             yield
         except Exception as caught:
-            error = _explained(caught)
+            error = explained(caught)
             if not self._has_failed and self._failed_alone():
                 if error is caught:
                     raise
@@ -198,7 +196,13 @@ class PipelineRun:
                 if self._keeps_outputs:
                     self.outputs[microbatch] = outputs
         if self._backward is not None:
-            self._received[key], self._produced[key] = received, payload
+            self._received[key] = received
+            # Backward begins at places in the graph: what was made there is freed when it has been sent.
+            self._produced[key] = {
+                name: tensor if is_end else torch.autograd.graph.get_gradient_edge(tensor)
+                for name, tensor in payload.items()
+                if is_end or tensor.requires_grad
+            }
             self.peak_live = max(self.peak_live, len(self._produced.keys() | self._pending.keys()))
         return payload
 
@@ -219,8 +223,7 @@ class PipelineRun:
         """Let the model act for a stage and a microbatch, in forward and where backward recomputes layers."""
         with contextlib.ExitStack() as stack:
             streams = None if self._streams is None else self._streams[key[1]]
-            cuts = None if self._cuts is None else self._cuts[key[1]]
-            stack.enter_context(self._staged.activated(key[0], received, streams, cuts))
+            stack.enter_context(self._staged.activated(key[0], received, streams))
             if self._split is not None and key in self._pending:
                 stack.enter_context(self._split.using(self._pending[key]))
             yield
@@ -245,13 +248,9 @@ class PipelineRun:
         if self._has_failed:
             self._backward([], [], is_last)  # the data parallel ranks go on
             return {}
-        tensors: list[Tensor]
-        gradients: list[Tensor | None]
-        if is_end:
-            tensors, gradients = [produced[""]], [None]
-        else:
-            names = [name for name in produced if name in arrived and produced[name].requires_grad]
-            tensors, gradients = [produced[name] for name in names], [arrived[name] for name in names]
+        names = [name for name in produced if is_end or name in arrived]
+        tensors = [produced[name] for name in names]
+        gradients = [None if is_end else arrived[name] for name in names]
         pending = self._pending.get(key)
         with self._acting_for(key, received), contextlib.nullcontext() if pending is None else pending.opened():
             self._backward(tensors, gradients, is_last)
@@ -317,7 +316,7 @@ class PipelineRun:
         return loss.reshape(())
 
 
-def _explained(error: Exception) -> Exception:
+def explained(error: Exception) -> Exception:
     """Return an error of torch as one that says what it means here; others as they are."""
     if isinstance(error, StopIteration):  # which would be taken for the end of the data
         place = traceback.extract_tb(error.__traceback__)[-1]

@@ -8,6 +8,7 @@ Layers and other modules that are not run return absent tensors in the form of w
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +24,25 @@ from booster_hybrid.pipeline.absent import (
     Form,
     Forms,
     absent_like,
+    fill_written,
     has_absent,
     in_trial,
     is_plain,
     mark_written,
     noting_errors,
     origin_of,
+    read_error,
     with_arrived,
 )
 from booster_hybrid.pipeline.label_means import MEANS, mean_of_batch
-from booster_hybrid.pipeline.trace import kept_attributes
 from booster_hybrid.torch_functions import changes_in_place, name_of
+from booster_runtime.data import hides_tensors
 from booster_runtime.memory import only_describes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from booster_hybrid.pipeline.absent import ModuleOutput
     from booster_hybrid.random_streams import MicrobatchStreams
 
 _MOST_KNOWN = 256
@@ -50,6 +54,11 @@ _FORM_OF_FIRST = frozenset(
 """Functions that look at the form of their first argument alone."""
 _FORM_OF_SECOND = frozenset({Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as})
 """Functions that look at the form of their second argument alone, where that is a tensor."""
+
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, where its tensors and hooks are."""
+_MISSING = object()
 
 
 _describes = functools.cache(only_describes)
@@ -138,13 +147,11 @@ class StageRun(TorchFunctionMode):
             if self._streams is not None and not self.is_trying:
                 self._streams.end_function()
 
-    def arrive(
-        self, arguments: Mapping[str, Any], received: Mapping[str, Tensor], written: Collection[str] = ()
-    ) -> dict[str, Tensor]:
+    def arrive(self, arguments: Mapping[str, Any], received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Let arguments of the stage's first layer, by path, be what came in their places from now on.
 
         The model's own code goes on with the same objects, as where it adds a layer's output to its input. Absent ones
-        stand for what came. Into those that have memory of their own, to which layers before write, it is copied.
+        stand for what came. Into memory to which layers of stages before have written it is copied.
 
         Returns:
             What to call the layer with in their places.
@@ -154,8 +161,8 @@ class StageRun(TorchFunctionMode):
             own = arguments.get(path)
             if isinstance(own, AbsentTensor):
                 own.arrived, self.has_arrived = tensor, True
-            elif path in written and isinstance(own, Tensor):
-                instead[path] = own.copy_(tensor)
+            elif isinstance(own, Tensor) and origin_of(own) is not None:
+                instead[path] = fill_written(own, tensor)
         return instead
 
     def _refuse_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,7 +175,8 @@ class StageRun(TorchFunctionMode):
                 "stage has received, and the example at `boost` did not show it. Let it make a new tensor (`x = x + y` "
                 "for `x += y`), or use `pp_size=1`."
             )
-            self.errors.append(AbsentValueError(msg))
+            read = f"`{name_of(func)}` changes in place values of {written.origin}"
+            self.errors.append(read_error(msg, read, written.outputs))
             raise self.errors[-1]
 
     def _let_through(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,17 +190,19 @@ class StageRun(TorchFunctionMode):
         finally:
             self._reads.is_paused = before
 
-    def _write(self, tensor: Tensor, origin: str) -> None:
+    def _write(self, tensor: Tensor, origin: str, outputs: tuple[ModuleOutput, ...]) -> None:
         """Let known memory count as absent, unless it outlives the forward."""
         storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch tells storages apart
         kept = (
             name
             for name, each in (*self._model.named_parameters(), *self._model.named_buffers())
-            if each.layout is torch.strided and each.untyped_storage()._cdata == storage  # noqa: SLF001
+            if not isinstance(each, AbsentTensor)  # in a dry run
+            and each.layout is torch.strided
+            and each.untyped_storage()._cdata == storage  # noqa: SLF001
         )
         name = next(kept, None)
         if name is None:
-            mark_written(tensor, origin)
+            mark_written(tensor, origin, outputs)
         elif not self.is_trying:
             msg = (
                 f"The model writes values of {origin}, which another pipeline stage has, into '{name}' outside of its "
@@ -233,6 +243,26 @@ class StageRun(TorchFunctionMode):
             self._reads = before
 
 
+class NotedRun(StageRun):
+    """A stage's run that notes which functions are called.
+
+    Args:
+        model: As for `StageRun`.
+        forms: Likewise.
+        calls: Gets the functions' names, each with the shapes that it was given.
+    """
+
+    def __init__(self, model: nn.Module, forms: Forms, calls: list[Any]) -> None:
+        super().__init__(model, forms, None)
+        self._calls = calls
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.is_trying:
+            tensors = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            self._calls.append((name_of(func), *(tuple(each.shape) for each in tensors)))
+        return super()._run(func, args, kwargs)
+
+
 def _emptied(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(Form.of(each).empty() if isinstance(each, Tensor) and has_absent(each) else each for each in values)
 
@@ -252,12 +282,13 @@ class AbsentCalls:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], origin: str) -> None:
         self._module, self._forward, self._origin = module, forward, origin
         self.parts = [each for each in module.modules() if each is not module]
+        self._hooks = [part._forward_hooks for part in self.parts]  # noqa: SLF001 - torch tells it nowhere else
         self._known: dict[Any, tuple[Any, list[tuple[nn.Module, Any]]]] = {}
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody looks at what modules inside return, by forward hooks."""
-        return any(part._forward_hooks for part in self.parts)  # noqa: SLF001 - torch tells it nowhere else
+        return any(self._hooks)
 
     def result(
         self,
@@ -355,6 +386,40 @@ def show(module: nn.Module, output: Any, *, without: int | None = None) -> None:
             is_named = key in module._forward_hooks_with_kwargs  # noqa: SLF001 - likewise
             replaced = hook(module, (), *([{}] if is_named else []), output)
             output = output if replaced is None else replaced
+
+
+@contextlib.contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Put tensors back that a forward leaves in modules, as they are fake; other attributes stay as they are set.
+
+    So are those that it adds to lists and dicts. Models note in attributes which hooks they have registered, for
+    example, and hooks stay.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, copy.copy(value))
+        for _, kept in before
+        for name, value in kept.items()
+        if type(value) in (list, dict) and name not in OF_TORCH
+    ]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            for name, value in [*attributes.items()]:
+                if value is not kept.get(name, _MISSING) and _holds_tensors(value):
+                    if name in kept:
+                        attributes[name] = kept[name]
+                    else:
+                        del attributes[name]
+        for value, kept in contents:
+            if _holds_tensors(value):
+                value.clear()
+                (value.update if isinstance(value, dict) else value.extend)(kept)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) or hides_tensors(leaf) for leaf in pytree.tree_leaves(value))
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ of experts that loops over the experts that were hit), the dry run computes them
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,25 +18,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_core.errors import ConfigError
 from booster_core.state import call_with_tensors
-from booster_hybrid.pipeline.absent import Form, absent_like, quiet_fakes
+from booster_hybrid.pipeline.absent import AbsentTensor, Form, Forms, ModuleOutput, absent_like, quiet_fakes
 from booster_hybrid.pipeline.arguments import ArgumentNames, LikeArguments
 from booster_hybrid.pipeline.fakes import Fakes
-from booster_hybrid.pipeline.flow import Flow
+from booster_hybrid.pipeline.stage_run import OF_TORCH, NotedRun, kept_attributes
 from booster_hybrid.skipped_layers import FixedDraws, host_states
 from booster_hybrid.tensor_parallel.split import is_repeated
-from booster_runtime.data import call_with, hides_tensors, named_forward, taken_by
+from booster_runtime.data import call_with, leaves_by_path, named_forward, taken_by, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose members may be layers."""
-_MISSING = object()
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module, where its tensors and hooks are."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,13 @@ class Layer:
     Args:
         name: Its name in the model.
         returned: What stands for its output on stages that do not run it.
-        carried: Paths of its arguments that are differentiable tensors: what a stage before it has to send.
+        writes: Paths of its arguments to which it writes in place.
         kept: What it leaves in its modules, which code after it may read.
     """
 
     name: str
     returned: LikeArguments
-    carried: tuple[str, ...]
+    writes: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
 
 
@@ -98,9 +96,22 @@ class Trace:
     is_certain: bool = False
 
 
-def is_carried(value: Any) -> bool:
-    """Return whether an argument has to come from the stage before: it has a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad
+@dataclass
+class WholeRun:
+    """What a dry run has computed, in the fake tensors of that run.
+
+    Args:
+        arguments: The tensors that each layer was given, by path.
+        outputs: What modules have returned.
+        results: What the model has returned, by path.
+        calls: The functions that were called outside of the layers, with the shapes that they were given; where layers
+            and modules begin, and where modules end.
+    """
+
+    arguments: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    outputs: dict[ModuleOutput, torch.Tensor] = field(default_factory=dict)
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
 
 
 def is_plain_output(output: Any) -> bool:
@@ -127,24 +138,42 @@ def shown_output(output: Any) -> str:
     return f"`{type(output).__name__}`{first}"
 
 
-def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any) -> Trace:
-    """Run a model dry, and return what is seen of its layers; see `trace_flow`."""
-    return trace_flow(model, lists, batch)[0]
+def trace_layers(model: nn.Module, lists: Sequence[str], batch: Any, draws: FixedDraws | None = None) -> Trace:
+    """Run a model dry, and return what is seen of its layers.
+
+    Args:
+        model: The whole model.
+        lists: As for `trace_on`.
+        batch: As its data loader yields it; see `call_with` and `taken_by`.
+        draws: What single random numbers are; by default so high that no layer is skipped by chance.
+
+    Raises:
+        ConfigError: As for `trace_on`.
+    """
+    found: list[Trace] = []
+
+    def run(make: Callable[[torch.Tensor], torch.Tensor], example: Any) -> None:
+        found[:] = [trace_on(model, lists, stand_ins(model, make), example)[0]]
+
+    before, draws = host_states(), draws or FixedDraws()
+    is_fake = run_dry(model, batch, run, draws)
+    is_certain = model.training and is_fake and not draws.count and host_states() == before
+    return dataclasses.replace(found[0], is_certain=is_certain)
 
 
-def trace_flow(
-    model: nn.Module, lists: Sequence[str], batch: Any, draws: FixedDraws | None = None
-) -> tuple[Trace, Flow]:
-    """Run a model dry.
+def trace_on(
+    model: nn.Module, lists: Sequence[str], tensors: Mapping[str, torch.Tensor], batch: Any
+) -> tuple[Trace, WholeRun]:
+    """Run a model on stand-ins; see `run_dry`.
 
     Args:
         model: The whole model.
         lists: Names of its lists of layers; those that it lacks are passed over.
-        batch: As its data loader yields it; see `call_with` and `taken_by`.
-        draws: What single random numbers are; by default so high that no layer is skipped by chance.
+        tensors: What stands for its parameters and buffers.
+        batch: What stands for the batch.
 
     Returns:
-        What is seen of its layers, and the graph of what was computed.
+        What is seen of its layers, and what was computed.
 
     Raises:
         ConfigError: If there is no list of layers, a layer is called more than once, or what it returns is no tensor
@@ -159,16 +188,17 @@ def trace_flow(
             "ModuleDict or Sequential in `ShardingPolicy(layers=...)`."
         )
         raise ConfigError(msg)
-    recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()})
+    whole = WholeRun()
+    run = NotedRun(model, Forms(), whole.calls)
+    recorder = _Recorder(modules, {id(layer): name for name, layer in found.items()}, run, whole)
     recorder.watch()
-    before, draws = host_states(), draws or FixedDraws()
     try:
-        is_fake = run_dry(model, batch, functools.partial(_run_recorded, model, recorder), draws)
+        with kept_attributes(model), run:
+            output = call_on(model, tensors, batch)
     finally:
         recorder.close()
-    assert recorder.flow is not None, "the model has run"
-    is_certain = model.training and is_fake and not draws.count and host_states() == before
-    return dataclasses.replace(recorder.trace(), is_certain=is_certain), recorder.flow
+    whole.results = dict(tensors_of(output))
+    return recorder.trace(), whole
 
 
 def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]:
@@ -201,17 +231,16 @@ def replace_forward(module: Any, call: Callable[..., Any]) -> Callable[[], None]
 
 
 class _Recorder:
-    def __init__(self, modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> None:
-        self._modules, self._layers = modules, layers
+    def __init__(
+        self, modules: Mapping[str, nn.Module], layers: Mapping[int, str], run: NotedRun, whole: WholeRun
+    ) -> None:
+        self._modules, self._layers, self._run, self._whole = modules, layers, run, whole
         self._undo: list[Callable[[], None]] = []
-        self._calls: list[tuple[str, dict[str, torch.Tensor]]] = []
-        self._returned: dict[str, LikeArguments] = {}
-        self._kept: dict[str, tuple[Kept, ...]] = {}
+        self._seen: list[Layer] = []
         self._uses: dict[str, list[int]] = {}
         self._num_returns: Counter[str] = Counter()
         self._entered: list[int] = []
-        self._depth = 0
-        self.flow: Flow | None = None
+        self._depth = self._num_calls = 0
 
     def watch(self) -> None:
         names = {*self._layers.values()}
@@ -224,9 +253,10 @@ class _Recorder:
                 continue
             elif any(True for _ in module.parameters(recurse=False)):
                 self._uses[name] = []
-            on_return = functools.partial(self._on_return, name)
+            on_call, on_return = functools.partial(self._on_call, name), functools.partial(self._on_return, name)
+            is_layer = id(module) in self._layers
             self._undo += [
-                module.register_forward_pre_hook(self._on_call).remove,
+                module.register_forward_pre_hook(lambda *_, then=on_call: then(), prepend=is_layer).remove,
                 module.register_forward_hook(lambda _, __, output, then=on_return: then(output), prepend=True).remove,
             ]
 
@@ -234,15 +264,8 @@ class _Recorder:
         for undo in self._undo:
             undo()
 
-    def start(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._calls, self._returned = [], {}
-        self._uses = {name: [] for name in self._uses}
-        self._num_returns.clear()
-        self._entered, self._depth = [], 0
-        self.flow = Flow(parameters)
-
     def trace(self) -> Trace:
-        names = [name for name, _ in self._calls]
+        names = [layer.name for layer in self._seen]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             msg = (
@@ -250,18 +273,9 @@ class _Recorder:
                 "can hold it alone. Use `pp_size=1` for this model."
             )
             raise ConfigError(msg)
-        layers = tuple(
-            Layer(
-                name,
-                self._returned[name],
-                tuple(key for key, value in tensors.items() if is_carried(value)),
-                self._kept[name],
-            )
-            for name, tensors in self._calls
-        )
         uses = {name: tuple(each) for name, each in self._uses.items()}
         uncalled = tuple(name for name in self._layers.values() if name not in names)
-        return Trace(layers, uses, uncalled)
+        return Trace(tuple(self._seen), uses, uncalled)
 
     def _call_layer(
         self,
@@ -271,20 +285,16 @@ class _Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        assert self.flow is not None, "the model runs"
-        names = ArgumentNames(signature)
-        tensors = names.tensors(args, kwargs)
-        gates = self.flow.enter_layer({key: value for key, value in tensors.items() if is_carried(value)})
-        self._calls.append((name, tensors))
-        self._depth += 1
+        tensors = ArgumentNames(signature).tensors(args, kwargs)
+        self._whole.arguments.append(tensors)
+        self._num_calls += 1
         modules = {inner: module for inner, module in self._modules.items() if f"{inner}.".startswith(f"{name}.")}
         before = {key: mark for key, mark, _ in _attributes(modules)}
+        versions = {path: tensor._version for path, tensor in tensors.items()}  # noqa: SLF001 - torch tells it nowhere else
+        self._depth += 1
         try:
-            args, kwargs = names.replaced(args, kwargs, gates, f"layer '{name}'")
-            output = forward(*args, **kwargs)
-            self._kept[name] = tuple(
-                Kept(*key, _forms_of(value)) for key, mark, value in _attributes(modules) if before.get(key) != mark
-            )
+            with self._run.paused():
+                output = forward(*args, **kwargs)
         finally:
             self._depth -= 1
         returned = LikeArguments.like(output, tensors)
@@ -294,36 +304,45 @@ class _Recorder:
                 "tensor, or a plain tuple or list with one. Return one of these, or use `pp_size=1`."
             )
             raise ConfigError(msg)
-        self._returned[name] = returned
+        writes = tuple(path for path, tensor in tensors.items() if tensor._version != versions[path])  # noqa: SLF001 - likewise
+        kept = tuple(
+            Kept(*key, _forms_of(value)) for key, mark, value in _attributes(modules) if before.get(key) != mark
+        )
+        self._seen.append(Layer(name, returned, writes, kept))
         return output
 
-    def _on_call(self, *_: Any) -> None:
-        self._entered.append(len(self._calls))
+    def _on_call(self, name: str) -> None:
+        self._entered.append(self._num_calls)
+        if self._depth == 0:
+            is_layer = id(self._modules[name]) in self._layers
+            self._whole.calls.append(("layer", self._num_calls) if is_layer else ("begin", name))
 
     def _on_inner_return(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
         """Note what hooks on a module inside of a layer see: they may hand it to code after the layers."""
-        is_watched = len(module._forward_hooks) > 1  # noqa: SLF001 - torch tells it nowhere else
-        if is_watched and self.flow is not None:
-            if isinstance(output, tuple):
-                output = tuple(each if isinstance(each, torch.Tensor) else None for each in output)
-            if isinstance(output, (torch.Tensor, tuple)):
-                self.flow.leave_module(name, self._num_returns[name], len(self._calls), output)
+        if len(module._forward_hooks) > 1:  # noqa: SLF001 - torch tells it nowhere else
+            self._note(name, output)
         self._num_returns[name] += 1
 
     def _on_return(self, name: str, output: Any) -> None:
-        before, now = self._entered.pop(), len(self._calls)
-        if self._depth == 0 and self.flow is not None:
-            self.flow.leave_module(name, self._num_returns[name], now, output)
+        before, now = self._entered.pop(), self._num_calls
+        if self._depth == 0:
+            self._whole.calls.append(("end", name))
+            self._note(name, output)
             self._num_returns[name] += 1
         if name in self._uses:
             # What has layers inside may use its own parameters before, between and after them.
             self._uses[name] += range(before, now + 1)
 
+    def _note(self, name: str, output: Any) -> None:
+        for path, leaf in leaves_by_path(output)[0]:
+            if isinstance(leaf, torch.Tensor):
+                self._whole.outputs[ModuleOutput(name, self._num_returns[name], path)] = leaf
+
 
 def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, str], list[tuple[int, int]], Any]]:
     """Yield attributes and buffers with tensors: module and name, what changes with each write, and the value."""
     for module_name, module in modules.items():
-        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         for name, value in (*own.items(), *module._buffers.items()):  # noqa: SLF001 - without those of modules inside
             if isinstance(value, (torch.Tensor, list, tuple, dict)):
                 leaves = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
@@ -375,57 +394,42 @@ def run_dry(
             except Exception:  # noqa: BLE001, S112 - a value was asked for, which only a real run has
                 continue
             return True
-        with draws:
+        with draws, _Unwritten(model):
             run(torch.Tensor.detach, batch)
     return False
 
 
-@contextlib.contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Put tensors back that a forward leaves in modules, as they are fake; other attributes stay as they are set.
+class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves out writes to a model's parameters, which a dry run on real tensors shares."""
 
-    So are those that it adds to lists and dicts. Models note in attributes which hooks they have registered, for
-    example, and hooks stay.
-    """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    contents = [
-        (value, copy.copy(value))
-        for _, kept in before
-        for name, value in kept.items()
-        if type(value) in (list, dict) and name not in _OF_TORCH
-    ]
-    try:
-        yield
-    finally:
-        for attributes, kept in before:
-            for name, value in [*attributes.items()]:
-                if value is not kept.get(name, _MISSING) and _holds_tensors(value):
-                    if name in kept:
-                        attributes[name] = kept[name]
-                    else:
-                        del attributes[name]
-        for value, kept in contents:
-            if _holds_tensors(value):
-                value.clear()
-                (value.update if isinstance(value, dict) else value.extend)(kept)
+    supports_higher_order_operators = True
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        strided = (each for each in model.parameters() if each.layout is torch.strided and not is_repeated(each))
+        self._storages = {each.untyped_storage()._cdata for each in strided}  # noqa: SLF001 - as torch tells storages apart
 
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) or hides_tensors(leaf) for leaf in pytree.tree_leaves(value))
-
-
-def _run_recorded(model: nn.Module, recorder: _Recorder, make: Callable[..., torch.Tensor], batch: Any) -> None:
-    tensors = stand_ins(model, make)
-    recorder.start({name: tensors[name] for name, _ in model.named_parameters()})
-    output = call_on(model, tensors, batch)
-    if recorder.flow is not None:
-        recorder.flow.end(output)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do what an operation does, unless it writes to a parameter in place."""
+        del types
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            target = args[0]
+            is_strided = target.layout is torch.strided and not isinstance(target, AbsentTensor)
+            if is_strided and target.untyped_storage()._cdata in self._storages:  # noqa: SLF001 - likewise
+                return target
+        return func(*args, **(kwargs or {}))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares its parameters, and such buffers as have no values."""
-    shared = [*model.parameters(), *(each for each in model.buffers() if is_repeated(each))]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    shared: list[Any] = [*model.parameters(), *(each for each in model.buffers() if is_repeated(each))]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        shared.append(numpy.random.rand.__self__)  # the generator of all, of which functions in attributes are methods
+    return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -441,6 +445,16 @@ def stand_ins(model: nn.Module, make: Callable[..., torch.Tensor]) -> dict[str, 
     return state
 
 
+def with_stand_ins(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
+    """Return what calls a model with other tensors in the places of its own, given by name."""
+    instead = {id(tensor): tensors[name] for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_with_tensors(model, instead, args, kwargs)
+
+    return call
+
+
 def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -> Any:
     """Return what a model returns for a batch, with other tensors in the places of its own.
 
@@ -449,9 +463,4 @@ def call_on(model: nn.Module, tensors: Mapping[str, torch.Tensor], batch: Any) -
         tensors: As `stand_ins` returns them.
         batch: See `call_with`.
     """
-    instead = {id(tensor): tensors[name] for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return call_with_tensors(model, instead, args, kwargs)
-
-    return call_with(call, batch)
+    return call_with(with_stand_ins(model, tensors), batch)

@@ -1,0 +1,360 @@
+"""What each stage needs from the one before: found by running the stages dry, one after the other, until none raises.
+
+A stage runs the model's own code with its layers and parameters alone; what others have is absent, and a read of it
+raises (see `booster_hybrid.pipeline.absent`). An absent argument of a stage's first layer is sent to it. Any other
+absent value that a stage reads, sends or returns names the modules whose outputs it was computed from: these outputs
+are sent as well, and the stage is run again. On the stages after, what such a module returns is replaced by what has
+been received, and hooks on modules inside of layers are called with it.
+
+Layers may hand something to the model's code in ways that show in no tensor, such as a list to which they append. So
+what a stage computes outside of the layers is compared with what the whole model does there, operation by operation,
+and its outputs with those of the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from booster_core.errors import AbsentValueError, BoosterError, ConfigError
+from booster_hybrid.pipeline.absent import (
+    AbsentTensor,
+    Form,
+    Forms,
+    ModuleOutput,
+    absent_like,
+    is_absent,
+    origin_of,
+    outputs_behind,
+    read_by,
+)
+from booster_hybrid.pipeline.cut import (
+    Crossing,
+    Cuts,
+    Needs,
+    StagedModel,
+    held_parameters,
+    idle_modules,
+    prefixes,
+    share_layers,
+)
+from booster_hybrid.pipeline.microbatches import count_samples, doubled
+from booster_hybrid.pipeline.runtime import explained
+from booster_hybrid.pipeline.stage_run import NotedRun, kept_attributes
+from booster_hybrid.pipeline.trace import call_on, run_dry, stand_ins, trace_on, with_stand_ins
+from booster_hybrid.skipped_layers import FixedDraws, host_states
+from booster_runtime.data import leaves_by_path, tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from booster_hybrid.pipeline.cut import StageRange
+    from booster_hybrid.pipeline.stage_run import StageRun
+    from booster_hybrid.pipeline.trace import Trace, WholeRun
+
+
+def find_needs(
+    model: nn.Module, lists: Sequence[str], batch: Any, num_stages: int, asked: Sequence[int] | None, *, trains: bool
+) -> tuple[Trace, Needs]:
+    """Run a model and its stages dry, in the mode that the model is in.
+
+    Args:
+        model: The whole model, or a copy of it: forwards may leave something in its attributes.
+        lists: Names of its lists of layers.
+        batch: As its data loader yields it.
+        num_stages: Number of stages.
+        asked: Number of layers of each stage; ``None`` shares them out.
+        trains: Whether there will be a backward.
+
+    Returns:
+        What is seen of its layers, and what stages need.
+
+    Raises:
+        ConfigError: If a stage needs what can't be sent to it, or computes something else than the whole model.
+    """
+    found: list[tuple[Trace, WholeRun, Needs]] = []
+
+    def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
+        tensors, options = stand_ins(model, make), {"is_fake": make is not torch.Tensor.detach, "trains": trains}
+        for is_first in (True, False):
+            trace, whole = trace_on(model, lists, tensors, example)
+            ranges = share_layers(len(trace.layers), num_stages, asked)
+            try:
+                needs = _Search(model, trace, whole, ranges, tensors, example, **options).run()
+            except ConfigError:
+                if is_first:
+                    continue  # the model may do something in its first forward alone
+                raise
+            found[:] = [(trace, whole, needs)]
+            return
+
+    before, draws = host_states(), FixedDraws()
+    is_fake = run_dry(model, batch, run, draws)
+    is_certain = model.training and is_fake and not draws.count and host_states() == before
+    ((trace, whole, needs),) = found
+    dims = _sample_dims(model, batch, {path: tensor.shape for path, tensor in whole.results.items()})
+    return replace(trace, is_certain=is_certain), replace(needs, sample_dims=dims)
+
+
+def _sample_dims(model: nn.Module, batch: Any, shapes: Mapping[str, torch.Size]) -> dict[str, int | None]:
+    """Return along which dimension outputs have an entry per sample, ``None`` for those that have none.
+
+    Where it is not the first one, a dry run of twice as many samples tells. Outputs of which it can't be told are left
+    out.
+
+    Args:
+        model: The whole model.
+        batch: What was run.
+        shapes: Of the outputs then, by path.
+    """
+    try:
+        count = count_samples(batch)
+    except ConfigError:  # it is not split into microbatches either
+        return {}
+    found = {path: 0 if shape else None for path, shape in shapes.items() if not shape or shape[0] == count > 1}
+    if len(found) == len(shapes):
+        return found
+    larger: dict[str, torch.Size] = {}
+
+    def run(make: Callable[[Tensor], Tensor], example: Any) -> None:
+        output = call_on(model, stand_ins(model, make), example)
+        larger.update((path, tensor.shape) for path, tensor in tensors_of(output))
+
+    with contextlib.suppress(Exception):  # a model for one number of samples
+        run_dry(model, doubled(batch), run, FixedDraws())
+    for path in larger.keys() & shapes.keys() - found.keys():
+        pairs = list(zip(shapes[path], larger[path], strict=False))
+        differ = [dim for dim, (one, two) in enumerate(pairs) if one != two]
+        if not differ:
+            found[path] = None
+        elif len(differ) == 1 and pairs[differ[0]] == (count, 2 * count):
+            found[path] = differ[0]
+    return found
+
+
+class _Search:
+    """Finds what each stage needs, from the last one to the first.
+
+    Args:
+        model: The whole model.
+        trace: What is seen of its layers.
+        whole: What the whole model has computed.
+        ranges: The layers of each stage.
+        tensors: What stands for parameters and buffers.
+        batch: What stands for the batch.
+        is_fake: Whether these are fake tensors.
+        trains: Whether there will be a backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trace: Trace,
+        whole: WholeRun,
+        ranges: Sequence[StageRange],
+        tensors: Mapping[str, Tensor],
+        batch: Any,
+        *,
+        is_fake: bool,
+        trains: bool,
+    ) -> None:
+        self._model, self._whole, self._ranges, self._trains = model, whole, ranges, trains
+        self._tensors, self._batch, self._is_fake = tensors, batch, is_fake
+        modules = dict(model.named_modules())
+        self._held = [held_parameters(modules, trace, stage) for stage in ranges]
+        self._outputs: dict[tuple[str, int], list[ModuleOutput]] = defaultdict(list)
+        for output in whole.outputs:
+            self._outputs[output.module, output.call].append(output)
+        self._cuts = Cuts(trace, {}, idle_modules(modules, trace, ranges))
+        self._first = [trace.layers[stage.first].name for stage in ranges]
+
+    def run(self) -> Needs:
+        """Return what stages need.
+
+        Raises:
+            ConfigError: If a stage needs what can't be sent to it, or computes something else than the whole model.
+        """
+        try:
+            return self._needs(skips_idle=True)
+        except Exception:
+            # Such a module may leave something elsewhere than in what it returns.
+            if not self._cuts.idle:
+                raise
+            return self._needs(skips_idle=False)
+
+    def _needs(self, *, skips_idle: bool) -> Needs:
+        crossings = [Crossing(()) for _ in self._ranges]
+        staged = _DryStages(self._model, self._cuts, self._ranges, self._whole, is_fake=self._is_fake)
+        try:
+            for stage in reversed(self._ranges):
+                self._complete(staged, stage, crossings, skips_idle=skips_idle)
+        finally:
+            staged.restore()
+        return Needs(tuple(crossings), skips_idle)
+
+    def _complete(self, staged: _DryStages, stage: StageRange, crossings: list[Crossing], *, skips_idle: bool) -> None:
+        """Run a stage until it needs nothing more than what its crossing says."""
+        while True:
+            needs = Needs(tuple(crossings), skips_idle)
+            staged.cuts = replace(self._cuts, needs={True: needs, False: needs})
+            sent = crossings[stage.index].extras
+            try:
+                results = self._run_stage(staged, stage, sent)
+                missing = outputs_behind(results.values())
+                absent = [path for path, each in results.items() if is_absent(each)]
+                origin = origin_of(results[absent[0]]) if absent else ""
+                what = f"output {absent[0] or '(all)'} needs values of {origin}" if absent else ""
+            except AbsentValueError as error:
+                what, missing = read_by(error)
+            crossings[stage.index] = Crossing(staged.carried, sent)
+            if not what:
+                self._compare(staged, stage, results)
+                return
+            more = {each for label in missing for each in self._sendable(label)}.difference(sent)
+            if not more or stage.is_first:
+                raise self._refused(stage, what)
+            crossings[stage.index] = Crossing(staged.carried, tuple(sorted({*sent, *more})))
+
+    def _run_stage(self, staged: _DryStages, stage: StageRange, sent: Sequence[ModuleOutput]) -> dict[str, Tensor]:
+        """Return what the model returns on the last stage; nothing on others."""
+        held = self._held[stage.index]
+        instead = dict(self._tensors)
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in held:
+                instead[name] = absent_like(Form.of(instead[name]), f"parameter '{name}'")
+        received = {} if stage.is_first else dict(self._whole.arguments[stage.first])
+        received.update((output.name, self._whole.outputs[output]) for output in sent)
+        received = {
+            name: each.detach().requires_grad_(each.requires_grad and self._trains) for name, each in received.items()
+        }
+        staged.begin(stage)
+        staged.forward = with_stand_ins(self._model, instead)
+        with kept_attributes(self._model), staged.activated(stage.index, received):
+            try:
+                outputs, _ = staged.run(self._batch)
+            except AbsentValueError:
+                raise
+            except Exception as error:
+                explanation = explained(error)
+                if explanation is not error:
+                    raise explanation from error
+                if self._is_fake or isinstance(error, BoosterError):
+                    raise
+                raise self._refused(stage, f"its forward raises {type(error).__name__}: {error}") from error
+        return dict(tensors_of(outputs)) if stage.is_last else {}
+
+    def _sendable(self, label: ModuleOutput) -> Sequence[ModuleOutput]:
+        """Return the outputs of the whole run that an absent one stands for."""
+        return [label] if label in self._whole.outputs else self._outputs.get((label.module, label.call), ())
+
+    def _compare(self, staged: _DryStages, stage: StageRange, results: Mapping[str, Tensor]) -> None:
+        """Raise if a stage has computed something else outside of the layers than the whole model."""
+        idle = staged.cuts.idle if staged.needs.skips_idle else {}
+        skipped = {name for name, stages in idle.items() if stage.index in stages}
+        expected, depth = [], 0
+        for call in self._whole.calls:
+            is_skipped = call[0] in ("begin", "end") and call[1] in skipped
+            depth -= is_skipped and call[0] == "end"
+            if not depth and call[0] not in ("begin", "end"):
+                expected.append(call)
+            depth += is_skipped and call[0] == "begin"
+        if not stage.is_last:
+            expected = expected[: expected.index(("layer", stage.last)) + 1]
+        for now, then in itertools.zip_longest(staged.calls, expected):
+            if now != then:
+                what = f"the code outside of its layers calls {_shown(now)} there, and {_shown(then)} in one process"
+                raise self._refused(stage, what)
+        if not stage.is_last:
+            return
+        for path in (*self._whole.results, *results):
+            here, there = (self._shown(each.get(path)) for each in (results, self._whole.results))
+            if here != there:
+                raise self._refused(stage, f"output {path or '(all)'} is {here} there, and {there} in one process")
+
+    def _shown(self, tensor: Tensor | None) -> str:
+        if tensor is None:
+            return "not there"
+        has_gradient = tensor.requires_grad and self._trains
+        return f"{tuple(tensor.shape)} {tensor.dtype}{' with a gradient' if has_gradient else ''}"
+
+    def _refused(self, stage: StageRange, what: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self._model).__name__} can't be cut before its layer '{self._first[stage.index]}': {what}. Stages "
+            "send each other arguments of layers and what modules return. Pass it from layer to layer as an argument, "
+            "return it from a module, compute it from the batch outside of the layers, or use `pp_size=1`."
+        )
+
+
+class _DryStages(StagedModel):
+    """Runs stages for `_Search`.
+
+    Attributes:
+        carried: The absent arguments of the first layer of the stage that ran.
+        calls: What it called outside of the layers; see `WholeRun`.
+    """
+
+    def __init__(
+        self, model: nn.Module, cuts: Cuts, ranges: Sequence[StageRange], whole: WholeRun, *, is_fake: bool
+    ) -> None:
+        super().__init__(model, cuts, ranges)
+        self._forms = Forms(is_dry=is_fake)
+        self._watch({output.module for output in whole.outputs})
+        for layer in cuts.trace.layers:
+            module: Any = self._modules[layer.name]
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+                self._undo.append(functools.partial(setattr, module, "gradient_checkpointing", True))  # noqa: FBT003
+        self.carried: tuple[str, ...] = ()
+        self.calls: list[Any] = []
+        self._num_called = 0
+
+    def begin(self, stage: StageRange) -> None:
+        """Begin with a run of a stage."""
+        self.carried, self.calls, self._num_called = (), [], 0
+        self._first = stage.first
+
+    def _new_run(self) -> StageRun:
+        return NotedRun(self.model, self._forms, self.calls)
+
+    def enter_layer(self, position: int) -> None:
+        """Note that a layer begins."""
+        self.calls.append(("layer", position))
+        self._num_called = position + 1
+
+    def _carried(self, stage: StageRange, arguments: Mapping[str, Any]) -> Collection[str]:
+        del stage
+        absent = [path for path, leaf in arguments.items() if isinstance(leaf, torch.Tensor) and is_absent(leaf)]
+        self.carried = tuple(path for path in absent if path in self._received)
+        return self.carried
+
+    def _on_return(self, name: str, output: Any) -> Any:
+        """Let absent tensors that a module returned before the stage's own layers be from there."""
+        call = self._num_returns[name]
+        if self._num_called <= self._first and not (self._depth and not self._layers.intersection(prefixes(name))):
+            leaves, form = leaves_by_path(output)
+            if any(isinstance(leaf, AbsentTensor) for _, leaf in leaves):
+                values = [
+                    absent_like(leaf.form, leaf.origin, (ModuleOutput(name, call, path),))
+                    if isinstance(leaf, AbsentTensor)
+                    else leaf
+                    for path, leaf in leaves
+                ]
+                output = pytree.tree_unflatten(values, form)
+        return super()._on_return(name, output)
+
+
+def _shown(call: Any) -> str:
+    if call is None:
+        return "nothing more"
+    if call[0] == "layer":
+        return f"layer {call[1]}"
+    return f"`{call[0]}` on {', '.join(map(str, call[1:])) or 'no tensor'}"
