@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 from booster_core import Booster, Plugin
@@ -215,10 +216,12 @@ def test_an_attribute_error_in_an_attribute_of_a_booster_is_told_as_it_is(monkey
 
 
 def test_a_name_that_a_booster_does_not_have_is_told():
-    with pytest.raises(AttributeError, match=r"^`Booster` has no `preparee`\.$"):
-        _ = Booster().preparee
-    assert not hasattr(Booster(), "preparee")
-    with pytest.raises(AttributeError, match=r"has no `profile`; call `booster_tools\.profile\(booster, folder\)`\.$"):
+    with pytest.raises(
+        AttributeError, match=r"^`Booster` has no `prepare`\. What stands for calls of other libraries is in"
+    ):
+        _ = Booster().prepare
+    assert not hasattr(Booster(), "prepare")
+    with pytest.raises(AttributeError, match=r"has no `profile`; there is `booster_tools\.profile`\. "):
         _ = Booster().profile
 
 
@@ -357,3 +360,26 @@ def test_gradients_of_zero_may_be_there():
     model(torch.ones(2, 8)).sum().backward()
     optimizer.zero_grad(set_to_none=False)
     Booster("cpu").boost(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_options_of_saves_by_the_names_of_other_libraries(tmp_path):
+    booster, model = Booster("cpu"), TinyMLP()
+    booster.save_model(model, tmp_path / "dcp", format="dcp")
+    read = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
+    torch.distributed.checkpoint.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(values, model.state_dict()[name]) for name, values in read.items())
+    large = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(4)])  # 1 MiB each
+    booster.save_model(large, tmp_path / "sharded", shard=True, max_shard_size="2.2MB")
+    assert len([*(tmp_path / "sharded").glob("*.safetensors")]) == 2
+    with pytest.raises(ConfigError, match=r"`format='hf'` is none. Use 'dcp'"):
+        booster.save_model(model, tmp_path / "none", format="hf")
+    with pytest.raises(ConfigError, match=r"`max_shard_size='5 pounds'` is not a size"):
+        booster.save_model(model, tmp_path / "none", max_shard_size="5 pounds")
+
+
+def test_a_run_that_resumes_from_nothing_is_told(tmp_path, caplog):
+    booster = Booster("cpu")
+    model, optimizer, *_ = booster.boost(*model_and_optimizer())
+    assert booster.load_checkpoint(tmp_path / "mistyped", model=model, optimizer=optimizer, resume=True).step == 0
+    assert f"There is no checkpoint in '{tmp_path / 'mistyped'}' yet: the run begins at step 0." in caplog.text

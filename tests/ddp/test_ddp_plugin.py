@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Setting, assert_equals_one_process, train_boosted, train_plainly
+from free_ports import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -337,9 +338,9 @@ def test_no_sync_communicates_once():
 
 
 def evaluated_on_rank_0(alone):
-    """Train a model whose one buffer is no part of its state, and evaluate between steps; return the last loss."""
+    """Train a model with running statistics, and evaluate between steps; return the last loss and the statistics."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     model.register_buffer("scale", torch.ones(1), persistent=False)
     _, model, optimizer = boost(model)
     for step in range(3):
@@ -351,11 +352,29 @@ def evaluated_on_rank_0(alone):
             with torch.no_grad():
                 model.eval()(batch(step))
             model.train()
-    return float(loss.detach())
+    return float(loss.detach()), model.unwrap()[1].running_mean.tolist()
 
 
-def test_a_rank_may_evaluate_alone():
-    assert run_on_ranks(evaluated_on_rank_0, 2, True) == run_on_ranks(evaluated_on_rank_0, 2, False)
+def by_torch_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model.register_buffer("scale", torch.ones(1), persistent=False)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = wrapped(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        wrapped.eval()(batch(3))  # which broadcasts buffers once more
+    return float(loss.detach()), model[1].running_mean.tolist()
+
+
+def test_a_rank_may_evaluate_alone_and_statistics_are_those_of_rank_0():
+    found = run_on_ranks(evaluated_on_rank_0, 2, True)
+    assert found[0][1] == found[1][1]
+    assert found == run_on_ranks(evaluated_on_rank_0, 2, False) == run_on_ranks(by_torch_alone, 2)
 
 
 def missing_rank():
@@ -372,3 +391,29 @@ def test_rank_that_does_not_call_backward_is_named():
         run_on_ranks(missing_rank, 2, group_timeout_seconds=3)
     assert isinstance(caught.value.__cause__, MissingRanksError)
     assert "`backward` #3 timed out" in str(caught.value.__cause__)
+
+
+FROZEN_APART = """
+import sys
+import torch
+from booster_core import Booster, launch
+c = launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]), verbose=False)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+model, optimizer, *_ = Booster("cpu", plugin="ddp").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    if step == 2 and c.rank == 1:
+        model.unwrap()[0].requires_grad_(False)
+    model(torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + c.rank))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_ranks_that_freeze_other_parameters_end_long_before_the_time_limit(scripts, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(FROZEN_APART)
+    port = free_port()
+    done = scripts.run(path, [(0, port), (1, port)])
+    assert done.codes == [1, 1], done.output
+    assert "rank 1 waits in `forward with other trained parameters than before` #1" in done.output
+    assert "rank 0 waits in `" in done.output

@@ -1,11 +1,13 @@
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from free_ports import free_port
 
-from booster_core.errors import ConfigError
+from booster_core.errors import ConfigError, LaunchError
 from booster_ft import FaultToleranceConfig, FaultTolerantPlugin
 from booster_ft.liveness import groups_outside
 
@@ -71,6 +73,28 @@ def test_a_page_that_does_not_show_this_group_is_not_taken_for_one_without_other
         server.shutdown()
     with pytest.raises(OSError, match="refused"):
         groups_outside(f"http://127.0.0.1:{free_port()}", "group_1", 5.0)
+
+
+class OtherPage(BaseHTTPRequestHandler):
+    """A lighthouse whose page lists groups in another form."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'<tr class="beat"><td>group_1:ab12</td><td>0.1 s</td></tr>')
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_page_of_another_form_is_told_at_once():
+    with HTTPServer(("127.0.0.1", 0), OtherPage) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(LaunchError, match=rf"The lighthouse at {address} is of a torchft whose page"):
+            groups_outside(address, "group_1", 5.0)
+        thread.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torchft has wheels for Linux alone")

@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import booster_core.plugin
 from booster_core import Booster
-from booster_core.attribute_hints import HINTS, OF_ENGINES
 from booster_ddp import TorchDDPPlugin
 from booster_fsdp import TorchFSDPPlugin
 from booster_gemini import GeminiPlugin
@@ -83,69 +81,3 @@ def test_options_without_a_name_are_asked_for_by_name(owner):
 def test_the_plugin_of_experts_says_which_it_is_now():
     with pytest.raises(AttributeError, match=r"HybridParallelPlugin\(ep_size=...\) of booster-hybrid"):
         _ = booster_core.plugin.MoeHybridParallelPlugin
-
-
-@pytest.mark.parametrize(("page", "owner"), [("accelerate", "accelerator"), ("fabric", "fabric")])
-def test_a_call_of_another_library_is_ours_or_names_ours(page, owner):
-    text = (ROOT / "docs" / f"moving-from-{page}.md").read_text(encoding="utf-8")
-    cells = [row.split("|")[1] for row in text.splitlines() if row.startswith(f"| `{owner}.")]
-    names = {name for cell in cells for name in re.findall(rf"`{owner}\.(\w+)", cell)}
-    assert len(names) > 10
-    assert not names - set(dir(Booster)) - HINTS.keys()
-
-
-# By the documentation of Lightning 2.6; it is not among the packages of the tests.
-FABRIC = {
-    *("all_gather", "all_reduce", "autocast", "backward", "barrier", "broadcast", "call", "clip_gradients", "device"),
-    *("global_rank", "init_module", "init_tensor", "is_global_zero", "launch", "load", "load_raw", "local_rank", "log"),
-    *("log_dict", "logger", "loggers", "no_backward_sync", "node_rank", "print", "rank_zero_first", "save", "strategy"),
-    *("seed_everything", "setup", "setup_dataloaders", "setup_module", "setup_optimizers", "sharded_model"),
-    *("to_device", "world_size"),
-}
-
-
-def test_everything_that_accelerator_and_fabric_have_is_ours_or_names_ours():
-    accelerator = {
-        name
-        for name in dir(pytest.importorskip("accelerate", reason="compares with the installed Accelerate").Accelerator)
-        if not name.startswith("_")
-    }
-    missing = (accelerator | FABRIC) - set(dir(Booster)) - HINTS.keys()
-    assert missing == set()
-    for name in (accelerator | FABRIC) - set(dir(Booster)):
-        with pytest.raises(AttributeError, match=rf"`Booster` has no `{name}`; \w+"):
-            getattr(Booster("cpu"), name)
-
-
-@pytest.mark.parametrize("library", ["accelerate", "fabric"])
-def test_arguments_of_accelerator_and_fabric_say_what_to_do(library):
-    if library == "accelerate":
-        arguments = {
-            *inspect.signature(
-                pytest.importorskip("accelerate", reason="compares with the installed Accelerate").Accelerator
-            ).parameters
-        }
-    else:  # Lightning 2.6, which is not among the packages of the tests
-        arguments = {"accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "callbacks", "loggers"}
-    for name in arguments - set(inspect.signature(Booster).parameters):
-        with pytest.raises(TypeError, match=rf"Booster has no argument `{name}`: \w+"):
-            Booster(**{name: 1})
-
-
-def test_what_deepspeeds_engine_has_is_told_by_the_boosted_model():
-    text = (ROOT / "docs" / "moving-from-deepspeed.md").read_text(encoding="utf-8")
-    cells = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `engine")]
-    names = {name for cell in cells for name in re.findall(r"`engine\.(\w+)", cell)}
-    assert len(names) > 15
-    assert names <= OF_ENGINES
-    model, *_ = Booster("cpu").boost(torch.nn.Linear(2, 1))
-    for name in OF_ENGINES:
-        with pytest.raises(AttributeError, match=rf"`ModelWrapper` has no `{name}`; \w+"):
-            getattr(model, name)
-
-
-def test_a_model_that_has_an_engines_name_keeps_it():
-    net = torch.nn.Linear(2, 1)
-    net.global_steps = 3
-    model, *_ = Booster("cpu").boost(net)
-    assert model.global_steps == 3

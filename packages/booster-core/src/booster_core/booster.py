@@ -7,6 +7,7 @@ file code: its methods that save and load hand the plugin's view of a model's st
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import weakref
 from dataclasses import replace
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch import nn
 
-from booster_core.attribute_hints import ARGUMENTS, no_attribute
 from booster_core.checkpoint_io import (
     CheckpointIO,
     GlobalPosition,
@@ -34,6 +34,7 @@ from booster_core.checkpoint_io import (
 from booster_core.discovery import check_api_version, load, load_default
 from booster_core.errors import ConfigError
 from booster_core.gradients.norm import check_finite_norm, check_norm_arguments
+from booster_core.log import log
 from booster_core.plugin.call_guard import mark_boosted
 from booster_core.plugin.checks import check_arguments, check_boosted, check_values, outline
 from booster_core.plugin.hooks import hook_relay
@@ -41,7 +42,6 @@ from booster_core.plugin.interface import BoostContext, Boosted, Capability, Pip
 from booster_core.plugin.model import ModelWrapper, boosted_inside, unwrap_model
 from booster_core.plugin.optimizer import OptimizerWrapper
 from booster_core.plugin.placement import gradient_norm_dtype
-from booster_core.plugin.renamed import refuse_renamed
 from booster_core.plugin.scaling import LossFactors
 from booster_core.plugin.settings import check_device, describe_precision, own_device, precision_for, resolve_precision
 from booster_core.precision.policy import NARROW
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader, Dataset
-    from typing_extensions import Self, TypeVar
+    from typing_extensions import TypeVar
 
     from booster_core.checkpoint_io import LoadedCheckpoint, LoadReport
     from booster_core.plugin.scaling import GradientScaling
@@ -79,20 +79,7 @@ if TYPE_CHECKING:
 __all__ = ["Booster"]
 
 
-class _Entry:
-    """Refuses arguments of other libraries' entry objects; a base, so that signatures are those of constructors."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raise for an argument that Booster does not take, with what stands for it.
-
-        Raises:
-            TypeError: Naming the argument and the remedy.
-        """
-        refuse_renamed(cls, ARGUMENTS, args, kwargs)
-        return super().__new__(cls)
-
-
-class Booster(_Entry):
+class Booster:
     """Makes a training script distributed by the strategy of a plugin.
 
     Functions of other packages take a Booster first. Of booster_runtime: ``train_batch``, ``evaluate_batch``,
@@ -159,7 +146,13 @@ class Booster(_Entry):
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(type(self), name):
             object.__getattribute__(self, name)  # raises what the property did
-        raise no_attribute(self, name)
+        msg = f"`{type(self).__name__}` has no `{name}`."
+        for package in ("booster_runtime", "booster_tools"):
+            with contextlib.suppress(ImportError):
+                if name in importlib.import_module(package).__all__:
+                    msg = f"`{type(self).__name__}` has no `{name}`; there is `{package}.{name}`."
+        msg += " What stands for calls of other libraries is in the documentation's pages 'Moving from ...'."
+        raise AttributeError(msg, name=name, obj=self)
 
     @property
     def device(self) -> torch.device:
@@ -546,6 +539,9 @@ class Booster(_Entry):
         size_per_shard: int = 1024,
         use_safetensors: bool = True,  # noqa: FBT001, FBT002
         use_async: bool = False,  # noqa: FBT001, FBT002
+        *,
+        format: str | None = None,  # noqa: A002 - the field's word
+        max_shard_size: int | str | None = None,
     ) -> None:
         """Write a model in the layout of Hugging Face libraries, without gathering it anywhere.
 
@@ -561,14 +557,16 @@ class Booster(_Entry):
                 are made as needed; older files are replaced. A URL (``s3://bucket/model``) is uploaded to while it is
                 written.
             shard: Write a folder of numbered files with their index, and the model's ``config.json`` where it has one.
-            gather_dtensor: ``False`` writes a folder of ``torch.distributed.checkpoint`` instead.
-            prefix: Put into the file names of a folder, as Hugging Face's ``variant``. With ``gather_dtensor=False``,
+            gather_dtensor: ``False`` is ``format="dcp"``.
+            prefix: Put into the file names of a folder, as Hugging Face's ``variant``. With ``format="dcp"``,
                 ``"model"`` nests the values below this key, where Accelerate looks for them; of an optimizer,
                 ``"optimizer"`` does.
             size_per_shard: Largest size of a numbered file in MiB.
             use_safetensors: Write safetensors; ``False`` writes what ``torch.save`` of a dict writes.
             use_async: Copy the values, return, and write in the background; an error surfaces at the next save, load,
                 `wait`, or the interpreter's exit.
+            format: ``"dcp"`` writes a folder of ``torch.distributed.checkpoint`` instead.
+            max_shard_size: ``size_per_shard`` in bytes, or as ``"5GB"``.
 
         Raises:
             TypeError: If ``model`` is not a module.
@@ -578,7 +576,9 @@ class Booster(_Entry):
         Collective: every rank of the world, as for every method here that saves or loads.
         """
         self._check_module(model, "save_model")
-        request = SaveRequest(
+        request = SaveRequest.of_files(
+            format=format,
+            max_shard_size=max_shard_size,
             call="save_model",
             path=checkpoint,
             shard=shard,
@@ -684,6 +684,9 @@ class Booster(_Entry):
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_async: bool = False,  # noqa: FBT001, FBT002
+        *,
+        format: str | None = None,  # noqa: A002 - the field's word
+        max_shard_size: int | str | None = None,
     ) -> None:
         """Write the state of the optimizer that `boost` returned in safetensors files, its parameter groups as JSON.
 
@@ -692,7 +695,9 @@ class Booster(_Entry):
         Collective: every rank of the world.
         """
         model = self._model_of(optimizer, "save_optimizer")
-        request = SaveRequest(
+        request = SaveRequest.of_files(
+            format=format,
+            max_shard_size=max_shard_size,
             call="save_optimizer",
             path=checkpoint,
             shard=shard,
@@ -871,7 +876,10 @@ class Booster(_Entry):
         with self._announced("checkpoint", request):
             with self.context.coordinator.together(request.call):
                 state = self._training_state(request.call, model, optimizer, lr_scheduler, dataloader, ema)
-            return self.checkpoint_io.load_checkpoint(state, request)
+            loaded = self.checkpoint_io.load_checkpoint(state, request)
+        if not loaded.path:
+            log.warning("There is no checkpoint in '%s' yet: the run begins at step 0.", request.path)
+        return loaded
 
     def has_checkpoint(self, root: str | Path) -> bool:
         """Return whether there is a step below ``root``, damaged or not, the same on every rank.

@@ -53,6 +53,7 @@ __all__ = [
     "TrainingState",
     "checkpoint_io_class",
     "local_path",
+    "mebibytes",
     "new_step_name",
     "parse_step_name",
     "resolved",
@@ -67,6 +68,8 @@ LOADER = "dataloader/"
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 LATEST = "latest"
 NEWEST_WHOLE = "newest-whole"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MIB = 2**20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -107,6 +110,24 @@ def resolved(path: str | Path) -> str | Path:
         return path
     is_of_home = Path(path).parts[:1] == ("~",)
     return (Path(path).expanduser() if is_of_home else Path(path)).absolute()
+
+
+def mebibytes(size: int | str) -> int:
+    """Return a size such as ``"5GB"`` in whole MiB, not above it.
+
+    Raises:
+        ConfigError: If it is no size, or below 1 MiB.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size), re.IGNORECASE)
+    unit = found[2].upper() if found else None
+    if found is None or unit not in _UNITS:
+        msg = f"`max_shard_size={size!r}` is not a size. Use bytes, or a string such as '5GB' or '500MB'."
+        raise ConfigError(msg)
+    number = int(float(found[1]) * _UNITS[unit]) // _MIB
+    if number < 1:
+        msg = f"`max_shard_size={size!r}` is below 1 MiB, the smallest size of a file here. Use a larger one."
+        raise ConfigError(msg)
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +234,24 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", resolved(self.path))
+
+    @classmethod
+    def of_files(cls, *, format: str | None, max_shard_size: int | str | None, **options: Any) -> SaveRequest:  # noqa: A002 - as in `Booster.save_model`
+        """Return the request of a save of one model or optimizer, two of whose options have two names.
+
+        Raises:
+            ConfigError: If a value is wrong.
+        """
+        if format not in (None, "dcp"):
+            msg = (
+                f"`format={format!r}` is none. Use 'dcp', the format of torch.distributed.checkpoint, or leave it out."
+            )
+            raise ConfigError(msg)
+        if format == "dcp":
+            options["gather_dtensor"] = False
+        if max_shard_size is not None:
+            options["size_per_shard"] = mebibytes(max_shard_size)
+        return cls(**options)
 
     def agreed(self) -> dict[str, Any]:
         """Return what ranks must have alike, by name; values that are equal as JSON are equal."""

@@ -120,6 +120,14 @@ def forget_used(ddp: parallel.DistributedDataParallel) -> None:
     ddp.reducer._reset_state()  # noqa: SLF001
 
 
+def send_buffers(ddp: parallel.DistributedDataParallel) -> None:
+    """Replace the buffers of a DDP model by rank 0's.
+
+    Collective: every rank of the world.
+    """
+    ddp._sync_buffers()  # type: ignore[no-untyped-call] # noqa: SLF001
+
+
 def release(ddp: Any) -> None:
     """Free the buckets and hooks of a DDP model that is no longer in use; backward through its outputs stays possible.
 

@@ -26,8 +26,8 @@ class DDPConfig:
     """Options of ``torch.nn.parallel.DistributedDataParallel`` under their own names, and three of ours.
 
     Args:
-        broadcast_buffers: Broadcast rank 0's buffers at the start and before each forward that is followed by a
-            synchronized backward.
+        broadcast_buffers: Broadcast rank 0's buffers at the start and after each step, so that some ranks may evaluate
+            alone; of a model that is boosted without its optimizer, before each forward that records a graph.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced. ``None`` is torch's default: 25, and
             1 for the bucket that is ready first.
         find_unused_parameters: Search the graph of each forward for unused parameters. ``None`` searches in the first

@@ -20,6 +20,7 @@ from booster_ddp._torch_private import (
     not_compiled,
     not_compiled_itself,
     release,
+    send_buffers,
     transforms_are_active,
 )
 from booster_ddp.config import BY_DTYPE, register_comm_hook, restart_comm_hook
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from booster_ddp.config import DDPConfig
 
 _DEFAULT_BUCKET_CAP_MB = 25  # torch's
+_OWN_BUFFERS = {"broadcast_buffers": False}
 
 
 class DDPModel(ModelWrapper):
@@ -77,10 +79,8 @@ class DDPModel(ModelWrapper):
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False)
         ]
-        # Where none is part of the state, forward changes none: without a graph nothing needs DDP's broadcast, and some
-        # ranks may evaluate alone.
-        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        self._has_kept_buffers = not buffers.isdisjoint(module.state_dict())
+        # At each step, which all ranks take, and not before each forward: some ranks may evaluate alone.
+        self._sends_buffers = config.broadcast_buffers and has_optimizer and any(True for _ in module.buffers())
         self._built_for: list[bool] | None = None
         self._was_built = False
         self.trained: Mapping[str, nn.Parameter] = {}
@@ -119,7 +119,7 @@ class DDPModel(ModelWrapper):
         Collective: every rank of the world, where buffers are broadcast, or other parameters are trained than before.
         """
         if not torch.is_grad_enabled():
-            return (self.ddp if self.ddp is not None and self._has_kept_buffers else self.module)(*args, **kwargs)
+            return self.module(*args, **kwargs)
         if transforms_are_active():
             return self.module(*args, **kwargs)
         ddp = self._prepare()
@@ -178,10 +178,13 @@ class DDPModel(ModelWrapper):
             self._set_accumulates(accumulates=before)
 
     def after_step(self) -> None:
-        """Decide after the first step whether DDP goes on searching for unused parameters.
+        """Send rank 0's buffers; decide after the first step whether DDP goes on searching for unused parameters.
 
-        Collective: every rank of the world, in the first step whose gradients DDP has averaged; else none.
+        Collective: every rank of the world, where there are buffers, and in the first step whose gradients DDP has
+        averaged; else none.
         """
+        if self._sends_buffers and self.ddp is not None:
+            send_buffers(self.ddp)
         if self._search is not None or not self.gradients.has_reduced:
             return
         some_unused = torch.tensor(int(self.gradients.some_unused), device=next(iter(self.trained.values())).device)
@@ -263,7 +266,7 @@ class DDPModel(ModelWrapper):
         if not self.trained:  # such as a frozen teacher, which DDP refuses
             return
         config, device = self._config, self._context.device
-        options: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+        options: dict[str, Any] = {} if config.broadcast_buffers and not self._sends_buffers else _OWN_BUFFERS
         with warnings.catch_warnings():
             # torch 2.13 deprecates this option in favor of `forward_sync_buffers`, which torch 2.10 does not have, and
             # which still broadcasts rank-local buffers at the start.
@@ -282,6 +285,8 @@ class DDPModel(ModelWrapper):
             register_comm_hook(ddp, self._comm_hook, config.comm_hook_state)
         ddp.require_backward_grad_sync = not self._accumulates
         self._set_ddp(ddp)
+        if self._sends_buffers and not self._was_built:
+            send_buffers(ddp)
         self._was_built = True
         self.gradients.track(self.trained.values())
         self._nodes = self._trained_nodes() if config.static_graph else []

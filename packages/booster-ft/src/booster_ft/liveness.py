@@ -15,6 +15,8 @@ import urllib.request
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from booster_core.errors import LaunchError
+
 if TYPE_CHECKING:
     from booster_core.ranks import DistCoordinator
 
@@ -88,9 +90,17 @@ def groups_outside(address: str, own_name: str, timeout_seconds: float) -> list[
 
     Raises:
         OSError: If the lighthouse does not answer.
+        LaunchError: If its page has another form than this package reads.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{address.rstrip('/')}/status", timeout=timeout_seconds) as answer:
         page = answer.read().decode()
     living, members = ({name.partition(":")[0] for name in kind.findall(page)} for kind in (_LIVES, _MEMBER))
+    if f"{own_name}:" in page and own_name not in living | members:
+        msg = (
+            f"The lighthouse at {address} is of a torchft whose page says in another form which groups live, so nobody "
+            "knows whether one of them has the steps of this run. Start the lighthouse with torchft 0.2, or use a "
+            "later release of booster-ft."
+        )
+        raise LaunchError(msg)
     return sorted(living - members) if own_name in living & members else [own_name]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster_core.checkpoint_io import mebibytes
 from booster_core.errors import ConfigError
 from booster_core.plugin import unwrap_model
 from booster_core.state import ReplicatedStateAdapter, is_adapted, library_of, own_class, without_adapters
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from booster_core import Booster
     from booster_core.plugin import ModelWrapper
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_MIB = 2**20
 _UPLOAD = (
     "Call `push_to_hub` of the boosted model, or save into a folder, and upload that by "
     "`huggingface_hub.upload_folder` on one rank"
@@ -43,7 +41,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_function": ((None, torch.save), "Booster writes the files itself: leave `save_function` out"),
     "save_peft_format": ((True,), "Adapters are written as peft reads them: leave `save_peft_format` out"),
     "save_original_format": ((True,), "Tensors have the names of the model's modules: leave it out"),
-    "distributed_checkpoint": ((False,), "For that format call `booster.save_model(..., gather_dtensor=False)`"),
+    "distributed_checkpoint": ((False,), "For that format call `booster.save_model(..., format='dcp')`"),
     "path_initial_model_for_weight_conversion": ((None,), "Convert adapters from a folder, by peft"),
 }
 """Arguments of the libraries that have one meaning here: its values, and what to do instead of others."""
@@ -141,10 +139,8 @@ def _save_model(
 
     Collective: every rank of the world.
     """
-    size_per_shard = 1024
 
     def check() -> None:
-        nonlocal size_per_shard
         _check_others(others)
         if getattr(unwrap_model(model), "_hf_peft_config_loaded", False):
             msg = (
@@ -153,7 +149,7 @@ def _save_model(
             )
             raise ConfigError(msg)
         if max_shard_size is not None:
-            size_per_shard = _mebibytes(max_shard_size)
+            mebibytes(max_shard_size)
 
     _agree(booster, check, is_main_process=is_main_process)
     booster.save_model(
@@ -161,7 +157,7 @@ def _save_model(
         save_directory,
         shard=library_of(unwrap_model(model)) != "huggingface_hub",  # whose models are one file
         prefix=variant,
-        size_per_shard=size_per_shard,
+        max_shard_size=max_shard_size,
         use_safetensors=safe_serialization,
     )
 
@@ -291,17 +287,3 @@ def _check_others(others: dict[str, Any]) -> None:
             shown = "" if name == "state_dict" else f"={value!r}"
             msg = f"`{name}{shown}` of `save_pretrained` can't be followed for a boosted model. {remedy}."
             raise ConfigError(msg)
-
-
-def _mebibytes(size: int | str) -> int:
-    """Return a size such as ``"5GB"`` in whole MiB, not above it."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size), re.IGNORECASE)
-    unit = found[2].upper() if found else None
-    if found is None or unit not in _UNITS:
-        msg = f"`max_shard_size={size!r}` is not a size. Use bytes, or a string such as '5GB' or '500MB'."
-        raise ConfigError(msg)
-    mebibytes = int(float(found[1]) * _UNITS[unit]) // _MIB
-    if mebibytes < 1:
-        msg = f"`max_shard_size={size!r}` is below 1 MiB, the smallest size of a file here. Use a larger one."
-        raise ConfigError(msg)
-    return mebibytes

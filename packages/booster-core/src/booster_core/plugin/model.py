@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from booster_core.attribute_hints import OF_ENGINES, no_attribute
 from booster_core.errors import ConfigError
 from booster_core.plugin.call_guard import guard_forward, through_guard
 from booster_core.plugin.structure import Structure
@@ -181,8 +180,6 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if "_original" not in self.__dict__:  # while copying or unpickling
                 raise
-        if name in OF_ENGINES and not hasattr(self.unwrap(), name):
-            raise no_attribute(self, name)
         make = self.__dict__["_methods"].get(name)
         return getattr(self.unwrap(), name) if make is None else make(self)
 

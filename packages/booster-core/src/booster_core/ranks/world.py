@@ -272,8 +272,10 @@ def let_monitor_speak_first(group: Any) -> None:
 
     if _world.monitor is None or group is None or "nccl" not in torch.distributed.get_backend_config(group):
         return
+    backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001 - the only way to one of a group's backends
+    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
     limit = _world.timeout_seconds + nccl_margin_seconds(_world.world_size)
-    group._get_backend(torch.device("cuda"))._set_default_timeout(timedelta(seconds=limit))  # noqa: SLF001 - the only way
+    backend._set_default_timeout(timedelta(seconds=limit))  # noqa: SLF001 - as torch's own `_set_pg_timeout`
 
 
 def run_in_turns() -> None:

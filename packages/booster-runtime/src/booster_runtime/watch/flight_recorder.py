@@ -91,7 +91,7 @@ class FlightRecorder:
         Those of threads that Python has started are left out: they don't hold up the main thread.
         """
         try:
-            return self._read()
+            return self._read() if dist.is_initialized() else Recording()
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             return Recording()

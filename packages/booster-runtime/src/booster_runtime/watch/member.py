@@ -49,7 +49,8 @@ _AGENT_SECONDS = 1.0
 _GOODBYE_SECONDS = 2.0
 _MAX_TEXT_CHARS = 1000
 _LOOK_SECONDS = 0.25
-_NEW_PLACES_PER_BEAT = 4
+_PLACES_PER_SECOND = 64
+"""How many ranks a second tell rank 0 that they have come to another place; waiting ones say so once a beat."""
 _STILL_SECONDS = 3.0
 """How long a rank stands still until it says that it waits."""
 
@@ -93,6 +94,7 @@ class Monitor:
         self._rank = world.rank
         self._timeout_seconds = world.timeout_seconds
         self._beat_seconds = beat_seconds(world.world_size)
+        self._place_seconds = min(max(_LOOK_SECONDS, world.world_size / _PLACES_PER_SECOND), self._beat_seconds)
         self._ask_seconds = _ASK_SECONDS + answer_seconds(world.world_size)
         self._connection = connection
         self._server = server
@@ -264,7 +266,7 @@ class Monitor:
             self._recording, self._recorded_state = self._recorder.read(), state
         if not is_noted and not self._recording.waits:
             seconds = 0.0
-        if now >= self._sent_at + self._beat_seconds / (1 if place == self._sent_place else _NEW_PLACES_PER_BEAT):
+        if now >= self._sent_at + (self._beat_seconds if place == self._sent_place else self._place_seconds):
             self._sent_at, self._sent_place = now, place
             self._send(type="here", record=_progress(self._recording, seconds))
 
@@ -342,7 +344,9 @@ def _progress(recording: Recording | None = None, seconds: float = 0.0) -> Recor
     """Return how far this process has come."""
     recording, now, ranks = recording or Recording(), time.monotonic(), PROGRESS.ranks
     call, last = PROGRESS.call, PROGRESS.last
-    calls = () if call is None else (Point(*call, None if ranks is None else tuple(ranks)),)
+    calls = [] if call is None else [Point(*call, None if ranks is None else tuple(ranks))]
+    if PROGRESS.is_waiting and last is not None and last != call:  # all ranks meet inside of the call
+        calls.append(Point(*last))
     expired = (point for point, expiry in recording.waits.items() if expiry is not None and expiry <= now)
     return Record(
         counts={**PROGRESS.counts, **recording.counts},

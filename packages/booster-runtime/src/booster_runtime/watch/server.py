@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from booster_runtime.watch.verdicts import Point
 
 _SELECT_SECONDS = 0.2
+_CLOSE_SECONDS = 0.5
 _TICK_SECONDS = 1.0
 _HELLO_SECONDS = 10.0
 """How long a new connection may take to say who it is."""
@@ -69,8 +70,10 @@ class Server:
         self._listener.setblocking(False)  # noqa: FBT003 - the socket module's only form
         self.port: int = self._listener.getsockname()[1]
         keep_from_children(self._listener)
+        self._woken, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="booster monitor server", daemon=True)
 
     @property
@@ -85,6 +88,8 @@ class Server:
     def close(self) -> None:
         """Tell the members that the server ends normally, and end it."""
         self._is_closing = True
+        with contextlib.suppress(OSError):  # it may have ended already
+            self._waker.send(b".")
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
@@ -98,19 +103,34 @@ class Server:
                 "Booster: the monitor has stopped; from now on a rank that dies is waited for until the time limit of "
                 f"{self._timeout_seconds:g} s. The cause:\n{traceback.format_exc()}"
             )
-        for rank in self._members:
+        for rank, member in self._members.items():
             self._send(rank, type="closing", cause=cause)
-        for key in [*self._selector.get_map().values()]:
-            key.fileobj.close()  # type: ignore[union-attr] # all are sockets
+            with contextlib.suppress(OSError):
+                member.socket.shutdown(socket.SHUT_WR)
+        # What comes is read: a connection that is closed before that is reset, and the last words may be lost.
+        self._members.pop(0, None)  # whose process this is
+        self._selector.unregister(self._listener)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._members and time.monotonic() < deadline:
+            for key, _ in self._selector.select(_CLOSE_SECONDS):
+                with contextlib.suppress(OSError):
+                    if key.data is not None and key.data.socket.recv(1 << 16):
+                        continue
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr] # a socket, as all are
+                self._members.pop(getattr(key.data, "rank", None), None)  # type: ignore[arg-type] # of third parties
+        left = [key.fileobj for key in self._selector.get_map().values()]
         self._selector.close()
+        for each in (*left, self._listener, self._woken, self._waker):
+            each.close()  # type: ignore[union-attr] # as above
 
     def _serve(self) -> None:
         next_tick = 0.0
         while not self._is_closing:
             for key, _ in self._selector.select(_SELECT_SECONDS):
-                if key.data is None:
+                if key.fileobj is self._listener:
                     self._accept()
-                else:
+                elif key.data is not None:
                     self._read(key.data)
             now = time.monotonic()
             if now >= next_tick:
