@@ -1,9 +1,12 @@
 """Averages of weights under ZeRO: what is averaged, at any layout, and that they come and go without a trace."""
 
 import itertools
+from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
+from gathering_plugin import GatheringPlugin
 from matrix import matrix
 from safetensors.torch import load_file
 from torch import nn
@@ -48,7 +51,7 @@ def train(booster, model, optimizer, steps, first=0):
 def averages(options, precision):
     """Train and average next to torch's own average of what the optimizer updates."""
     booster, model, optimizer = boost(options, precision)
-    ema = booster_runtime.ema(booster, model, DECAY)  # before the first step, which lays parameters out again
+    ema = booster_runtime.ema(booster, model, DECAY)
     mirror = make().float()
 
     def look():
@@ -120,7 +123,7 @@ def saves(options, folder):
 
 
 def loads_and_trains(options, folder):
-    """Load averages, and return what is saved of them after a step, which lays parameters out again."""
+    """Load averages, and save what is there of them after a step."""
     booster, model, optimizer = boost(options, "bf16")
     ema = booster_runtime.ema(booster, model, DECAY)
     ema.load(folder)
@@ -139,8 +142,8 @@ def test_saved_averages_load_at_another_number_of_ranks_and_stage_and_stay(tmp_p
     assert all(torch.equal(again[name], saved[name]) for name in parameters)
 
 
-def unfreezes(folder):
-    booster = Booster("cpu", "bf16", LowLevelZeroPlugin(bucket_bytes=64))
+def unfreezes(plugin, folder):
+    booster = Booster("cpu", "bf16", plugin())
     net = make()
     net[0].requires_grad_(requires_grad=False)
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net[2:].parameters(), lr=0.01))
@@ -156,8 +159,12 @@ def unfreezes(folder):
     ema.save(f"{folder}/ema.safetensors")
 
 
-def test_a_parameter_that_is_unfrozen_later_is_averaged_on(tmp_path):
-    run_on_ranks(unfreezes, 2, str(tmp_path))
+GETS_NEW_BUCKETS = partial(GatheringPlugin, chunk_bytes=64)
+
+
+@pytest.mark.parametrize("plugin", [partial(LowLevelZeroPlugin, bucket_bytes=64), GETS_NEW_BUCKETS])
+def test_a_parameter_that_is_unfrozen_later_is_averaged_on(plugin, tmp_path):
+    run_on_ranks(unfreezes, 2, plugin, str(tmp_path))
     expected = load_file(tmp_path / "model-0.safetensors")
     for step in range(3):
         for name, value in load_file(tmp_path / f"model-{step + 1}.safetensors").items():
