@@ -16,6 +16,8 @@ from booster_testing.models import tiny_llama
 PIPELINE = {"pp_size": 2}
 TENSOR = {"tp_size": 2}
 RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
+SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
 
 
 def wrapped_layers(model):
@@ -73,7 +75,7 @@ def test_a_model_that_was_compiled_as_a_whole_is_not_cut(how):
         (layers, None),
     ],
 )
-@pytest.mark.parametrize("options", [TENSOR, RING], ids=["tp", "sp"])
+@pytest.mark.parametrize("options", [TENSOR, RING, ULYSSES, SPLIT], ids=["tp", "ring", "ulysses", "split"])
 def test_a_criterion_that_needs_whole_logits_gets_them_of_compiled_models(options, before, after):
     expected = run_on_ranks(train, 2, options)
     found = run_on_ranks(train, 2, options, before, after, timeout_seconds=180)

@@ -1,4 +1,4 @@
-"""Long sequences, padded, packed or plain: exact, without a tensor of all pairs of positions on any rank."""
+"""Long sequences: no rank has a tensor of all pairs of positions, nor keeps whole sequences for backward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from defined_attention import attention_as_defined
 from isolated_libraries import import_quietly
 from matrix import matrix
 
+from booster_core import Booster
+from booster_hybrid import HybridParallelPlugin
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
 from booster_hybrid.sequence_parallel.mask import Visibility, make_mask
 from booster_hybrid.sequence_parallel.ring_attention import ring_attention
 from booster_hybrid.sequence_parallel.ulysses import all_to_all_attention
 from booster_testing import run_on_ranks
+from booster_testing.models import tiny_llama
 
 MODES = {"all_to_all": all_to_all_attention, "ring_attn": ring_attention}
 NUM_SEEN = 48
@@ -94,3 +97,43 @@ def test_masks_of_many_positions_take_no_memory_of_their_square(mode):
     length, size = 3000, 8
     # All pairs of positions of both samples would be 17 MiB as bools, and 69 MiB as what is added to scores.
     run_on_ranks(attends_to_all, 2, ("padded", "packed", "plain"), mode, length, size, 12 * 2**20)
+
+
+LAYERS, LENGTH = 2, 64
+
+
+def saved_by_layers(model):
+    """Return the bytes that the layers of a Llama keep for backward, without those of parameters."""
+    storages, inside = {}, []
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    for layer in model.modules():
+        if type(layer).__name__ == "LlamaDecoderLayer":
+            layer.register_forward_pre_hook(lambda *_: inside.append(True), prepend=True)
+            layer.register_forward_hook(lambda *_: inside.pop() and None)
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    assert loss.requires_grad
+    return sum(each.nbytes() for each in storages.values())
+
+
+def llama():
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8}
+    return tiny_llama(num_hidden_layers=LAYERS, **sizes)
+
+
+def saved_when_split(size):
+    plugin = HybridParallelPlugin(tp_size=size, sequence_parallelism_mode="split_gather")
+    return saved_by_layers(Booster("cpu", plugin=plugin).boost(llama(), None)[0])
+
+
+@matrix(["2"], size=[2, 4])
+def test_layers_between_which_sequences_are_split_keep_a_ranks_share_for_backward(size):
+    assert max(run_on_ranks(saved_when_split, size, size)) <= 1.1 * saved_by_layers(llama()) / size

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from cases import Setting, assert_equals_one_process, zoo_case
-from compiler_warnings import ignore_compiler_warnings
 from isolated_libraries import import_quietly
 from matrix import matrix, named
 from model_zoo import get_model
@@ -180,67 +179,14 @@ def test_packed_documents_train_as_separate_ones(options):
     run_on_ranks(packed, 2, options)
 
 
-def boost_zoo(zoo, options, before=None):
-    original = zoo.seeded()
-    original = original if before is None else before(original)
-    booster = Booster("cpu", plugin=HybridParallelPlugin(**options))
-    model, *_ = booster.boost(original, torch.optim.SGD(original.parameters(), lr=0.1))
-    return model
-
-
 def copied(options):
-    copy.deepcopy(boost_zoo(get_model("transformers/llama"), options).unwrap())
+    _, model, _ = boost(get_model("transformers/llama").seeded(), options)
+    copy.deepcopy(model.unwrap())
 
 
 @matrix(["ring_attn"], options=named([ULYSSES, RING, SPLIT], ["all_to_all", "ring_attn", "split_gather"]))
 def test_copies_of_a_split_model_are_refused(options):
     expect_on_ranks(ConfigError, "split over ranks can.t be copied", copied, 2, options)
-
-
-def compiled(name, options, how):
-    """Compiled as a whole or layer by layer, before or after."""
-    # The compiler looks at every tensor's `grad` after a graph break.
-    ignore_compiler_warnings()
-    zoo = get_model(f"transformers/{name}")
-    expected, batch = zoo.seeded(), zoo.whole(0, 1, 4)
-    truth = zoo.loss_of(expected, batch)
-    truth.backward()
-
-    def in_place(model):
-        for module in model.modules():
-            if isinstance(module, torch.nn.ModuleList):
-                for layer in module:
-                    layer.compile(backend="eager")
-        return model
-
-    def whole(model):
-        return torch.compile(model, backend="eager")
-
-    before, after = {
-        "whole before": (whole, None),
-        "layers before": (in_place, None),
-        "whole after": (None, whole),
-        "layers after": (None, in_place),
-    }[how]
-    torch.compiler.reset()
-    model = boost_zoo(zoo, options, before)
-    run = model if after is None else after(model)
-    loss = zoo.loss_of(run, batch)
-    loss.backward()
-    torch.testing.assert_close(loss, truth)
-
-
-@pytest.mark.slow
-@MODES
-@pytest.mark.parametrize("name", ["llama", "t5_generation"])
-@pytest.mark.parametrize("how", ["whole before", "layers before", "whole after", "layers after"])
-def test_split_models_may_be_compiled(how, name, options):
-    run_on_ranks(run_or_refused, 2, compiled, name, options, how, timeout_seconds=180)
-
-
-@pytest.mark.slow  # layers that are compiled and split are in test_compiled_split_layers.py
-def test_a_model_with_a_plan_that_was_compiled_before_is_split():
-    run_on_ranks(compiled, 2, "llama", ULYSSES, "whole before", timeout_seconds=180)
 
 
 def mixture(options, asked):

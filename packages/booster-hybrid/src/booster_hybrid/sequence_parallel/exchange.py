@@ -141,12 +141,25 @@ def gathered(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:
 
     Collective: the group.
     """
+    return begin_gather(local, layout, group)()
+
+
+def begin_gather(local: Tensor, layout: SequenceLayout, group: RankGroup) -> Callable[[], Tensor]:
+    """Begin to gather whole sequences, and return what waits for them; see `gathered`.
+
+    Collective: the group.
+    """
     bounds, shapes = _parts(local.shape, layout)
     buffer = local.new_empty(bounds[-1])
     buffer[bounds[group.rank] : bounds[group.rank + 1]].view(shapes[group.rank]).copy_(local)
-    group.all_gather(buffer, bounds).wait()
-    parts = [buffer[bounds[rank] : bounds[rank + 1]].view(shape) for rank, shape in enumerate(shapes)]
-    return layout.put_together(parts, 1)
+    pending = group.all_gather(buffer, bounds)
+
+    def wait() -> Tensor:
+        pending.wait()
+        parts = [buffer[bounds[rank] : bounds[rank + 1]].view(shape) for rank, shape in enumerate(shapes)]
+        return layout.put_together(parts, 1)
+
+    return wait
 
 
 def reduce_scattered(whole: Tensor, layout: SequenceLayout, group: RankGroup) -> Tensor:

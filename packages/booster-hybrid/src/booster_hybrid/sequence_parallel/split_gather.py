@@ -10,6 +10,7 @@ Reference: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,17 @@ from booster_core.errors import ConfigError
 from booster_core.state import NamedTensors, compiled_module
 from booster_hybrid.layer_plan import Changes
 from booster_hybrid.rank_group import AloneRank, RankGroup
-from booster_hybrid.sequence_parallel.exchange import cut_replica, gather_sequence, join_replicas, scatter_sum
+from booster_hybrid.sequence_parallel.exchange import (
+    begin_gather,
+    cut_replica,
+    gather_sequence,
+    join_replicas,
+    scatter_sum,
+)
 from booster_hybrid.sequence_parallel.layers import ListRun, lists_of_layers, refuse_outputs_of_layers
 from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES, LayerHooks, SplitList, mapped, with_hidden
 from booster_hybrid.tensor_parallel.eager import outside_of_graphs
-from booster_hybrid.tensor_parallel.linear import ColumnForward, RowForward
+from booster_hybrid.tensor_parallel.linear import ColumnForward, ColumnSiblings, GatheredInput, RowForward
 from booster_hybrid.tensor_parallel.module_names import ModuleNames
 from booster_hybrid.tensor_parallel.summed_use import SummedUse, sum_where_used
 
@@ -186,12 +193,13 @@ class _Borders:
         for parent in across:
             self._leave_as_it_is(parent)
         patched = {module: forward for module, forward in patched.items() if _parent(layer, module) not in across}
-        gathering = _Gathering(self.positions, is_replica=False)
+        gathering = _Gathering(self.positions)
         entries: dict[nn.Module, None] = {}
         for module, forward in patched.items():
             if isinstance(forward, ColumnForward):
                 # The gather's transpose sums over ranks; the layer itself has nobody to sum with.
                 forward.siblings.group = AloneRank(None, 0, 1)
+                gathering.siblings[forward.siblings] = None
                 entries[_entry(layer, module)] = None
             else:
                 # The rank stays: the first one's partial sum has the bias.
@@ -277,10 +285,15 @@ class _ReplicaHooks(LayerHooks):
 
 
 class _Gathering:
-    """Gives a block whole sequences in place of this rank's positions."""
+    """Gives a block whole sequences in place of this rank's positions.
 
-    def __init__(self, positions: GatheringList, *, is_replica: bool) -> None:
+    Attributes:
+        siblings: The column-parallel layers that read them, which gather them again in backward.
+    """
+
+    def __init__(self, positions: GatheringList, *, is_replica: bool = False) -> None:
         self._positions, self._is_replica = positions, is_replica
+        self.siblings: dict[ColumnSiblings, None] = {}
 
     @outside_of_graphs
     def __call__(
@@ -289,8 +302,14 @@ class _Gathering:
         del module
         hidden: Tensor = args[0] if args else kwargs[HIDDEN_STATES]
         gather = join_replicas if self._is_replica else gather_sequence
-        whole = gather(*self._positions.of_part(hidden), self._positions.group)
-        return with_hidden(args, kwargs, whole if hidden.dim() == 3 else whole.flatten(0, 1))
+        part, layout = self._positions.of_part(hidden)
+        whole = gather(part, layout, self._positions.group)
+        if hidden.dim() != 3:
+            return with_hidden(args, kwargs, whole.flatten(0, 1))
+        again = functools.partial(begin_gather, layout=layout, group=self._positions.group)
+        for each in self.siblings:
+            each.gathered = GatheredInput(whole, hidden, again)
+        return with_hidden(args, kwargs, whole)
 
 
 class _Scattering:

@@ -9,6 +9,7 @@ Reference: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ def _now_or_later(
 class _Columns(torch.autograd.Function):
     """Several column-parallel products of one input, with one sum over ranks of the input's gradient.
 
-    Only what backward will need is kept: frozen weights don't keep the input alive.
+    Only what backward will need is kept: frozen weights don't keep the input alive, and of an input that was gathered
+    this rank's part is kept, and gathered again while the input's gradient is computed.
     """
 
     @staticmethod
@@ -81,26 +83,26 @@ class _Columns(torch.autograd.Function):
         source: Tensor,
         siblings: ColumnSiblings,
         waiting: Waiting | None,
+        gathered: GatheredInput | None,
         *weights_and_biases: Tensor | None,
     ) -> tuple[Tensor, ...]:
         half = len(weights_and_biases) // 2
         weights: list[Any] = list(weights_and_biases[:half])
         biases: list[Any] = list(weights_and_biases[half:])
-        needs_source, _, _, *needs = ctx.needs_input_grad
-        ctx.waiting = waiting
+        needs_source, _, _, _, *needs = ctx.needs_input_grad
+        ctx.waiting, ctx.gathered = waiting, gathered
         ctx.set_materialize_grads(False)  # a sibling that was not used has no gradient, and costs nothing
         ctx.siblings, ctx.shape, ctx.dtype = siblings, source.shape, source.dtype
         ctx.dtypes = [None if each is None else each.dtype for each in (*weights, *biases)]
         device_type = source.device.type
-        dtype = _autocast_dtype(device_type)
+        dtype = ctx.product_dtype = _autocast_dtype(device_type)
         if dtype is not None:
             source = source.to(dtype)
             weights = [weight.to(dtype) for weight in weights]
             biases = [None if bias is None else bias.to(dtype) for bias in biases]
         keeps_source = any(needs[:half]) or any(_waits(waiting, index) for index in range(half))
-        ctx.save_for_backward(
-            source if keeps_source else None, *(weight if needs_source else None for weight in weights)
-        )
+        kept = source if gathered is None else gathered.part()
+        ctx.save_for_backward(kept if keeps_source else None, *(weight if needs_source else None for weight in weights))
         with torch.autocast(device_type, enabled=False):
             return tuple(
                 not_a_view(nn.functional.linear(source, weight.t() if siblings.is_transposed else weight, bias))
@@ -113,7 +115,8 @@ class _Columns(torch.autograd.Function):
         siblings: ColumnSiblings = ctx.siblings
         siblings.forget()  # backward has come this far: nobody will fetch the rest
         source, *weights = ctx.saved_tensors
-        needs_source, _, _, *needs = ctx.needs_input_grad
+        needs_source, _, _, _, *needs = ctx.needs_input_grad
+        coming = None if source is None or ctx.gathered is None else ctx.gathered.again(source)
         rows = [None if each is None else each.reshape(-1, each.shape[-1]) for each in gradients]
         pending, total = None, None
         if needs_source:
@@ -123,6 +126,9 @@ class _Columns(torch.autograd.Function):
                     total = row @ factor if total is None else total.addmm_(row, factor)
         if total is not None:
             pending = siblings.group.all_reduce(total)
+        if coming is not None:
+            source = coming()
+            source = source if ctx.product_dtype is None else source.to(ctx.product_dtype)
         flat = None if source is None else source.reshape(-1, source.shape[-1])
         half = len(rows)
         products = [
@@ -138,7 +144,31 @@ class _Columns(torch.autograd.Function):
         if pending is not None and total is not None:
             pending.wait()
             of_source = total.view(ctx.shape).to(ctx.dtype)
-        return (of_source, None, None, *of_parameters)
+        return (of_source, None, None, None, *of_parameters)
+
+
+class GatheredInput:
+    """An input that was gathered of the ranks' parts, by which it can be gathered again.
+
+    Args:
+        whole: The input. It is not kept alive, nor is the part, but by who saves it for backward.
+        part: This rank's part.
+        gather: Begins to gather the whole of the part, and returns what waits for it.
+    """
+
+    def __init__(self, whole: Tensor, part: Tensor, gather: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+        self._whole, self._part = weakref.ref(whole), weakref.ref(part)
+        self.again = gather
+
+    def is_of(self, source: Tensor) -> bool:
+        """Whether a tensor is the input, of which nothing was written to."""
+        return self._whole() is source and self._part() is not None
+
+    def part(self) -> Tensor:
+        """Return this rank's part."""
+        part = self._part()
+        assert part is not None, "`is_of` was asked"
+        return part.detach()
 
 
 @dataclass(frozen=True)
@@ -172,6 +202,7 @@ class ColumnSiblings:
     Attributes:
         group: The tensor parallel ranks.
         is_transposed: Whether the weights are stored as (inputs, outputs).
+        gathered: The input that was gathered last; ``None`` where inputs come whole.
 
     Results that no sibling has fetched are dropped when another input comes, in backward, or by `forget`; whose
     results went to waste is not computed along again, such as the queries of an attention that reads its keys
@@ -189,6 +220,7 @@ class ColumnSiblings:
         self._entered: _Entered | None = None
         self._is_shared = True
         self._shares: dict[nn.Module, tuple[Split | None, Split | None]] = {}
+        self.gathered: GatheredInput | None = None
         self._sharers = group  # also where the sum of the input's gradient is left to others
 
     def share(self, module: nn.Module, splits: Mapping[int, Split | None]) -> None:
@@ -289,7 +321,12 @@ class ColumnSiblings:
         flat = [*(weight for weight, _ in own), *(bias for _, bias in own)]
         waiting = None if split is None else split.waiting(source, flat)
         given = flat if waiting is None else waiting.hidden()
-        outputs: tuple[Tensor, ...] = _Columns.apply(source, self, waiting, *given)  # type: ignore[no-untyped-call]
+        gathered = self.gathered if waiting is None else None  # weights' gradients that wait keep the whole input
+        if gathered is not None and not gathered.is_of(source):
+            gathered = None
+        outputs: tuple[Tensor, ...] = _Columns.apply(  # type: ignore[no-untyped-call]
+            source, self, waiting, gathered, *given
+        )
         kept = {
             each: _Kept(output, own, tuple(map(_version, own)))
             for each, output, own in zip(along, outputs, parameters, strict=True)

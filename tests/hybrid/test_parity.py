@@ -1,4 +1,4 @@
-"""Models and heads with split sequences: loss, gradients, norm and parameters are those of one process."""
+"""Models and heads on every mesh: loss, gradients, norm and parameters are those of one process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from booster_core.errors import ConfigError
 from booster_hybrid import HybridParallelPlugin
 from booster_testing import expect_on_ranks
 
-ULYSSES = {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"}
-RING = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
-SPLIT = {"tp_size": 2, "sequence_parallelism_mode": "split_gather"}
-MODES = {"all_to_all": ULYSSES, "ring_attn": RING, "split_gather": SPLIT}
-MESHES = {
+TENSOR = {"tp_size": 2}
+MODES = {
+    "all_to_all": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+    "ring_attn": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
+    "split_gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+}
+PLAIN = {"tp2": (2, TENSOR), "tp2-dp2zero1": (4, {**TENSOR, "zero_stage": 1})}
+SEQUENCES = {
     **{mode: (2, options) for mode, options in MODES.items()},
     **{f"{mode}-dp2zero1": (4, {**options, "zero_stage": 1}) for mode, options in MODES.items()},
-    "all_to_all-tp2": (4, {**ULYSSES, "tp_size": 2}),
-    "ring_attn-tp2": (4, {**RING, "tp_size": 2}),
+    "all_to_all-tp2": (4, {**MODES["all_to_all"], **TENSOR}),
+    "ring_attn-tp2": (4, {**MODES["ring_attn"], **TENSOR}),
 }
 WITHOUT_SEQUENCES = ("transformers/sam",)
 SPLITTABLE = [name for name in NAMES if name not in WITHOUT_SEQUENCES]
 
 
 def assert_parity(name, mesh, **more):
-    num_ranks, options = MESHES[mesh]
+    num_ranks, options = {**PLAIN, **SEQUENCES}[mesh]
     if "pp_size" in more:
         num_ranks *= more["pp_size"]
     case, setting = parity_case(name), parity_setting(name, {**options, **more}, num_ranks)
@@ -34,6 +37,21 @@ def assert_parity(name, mesh, **more):
         expect_on_ranks(ConfigError, REFUSED, train_boosted, num_ranks, case, setting, timeout_seconds=120)
     else:
         assert_equals_one_process(case, setting)
+
+
+@matrix(
+    [
+        "transformers/mixtral-tp2",
+        "transformers/gpt2_double_heads-tp2",
+        "heads/llama_token_classification-tp2",
+        "heads/qwen3_lm-tp2",
+        "transformers/vit_classification-tp2",
+    ],
+    name=NAMES,
+    mesh=PLAIN,
+)
+def test_training_with_split_layers_equals_one_process(name, mesh):
+    assert_parity(name, mesh)
 
 
 @matrix(
@@ -48,7 +66,7 @@ def assert_parity(name, mesh, **more):
         "split_gather-transformers/blip2",
         "split_gather-transformers/falcon_alibi",
     ],
-    mesh=MESHES,
+    mesh=SEQUENCES,
     name=SPLITTABLE,
 )
 def test_training_with_split_sequences_equals_one_process(mesh, name):
@@ -64,10 +82,11 @@ def test_stages_of_a_pipeline_split_sequences_too(mode, name):
     assert_parity(name, mode, pp_size=2)
 
 
-@matrix(["all_to_all-transformers/gpt2_lm"], mode=MODES, name=SPLITTABLE)
-def test_bf16_with_split_sequences_is_as_near_to_fp32_as_one_process(mode, name):
-    if not is_refused(name, MODES[mode]):
-        assert_near_fp32(zoo_case(name), parity_setting(name, MODES[mode], 2, "bf16"))
+@matrix(["tp2-heads/llama_classification", "all_to_all-transformers/gpt2_lm"], mesh=["tp2", *MODES], name=NAMES)
+def test_bf16_is_as_near_to_fp32_as_one_process(mesh, name):
+    _, options = {**PLAIN, **SEQUENCES}[mesh]
+    if mesh == "tp2" or not (name in WITHOUT_SEQUENCES or is_refused(name, options)):
+        assert_near_fp32(zoo_case(name), parity_setting(name, options, 2, "bf16"))
 
 
 @matrix(["ring_attn"], mode=MODES)
