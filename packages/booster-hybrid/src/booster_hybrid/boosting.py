@@ -35,6 +35,7 @@ from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
 from booster_hybrid.skipped_layers import kept_generators
+from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
 from booster_hybrid.user_optimizer import check_elementwise, check_state, cut_state, leave_out
 from booster_runtime.collectives import new_groups
@@ -198,7 +199,7 @@ class HybridSetup:
 
         is_gathered = self._config.sequence.mode == "split_gather"
         lengths = Lengths()
-        with raised_on_all("boost", self._context.device):
+        with raised_on_all("boost", self._context.device), without_stacked_adapters(self._model):
             check = functools.partial(
                 check_policy,
                 self._model,
