@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from booster_hybrid.probe.experts import check_experts
 from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
 from booster_hybrid.rank_group import RankGroup
+from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.skipped_layers import kept_generators
 from booster_hybrid.tensor_parallel.adapters import without_stacked_adapters
 from booster_hybrid.tensor_parallel.plan import TensorParallelModel, parallelize
@@ -134,6 +136,7 @@ class HybridSetup:
         self._entries_seen: list[dict[str, int]] = []
         self._lists: list[str] = []
         self._lengths: list[Lengths] = []
+        self._mixers = Mixers()
         self._outline: nn.Module | None = None
         self._example: Any = None
         self._gathering: dict[tuple[int, ...], Axis] = {}
@@ -226,6 +229,7 @@ class HybridSetup:
     def _note_lengths(self, lengths: list[Lengths]) -> None:
         """Note for which lengths layers were compared, alike on all ranks: what one has seen depends on its batch."""
         lengths = self._context.coordinator.broadcast_object(lengths, name="boost", meets=False)
+        self._mixers = next((each.mixers for each in lengths), Mixers())
         self._lengths = [] if self._options.unchecked == "allow" else lengths
 
     def _find_experts(self, size: int) -> None:
@@ -305,6 +309,14 @@ class HybridSetup:
                     )
                     raise ConfigError(msg) from error
         self._note_lengths(lengths)
+        if self._mixers.classes and self._context.coordinator.rank == 0:
+            logging.getLogger("booster").warning(
+                "%s: %s mix positions of a sequence outside of attention. They run on whole sequences on each of %d "
+                "ranks, with the memory and the time of these.",
+                type(self._model).__name__,
+                ", ".join(sorted(self._mixers.classes)),
+                config.size,
+            )
 
     def _batches(self) -> list[Any]:
         """Return batches that the model may take: the user's, and the model's own dummy."""
@@ -537,6 +549,7 @@ class HybridSetup:
             rings=self._rings,
             parallel_output=self._options.parallel_output,
             lengths=self._lengths,
+            mixers=self._mixers,
         )
 
     def _lists_to_split(self) -> list[str]:

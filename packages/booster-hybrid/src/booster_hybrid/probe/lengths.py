@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster_hybrid.sequence_parallel.layer_code import give_whole_sequences, is_of_the_layer
 from booster_hybrid.sequence_parallel.split_list import HIDDEN_STATES
+from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.torch_functions import name_of
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Lengths:
         unwatched: Those of which a number of positions could not be told from other sizes.
         dims: Along which dimension their arguments are cut.
         left_whole: Lists of layers that no batch has reached, whose sequences stay whole.
+        mixers: What is in the layers besides attention.
     """
 
     compared: set[int] = field(default_factory=set)
@@ -84,6 +86,7 @@ class Lengths:
     unwatched: set[str] = field(default_factory=set)
     dims: dict[Argument, int | None] = field(default_factory=dict)
     left_whole: set[str] = field(default_factory=set)
+    mixers: Mixers = field(default_factory=Mixers)
 
     def doubt(self, samples: int, length: int, parts: Collection[int]) -> str | None:
         """Return why layers may compute something else from parts of sequences; ``None`` where they don't.

@@ -32,6 +32,8 @@ from booster_hybrid.sequence_parallel.layers import (
     refuse_outputs_of_layers,
 )
 from booster_hybrid.sequence_parallel.layout import SequenceLayout
+from booster_hybrid.sequence_parallel.mixers import find_mixers
+from booster_hybrid.sequence_parallel.stack import Mixers
 from booster_hybrid.sequence_parallel.ulysses import head_ranges
 from booster_hybrid.tensor_parallel.split import cut_units
 from booster_runtime.data import taken_by
@@ -103,6 +105,7 @@ class _Probe:
         self.size = size if size <= _MOST_RANKS else few
         self.lengths: list[Lengths] = []
         self.heads: set[tuple[int, int]] = set()
+        self.mixers = Mixers()
 
     def run(self, call: Call, *, is_short: bool) -> str | None:
         """Compare on a batch, with one layer of each kind or with all; return why that could not be done."""
@@ -161,7 +164,13 @@ class _Probe:
             if whole is None:
                 reason = reason or "the model gives other outputs in each call, or infinite ones"
                 continue
-            self._compare(whole, runner, values, setting)
+            try:
+                self._compare(whole, runner, values, setting)
+            except ConfigError:
+                if self.mixers.classes or not self._find_mixers(runner, values):
+                    raise
+                self.lengths = []
+                self._compare(whole, runner, values, setting)
             return None
         return reason
 
@@ -174,14 +183,29 @@ class _Probe:
         """Split sequences for a rank, and watch what layers ask about their lengths."""
         self._model.register_forward_pre_hook(refuse_outputs_of_layers, with_kwargs=True)
         self._model.register_forward_pre_hook(refuse_router_losses, with_kwargs=True)
-        split = split_layers(self._model, self._lists, self._mode, rank)
+        split = split_layers(self._model, self._lists, self._mode, rank, mixers=self.mixers)
         self.lengths = self.lengths or [Lengths() for _ in split]
         for (stack, layers), lengths in zip(split, self.lengths, strict=True):
             stack.drops, stack.dims, stack.is_clear = False, lengths.dims, is_clear
+            lengths.mixers = self.mixers
             watch = LengthWatch(lengths)
             for layer in layers:
                 vars(layer)["forward"] = functools.partial(watch.run, layer=layer, forward=layer.forward)
         return [stack for stack, _ in split]
+
+    def _find_mixers(self, runner: Runner, values: Mapping[int, Tensor]) -> bool:
+        """Find out what is in the layers besides attention; return whether anything sees positions."""
+
+        def run(rank: InProcessRank) -> bool:
+            split = split_layers(self._model, self._lists, self._mode, rank, mixers=self.mixers)
+            for stack, layers in split:
+                stack.drops = False
+                find_mixers(layers, stack)
+            runner.output(values)
+            return any(stack.heads for stack, _ in split)
+
+        (attends,) = on_ranks(1, run, self._model.modules(), self._device)
+        return bool(self.mixers.classes) or (attends and bool(self.mixers.apart))
 
     def _compare(self, whole: Result, runner: Runner, values: Mapping[int, Tensor], setting: Setting) -> None:
         def run(rank: InProcessRank) -> tuple[Result, list[tuple[int, int]]]:
