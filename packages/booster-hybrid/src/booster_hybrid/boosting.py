@@ -30,7 +30,7 @@ from booster_hybrid.pipeline.schedule import ZERO_BUBBLE, make_schedule
 from booster_hybrid.pipeline.stages import StagePlan, find_cuts
 from booster_hybrid.pipeline.weight_gradients import SplitBackward
 from booster_hybrid.policy.find import expert_rules, given_policy, known_layers, policy_for
-from booster_hybrid.policy.from_transformers import layer_lists
+from booster_hybrid.policy.from_transformers import language_model, layer_lists
 from booster_hybrid.probe.experts import check_experts
 from booster_hybrid.probe.lengths import Lengths
 from booster_hybrid.probe.probe import ReadOutsideError, check_policy
@@ -502,9 +502,11 @@ class HybridSetup:
     def _known_lists(self, *, is_pipeline: bool) -> list[str]:
         """Return the lists of layers that a policy names; none where a dry run has to find them."""
         known = known_layers(self._model, self._options.custom_policy, self._context.hooks)
-        if known is None and not is_pipeline and self._options.example_batch is None:
+        if known is None:
             inner = inner_model(self._model)
-            return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
+            reads_more = language_model(inner) is not None  # whose towers are lists of layers as well
+            if reads_more or (not is_pipeline and self._options.example_batch is None):
+                return [*layer_lists(inner)] if getattr(inner, "_tp_plan", None) else []
         return [] if known is None else [*known.layers]
 
     def _paths(self, lists: Sequence[str]) -> list[str]:

@@ -120,6 +120,8 @@ def split_layers(
             hooks = AttendingHooks(stack, run, layer, is_first=index == 0, is_last=is_last)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after, always_call=True)
+            if is_last:
+                run.watch_between(hooks)
     return stacks
 
 
